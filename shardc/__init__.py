@@ -1,0 +1,1 @@
+"""shardc: a sharding compiler for PyTorch."""

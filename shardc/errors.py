@@ -1,0 +1,72 @@
+"""The errors that shardc raises: each names the thing, the plan entry, the source line and what to do."""
+
+from __future__ import annotations
+
+
+class ShardcError(Exception):
+    """Base of every error and warning text of shardc.
+
+    Args:
+        what: one sentence that names the thing that is wrong.
+        plan_entry: the plan entry that asked for it, as the user wrote it.
+        source: ``file:line`` of the user's code that it is about.
+        fix: what the user can do, one sentence.
+        program: the offending line of a dump with a few lines around it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        plan_entry: str | None = None,
+        source: str | None = None,
+        fix: str | None = None,
+        program: str | None = None,
+    ) -> None:
+        self.what, self.plan_entry, self.source, self.fix, self.program = what, plan_entry, source, fix, program
+        lines = [what]
+        if plan_entry:
+            lines.append(f"  plan entry: {plan_entry}")
+        if source:
+            lines.append(f"  source: {source}")
+        if program:
+            lines.extend(f"  | {line}" for line in program.splitlines())
+        if fix:
+            lines.append(f"  fix: {fix}")
+        super().__init__("\n".join(lines))
+
+
+class MeshError(ShardcError, ValueError):
+    """A mesh that cannot be, or that the world cannot hold."""
+
+
+class LayoutError(ShardcError, ValueError):
+    """A layout that cannot be: an axis used twice, a split below one element, mixed meshes."""
+
+
+class PlanError(ShardcError, ValueError):
+    """A plan entry that matches nothing, names an unknown axis or has the wrong rank."""
+
+
+class CaptureError(ShardcError, RuntimeError):
+    """The model could not be traced to one graph."""
+
+
+class InputError(ShardcError, ValueError):
+    """An input of a wrong shape, dtype or kind at the call."""
+
+
+class RuleError(ShardcError, RuntimeError):
+    """An op whose rule does not fit its shapes, or that has none under ``strict``."""
+
+
+class VerifyError(ShardcError, RuntimeError):
+    """A graph that breaks the spec of its stage: a bug in a pass, never the user's fault."""
+
+
+class TextError(ShardcError, ValueError):
+    """A text that is not a dump."""
+
+
+class ShardcWarning(UserWarning):
+    """What a plan asked for and the compiler could not give, or a cost the user should know of."""

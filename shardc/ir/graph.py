@@ -1,0 +1,184 @@
+"""What shardc knows of each node of an FX graph: one typed record under one key of ``node.meta``.
+
+The graph itself is a plain `torch.fx.Graph`. Before ``localize`` shapes are global and every value has
+(from ``propagate`` on) a layout; after it shapes are local and ``Value.layout`` says of which global
+value the local tensor is a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.layout import Layout
+
+KEY = "shardc"
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8e4m3fn",
+    torch.float8_e5m2: "f8e5m2",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "bool",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor in the graph: dtype, global shape, and the layout once it is chosen.
+
+    After ``localize``, ``shape`` is the local one and ``layout`` is None.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    layout: Layout | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    def __str__(self) -> str:
+        name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        return f"{name}{self.layout}" if self.layout is not None else f"{name}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Why a node is there.
+
+    Args:
+        module: qualified name of the module whose code made it ("" for the root).
+        source: ``file:line`` of the user's code.
+        phase: "forward" or "backward".
+        cause: for inserted nodes, the plan entry or rule that asked for it.
+    """
+
+    module: str = ""
+    source: str = ""
+    phase: str = "forward"
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a placeholder is, or what an output is.
+
+    Args:
+        kind: "param", "buffer", "input", "tangent", "coordinate" for placeholders;
+            "output", "buffer", "grad" (of a param or of an input) for outputs.
+        name: the parameter's or buffer's qualified name, the input's dotted path, or the axis.
+        index: position among those of its kind.
+    """
+
+    kind: str
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True)
+class Info:
+    """shardc's record of one node.
+
+    Args:
+        name: its name in text: scope and op, unique in the graph, e.g. ``layers.0.mlp.up.mm``.
+        value: its tensor, a tuple of them for an op with several results, None for non-tensors.
+        origin: where it comes from.
+        role: for placeholders only.
+    """
+
+    name: str
+    value: Value | tuple[Value | None, ...] | None
+    origin: Origin = field(default_factory=Origin)
+    role: Role | None = None
+
+    def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
+        """The same at ``layout`` (a tuple for several results)."""
+        if isinstance(self.value, tuple):
+            layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
+            values = tuple(v and replace(v, layout=one) for v, one in zip(self.value, layouts, strict=True))
+            return replace(self, value=values)
+        assert self.value is not None
+        return replace(self, value=replace(self.value, layout=layout))
+
+
+def info(node: fx.Node) -> Info:
+    """The record of ``node``."""
+    return node.meta[KEY]
+
+
+def set_info(node: fx.Node, record: Info) -> fx.Node:
+    node.meta[KEY] = record
+    return node
+
+
+def value(node: fx.Node) -> Value:
+    """The one tensor that ``node`` makes."""
+    made = node.meta[KEY].value
+    assert isinstance(made, Value), f"{node} makes {made}, not one tensor"
+    return made
+
+
+def layout(node: fx.Node) -> Layout:
+    """The layout of the one tensor that ``node`` makes."""
+    found = value(node).layout
+    assert found is not None, f"{node} has no layout yet"
+    return found
+
+
+def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
+    """The placeholders in order, those of ``kind`` only if given."""
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    return nodes if kind is None else [n for n in nodes if (r := info(n).role) and r.kind == kind]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
+    """(role, node or None) of each output in order."""
+    node = output_node(graph)
+    yield from zip(node.meta[ROLES], node.args[0], strict=True)
+
+
+ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
+
+
+class NameScope:
+    """Hands out names that are unique in one graph: ``name``, then ``name.1``, ``name.2``."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> NameScope:
+        scope = cls()
+        for node in graph.nodes:
+            if KEY in node.meta:
+                scope._used.setdefault(info(node).name, 0)
+        return scope
+
+    def fresh(self, name: str) -> str:
+        if name not in self._used:
+            self._used[name] = 0
+            return name
+        while True:
+            self._used[name] += 1
+            candidate = f"{name}.{self._used[name]}"
+            if candidate not in self._used:
+                self._used[candidate] = 0
+                return candidate

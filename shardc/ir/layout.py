@@ -1,0 +1,352 @@
+"""Layouts: how a global tensor lies on a mesh, as factored dims.
+
+A tensor dim is an ordered product of *digits*, major to minor: the dim's global index written in
+mixed radix. A digit is bound to one mesh axis (its radix is then the axis's size) or local. A
+*sub-dim* groups the digits for printing: some axes, then what is local of it.
+
+    f32[16, 32@(tp,dp)]             dim 1 split over tp first, then dp
+    f32[(8@dp 128@tp), 512]         the [8, 128, 512] activation viewed as [1024, 512]
+    f32[512, (3 512@tp)]            split over tp inside each of three pieces
+    f32[16@dp, 8]{sum:tp}           a pending sum over tp
+
+Canonical: no digit of radix 1, no two local digits side by side, no two parts of one axis side by
+side that join. Two layouts of one tensor are equal exactly when they mean the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise
+from math import prod
+from typing import NamedTuple
+
+from shardc.errors import LayoutError
+from shardc.ir.mesh import Mesh
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+class Digit(NamedTuple):
+    """One digit of a dim's index: ``radix`` values, bound to ``axis`` or local (None)."""
+
+    radix: int
+    axis: str | None = None
+
+
+Digits = tuple[Digit, ...]
+
+
+class SubDim(NamedTuple):
+    """``size`` elements (over all ranks), split over ``axes`` major to minor."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, init=False)
+class Layout:
+    """How a global tensor lies on ``mesh``.
+
+    Args:
+        mesh: the mesh; every axis of the layout is on it.
+        dims: per tensor dim its digits, major to minor (made canonical here).
+        partial: axis -> reduce op of each pending reduction.
+
+    Raises:
+        LayoutError: an axis used twice, a radix that is not its axis's size, an unknown reduce op.
+    """
+
+    mesh: Mesh
+    dims: tuple[Digits, ...]
+    partial: tuple[tuple[str, str], ...]
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        dims: Iterable[Iterable[Digit | tuple[int, str | None]]],
+        partial: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    ) -> None:
+        pairs = tuple(partial.items()) if isinstance(partial, Mapping) else tuple(partial)
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "dims", tuple(canonical(mesh, digits) for digits in dims))
+        object.__setattr__(self, "partial", tuple(sorted(pairs, key=lambda pair: mesh.order(pair[0]))))
+        self._check()
+
+    def _check(self) -> None:
+        for axis, op in self.partial:
+            if op not in REDUCE_OPS:
+                raise LayoutError(f"unknown reduce op {op!r} on axis {axis!r} in {self}", fix=f"use one of {REDUCE_OPS}")
+        for digits in self.dims:
+            for radix, axis in digits:
+                if axis is not None and radix != self.mesh.size(axis):
+                    raise LayoutError(f"axis {axis!r} of size {self.mesh.size(axis)} bound to a digit of radix {radix}")
+        for one, other in combinations(self.axes, 2):
+            if self.mesh.overlap(one, other):
+                raise LayoutError(f"layout {self} uses axis {one!r} twice", fix="split or reduce over each axis once")
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self.dims, self.partial))
+
+    # --- what it is
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(prod(d.radix for d in digits) for digits in self.dims)
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape that each rank holds."""
+        return tuple(prod(d.radix for d in digits if d.axis is None) for digits in self.dims)
+
+    @cached_property
+    def digits_shape(self) -> tuple[int, ...]:
+        """The local tensor viewed with one dim per local digit, all dims in a row."""
+        return tuple(d.radix for digits in self.dims for d in digits if d.axis is None)
+
+    @cached_property
+    def bound(self) -> tuple[str, ...]:
+        """The axes that split some dim, dim by dim."""
+        return tuple(d.axis for digits in self.dims for d in digits if d.axis is not None)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis that the layout uses, bound ones first."""
+        return self.bound + tuple(axis for axis, _ in self.partial)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds the whole value."""
+        return not self.axes
+
+    @cached_property
+    def shards(self) -> int:
+        """How many distinct shards the tensor is cut into."""
+        return prod(self.mesh.size(axis) for axis in self.bound)
+
+    @cached_property
+    def local_numel(self) -> int:
+        return prod(self.local_shape)
+
+    @cached_property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that ``axis`` splits, or None."""
+        for index, digits in enumerate(self.dims):
+            if any(d.axis == axis for d in digits):
+                return index
+        return None
+
+    def dim_axes(self, dim: int) -> tuple[str, ...]:
+        """The axes that split ``dim``, major to minor."""
+        return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
+
+    def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
+        """The digits of ``dim`` grouped into sub-dims: axes, then what is local under them."""
+        out: list[SubDim] = []
+        size, axes = 1, []
+        for radix, axis in self.dims[dim]:
+            size *= radix
+            if axis is not None:
+                axes.append(axis)
+                continue
+            out.append(SubDim(size, tuple(axes)))
+            size, axes = 1, []
+        if axes or not out:
+            out.append(SubDim(size, tuple(axes)))
+        return tuple(out)
+
+    # --- made from another
+
+    @classmethod
+    def whole(cls, mesh: Mesh, shape: Sequence[int]) -> Layout:
+        """Every rank holds all of ``shape``."""
+        return cls(mesh, [[Digit(size)] for size in shape])
+
+    @classmethod
+    def of_sub_dims(
+        cls, mesh: Mesh, dims: Iterable[Iterable[tuple[int, tuple[str, ...]]]], partial: Mapping[str, str] | None = None
+    ) -> Layout:
+        """From sub-dims ``(size, axes)``; raises LayoutError where a size does not divide."""
+        out = []
+        for dim, subs in enumerate(dims):
+            digits: list[Digit] = []
+            for size, axes in subs:
+                split = prod(mesh.size(axis) for axis in axes)
+                if size % split:
+                    raise LayoutError(f"dim {dim}: {size} elements do not divide over {axes} ({split} shards)")
+                digits += [Digit(mesh.size(axis), axis) for axis in axes]
+                digits.append(Digit(size // split))
+            out.append(digits)
+        return cls(mesh, out, partial or {})
+
+    def replace(self, dims: Iterable[Iterable[Digit]] | None = None, partial: Iterable[tuple[str, str]] | None = None) -> Layout:
+        return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
+
+    def unbind(self, axes: Iterable[str]) -> Layout:
+        """The same with ``axes`` no longer splitting any dim (their digits become local)."""
+        drop = set(axes)
+        return self.replace(dims=[[Digit(d.radix) if d.axis in drop else d for d in digits] for digits in self.dims])
+
+    def without_partial(self, axes: Iterable[str] | None = None) -> Layout:
+        """The same with the pending reductions over ``axes`` (all of them by default) done."""
+        drop = {a for a, _ in self.partial} if axes is None else set(axes)
+        return self.replace(partial=[(a, op) for a, op in self.partial if a not in drop])
+
+    def with_partial(self, axes: Iterable[str], op: str = "sum") -> Layout:
+        return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
+
+    def split(self, dim: int, axis: str) -> Layout | None:
+        """``axis`` bound to the first local digit of ``dim`` that it divides, or None."""
+        size = self.mesh.size(axis)
+        if size == 1:
+            return self
+        for at, (radix, bound) in enumerate(self.dims[dim]):
+            if bound is None and radix and radix % size == 0:
+                digits = [*self.dims[dim][:at], Digit(size, axis), Digit(radix // size), *self.dims[dim][at + 1 :]]
+                return self.replace(dims=[*self.dims[:dim], digits, *self.dims[dim + 1 :]])
+        return None
+
+    # --- which elements a rank holds
+
+    def local_index(self, dim: int, rank: int) -> list[int]:
+        """The global indices along ``dim`` of the elements that ``rank`` holds, in local order."""
+        index = [0]
+        for radix, axis in self.dims[dim]:
+            values = range(radix) if axis is None else (self.mesh.index(axis, rank),)
+            index = [i * radix + v for i in index for v in values]
+        return index
+
+    # --- text
+
+    def dims_text(self) -> str:
+        return ",".join(self._dim_text(dim) for dim in range(self.ndim))
+
+    def _dim_text(self, dim: int) -> str:
+        parts = []
+        for size, axes in self.sub_dims(dim):
+            at = "" if not axes else f"@{axes[0]}" if len(axes) == 1 else f"@({','.join(axes)})"
+            parts.append(f"{size}{at}")
+        return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
+
+    def partial_text(self) -> str:
+        if not self.partial:
+            return ""
+        return "{" + ",".join(f"{op}:{axis}" for axis, op in self.partial) + "}"
+
+    def __str__(self) -> str:
+        return f"[{self.dims_text()}]{self.partial_text()}"
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh}: {self})"
+
+    @classmethod
+    def parse(cls, text: str, mesh: Mesh) -> Layout:
+        """Reads what ``str`` prints: ``[16@dp,(3 512@tp)]{sum:cp}``.
+
+        Raises:
+            LayoutError: where the text is not a layout on ``mesh``.
+        """
+        match = re.fullmatch(r"\s*\[(.*)\]\s*(?:\{(.*)\})?\s*", text)
+        if not match:
+            raise LayoutError(f"{text!r} is not a layout", fix="write it as [16@dp,32@(tp,dp)]{sum:tp}")
+        dims = [] if not match[1].strip() else [parse_dim(part) for part in split_top(match[1])]
+        partial = {}
+        for item in (match[2] or "").split(","):
+            if item.strip():
+                op, _, axis = item.strip().partition(":")
+                partial[axis] = op
+        return cls.of_sub_dims(mesh, [[(int(size), axes) for size, axes in subs] for subs in dims], partial)
+
+
+def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> Digits:
+    """Digits without radix 1, with neighbouring local digits and joinable axis parts merged."""
+    out: list[Digit] = []
+    for radix, axis in digits:
+        if radix == 1:
+            continue
+        if out and axis is None and out[-1].axis is None:
+            out[-1] = Digit(out[-1].radix * radix)
+            continue
+        if out and axis is not None and out[-1].axis is not None:
+            joined = mesh.join(out[-1].axis, axis)
+            if joined is not None:
+                out[-1] = Digit(out[-1].radix * radix, joined)
+                continue
+        out.append(Digit(radix, axis))
+    return tuple(out)
+
+
+def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
+    """``digits`` cut so that every product of minor digits in ``cuts`` falls between two digits.
+
+    Args:
+        cuts: strides, i.e. numbers of elements that lie below a boundary.
+
+    Returns:
+        The finer digits (a bound digit is cut into parts of its axis), or None where radices clash.
+    """
+    out: list[Digit] = []
+    stride = prod(d.radix for d in digits)
+    for radix, axis in digits:
+        below = stride // radix if radix else 0
+        inner = sorted({c for c in cuts if below < c < stride}, reverse=True)
+        edges = [stride, *inner, below]
+        for upper, lower in pairwise(edges):
+            if lower == 0 or upper % lower:
+                return None
+            step = upper // lower
+            if axis is None:
+                out.append(Digit(step))
+            elif lower == below:
+                out.append(Digit(step, axis))
+            else:
+                major, axis = mesh.cut(axis, step)
+                out.append(Digit(step, major))
+        stride = below
+    return tuple(out)
+
+
+def strides(digits: Digits) -> tuple[int, ...]:
+    """For each digit how many elements lie below it."""
+    out, below = [], 1
+    for radix, _ in reversed(digits):
+        out.append(below)
+        below *= radix
+    return tuple(reversed(out))
+
+
+def split_top(text: str, separator: str = ",") -> list[str]:
+    """``text`` split at separators that stand outside parentheses and brackets."""
+    parts, depth, start = [], 0, 0
+    for at, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == separator and depth == 0:
+            parts.append(text[start:at].strip())
+            start = at + 1
+    parts.append(text[start:].strip())
+    return parts
+
+
+def parse_dim(text: str) -> list[tuple[str, tuple[str, ...]]]:
+    """One dim's text as sub-dims (size text, axes): ``(3 512@tp)``, ``32@(tp,dp)``, ``@dp``, ``_``."""
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        return [sub for part in split_top(re.sub(r"\s+", " ", text[1:-1]).strip(), " ") for sub in parse_dim(part)]
+    size, _, at = text.partition("@")
+    at = at.strip().strip("()")
+    axes = tuple(axis.strip() for axis in at.split(",")) if at else ()
+    return [(size.strip() or "_", axes)]

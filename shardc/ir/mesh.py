@@ -1,0 +1,162 @@
+"""The mesh: named axes with sizes, and the coordinates of ranks along them.
+
+A mesh here is abstract: it needs no devices and no process group. An axis can be cut into
+*parts*: ``"tp:1x2"`` is the major half of an axis ``tp`` of size 4, ``"tp:2x2"`` its minor half
+(``name:PREFIXxSIZE``, PREFIX being the product of the parts before it). A part is used wherever
+an axis is; only the planner and the propagation make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+from shardc.errors import MeshError
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """An abstract mesh of named axes, major to minor: rank = row-major index of its coordinates.
+
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> mesh.size("tp"), mesh.ranks, mesh.coordinate(5)
+    (4, 8, {'dp': 1, 'tp': 1})
+    """
+
+    shape: tuple[tuple[str, int], ...]
+
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None, **named: int) -> None:
+        pairs = tuple(dict(axes or {}, **named).items())
+        for name, size in pairs:
+            if not str(name).isidentifier():
+                raise MeshError(f"mesh axis {name!r} is not an identifier", fix="name axes like dp or tp")
+            if not isinstance(size, int) or size < 1:
+                raise MeshError(f"mesh axis {name!r} has size {size!r}", fix="give each axis a size of 1 or more")
+        object.__setattr__(self, "shape", pairs)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.shape)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.shape)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.shape)
+
+    @cached_property
+    def ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return prod(size for _, size in self.shape)
+
+    def __contains__(self, axis: str) -> bool:
+        return split_part(axis)[0] in self._sizes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.axes)
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``, which may be a part."""
+        name, _, size = split_part(axis)
+        if name not in self._sizes:
+            raise MeshError(f"unknown mesh axis {name!r}; the mesh is {self}", fix=f"use one of {list(self.axes)}")
+        return self._sizes[name] if size is None else size
+
+    def order(self, axis: str) -> tuple[int, int]:
+        """Sort key of an axis or part: mesh order, then major to minor."""
+        name, pre, _ = split_part(axis)
+        return self.axes.index(name), pre
+
+    def cut(self, axis: str, major: int) -> tuple[str, str]:
+        """``axis`` as two parts, the first of size ``major``."""
+        name, pre, _ = split_part(axis)
+        size = self.size(axis)
+        assert size % major == 0, f"{axis} of size {size} cannot be cut by {major}"
+        return self.part(name, pre, major), self.part(name, pre * major, size // major)
+
+    def join(self, major: str, minor: str) -> str | None:
+        """The axis or part that two adjacent parts make together, or None."""
+        (name, pre, _), (other, other_pre, _) = split_part(major), split_part(minor)
+        if name != other or pre * self.size(major) != other_pre:
+            return None
+        return self.part(name, pre, self.size(major) * self.size(minor))
+
+    def part(self, name: str, pre: int, size: int) -> str:
+        return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
+
+    def overlap(self, one: str, other: str) -> bool:
+        """Whether two axes or parts share ranks' coordinates."""
+        (name, pre, _), (other_name, other_pre, _) = split_part(one), split_part(other)
+        if name != other_name:
+            return False
+        return pre < other_pre * self.size(other) and other_pre < pre * self.size(one)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The coordinates of ``rank``, axis by axis."""
+        out: dict[str, int] = {}
+        for name, size in reversed(self.shape):
+            rank, out[name] = divmod(rank, size)
+        return {name: out[name] for name, _ in self.shape}
+
+    def rank(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at ``coordinate``; axes left out count as 0."""
+        rank = 0
+        for name, size in self.shape:
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def index(self, axis: str, rank: int) -> int:
+        """Where ``rank`` stands along ``axis``, which may be a part."""
+        name, pre, _ = split_part(axis)
+        full = self._sizes[name]
+        return self.coordinate(rank)[name] // (full // (pre * self.size(axis))) % self.size(axis)
+
+    def group(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` along ``axes`` only, the first axis varying slowest."""
+        axes = tuple(axes)
+        members = [r for r in range(self.ranks) if self._same_outside(axes, r, rank)]
+        return tuple(sorted(members, key=lambda r: tuple(self.index(a, r) for a in axes)))
+
+    def _same_outside(self, axes: tuple[str, ...], one: int, other: int) -> bool:
+        # Replace the coordinates along `axes` by those of `other`; what remains must be `other`.
+        here, there = self.coordinate(one), self.coordinate(other)
+        for axis in axes:
+            name, pre, _ = split_part(axis)
+            step = self._sizes[name] // (pre * self.size(axis))
+            here[name] += (self.index(axis, other) - self.index(axis, one)) * step
+        return here == there
+
+    @staticmethod
+    def of(mesh: object) -> Mesh:
+        """The abstract mesh of a ``Mesh`` or of a ``DeviceMesh`` with named dims."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
+        if shape is None:
+            raise MeshError(f"{mesh!r} is not a mesh", fix="pass a DeviceMesh or shardc.Mesh(dp=2, tp=4)")
+        if not names:
+            raise MeshError("the DeviceMesh has no dim names", fix='pass mesh_dim_names=("dp", "tp") to init_device_mesh')
+        return Mesh(zip(names, (int(s) for s in shape), strict=True))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={size}" for name, size in self.shape)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.shape)})"
+
+
+@lru_cache(maxsize=4096)
+def split_part(axis: str) -> tuple[str, int, int | None]:
+    """``"tp:2x4"`` as (name, prefix, size); a whole axis has prefix 1 and size None."""
+    name, _, part = axis.partition(":")
+    if not part:
+        return name, 1, None
+    pre, _, size = part.partition("x")
+    return name, int(pre), int(size)
