@@ -1,0 +1,37 @@
+# Everything runs in .venv, which the first target that needs it makes.
+PYTHON ?= python3
+WORKERS ?= 2
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-long lint types format
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/train_decoder.py --plan fsdp --nproc 2
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-long: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m long
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch by name first, so that a build of it that is already there or at hand (a CPU build, say) is the one used.
+$(INSTALLED): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "shardc needs Python 3.10 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install '$(TORCH)'
+	$(BIN)/python -m pip install -e '.[dev]'
+	touch $@

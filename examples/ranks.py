@@ -1,0 +1,53 @@
+"""Start an example on several ranks of this machine, and name the meshes and plans that it offers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+from models.llama import llama_tp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardc
+
+PLANS = {
+    "ddp": lambda: shardc.ddp("dp"),
+    "fsdp": lambda: shardc.fsdp("dp", level=3),
+    "fsdp1": lambda: shardc.fsdp("dp", level=1),
+    "fsdp2": lambda: shardc.fsdp("dp", level=2),
+    "hsdp": lambda: shardc.hsdp(shard="dp", replicate="rep"),
+    "tp": lambda: llama_tp("tp"),
+    "tp+sp": lambda: llama_tp("tp", sequence=True),
+    "fsdp+tp": lambda: shardc.fsdp("dp", level=3) | llama_tp("tp"),
+}
+
+
+def default_mesh(plan: str, ranks: int) -> str:
+    """Axis sizes for ``plan`` on ``ranks`` ranks: plans over two axes put 2 ranks on the second."""
+    if plan == "hsdp":
+        return f"rep=2,dp={ranks // 2}"
+    if plan == "fsdp+tp":
+        return f"dp={ranks // 2},tp=2"
+    return f"tp={ranks}" if plan.startswith("tp") else f"dp={ranks}"
+
+
+def under_torchrun(ranks: int) -> None:
+    """Return inside a torchrun worker; elsewhere replace this process by torchrun with ``ranks`` workers."""
+    if "RANK" in os.environ:
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    os.execv(sys.executable, [sys.executable, *launch, *sys.argv])
+
+
+def join_mesh(axes: str) -> DeviceMesh:
+    """Join the process group and make the mesh that ``"dp=2,tp=2"`` describes; one thread per rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in axes.split(","))}
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -1,0 +1,39 @@
+"""The same training on one device without shardc, and how far a sharded run is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+Batch = Callable[[int], tuple[Tensor, Tensor]]
+
+
+def initialise(model: nn.Module) -> None:
+    """Initialise every module that knows how to, in the order of ``model.apply``."""
+    torch.manual_seed(0)
+    model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
+
+
+def train(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: Batch, steps: int, lr: float) -> list[float]:
+    """Train ``model`` in place on one device; the loss of each step."""
+    initialise(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        value = loss(model(tokens), targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+    return losses
+
+
+def largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+    """Over all parameters, the largest ``|ours - reference|`` relative to the parameter's largest entry."""
+    return max(
+        ((ours[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)).item()
+        for name, value in reference.items()
+    )

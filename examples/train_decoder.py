@@ -1,0 +1,83 @@
+"""Train a Llama-style decoder as a byte-level language model on Python's standard library, under any plan.
+
+    python examples/train_decoder.py --plan fsdp+tp --mesh dp=2,tp=2 --nproc 4 --check
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+from models.llama import Llama, LlamaConfig, loss
+from ranks import PLANS, default_mesh, join_mesh, under_torchrun
+from sample import sample
+from single import largest_difference, train
+from text import batch, show, standard_library
+from tqdm import tqdm
+
+import shardc
+
+SIZES = {  # configuration, sequences per step, bytes per sequence, learning rate
+    "tiny": (LlamaConfig(256, 64, 2, heads=8, kv_heads=4, hidden=128), 8, 32, 3e-3),
+    "small": (LlamaConfig(256, 128, 2, heads=8, kv_heads=4, hidden=384), 16, 128, 3e-3),
+    "medium": (LlamaConfig(256, 384, 6, heads=8, kv_heads=4, hidden=1024), 16, 256, 1e-3),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", choices=PLANS, default="fsdp")
+    parser.add_argument("--mesh", help="axis sizes, such as dp=2,tp=2 (default: what suits the plan)")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks to start where torchrun has not started any")
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--check", action="store_true", help="train the same on one device and compare")
+    args = parser.parse_args()
+    under_torchrun(args.nproc)
+
+    mesh = join_mesh(args.mesh or default_mesh(args.plan, args.nproc))
+    say = print if dist.get_rank() == 0 else (lambda *text: None)
+    config, size, length, lr = SIZES[args.size]
+    text = standard_library()
+
+    def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch(text, step, size=size, length=length)
+
+    with torch.device("meta"):
+        model = Llama(config)
+    module = shardc.compile(model, mesh, PLANS[args.plan](), loss=loss, backend=args.backend)
+    torch.manual_seed(0)
+    module.init_weights(None)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
+    say(f"plan {args.plan} on {mesh}: {sum(p.numel() for p in module.parameters()):,} parameters")
+
+    losses, times = [], [time.perf_counter()]
+    bar = tqdm(range(args.steps), desc="train", disable=dist.get_rank() != 0)
+    for step in bar:
+        value = module(*module.shard_inputs(*batches(step)))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(value.item())
+        times.append(time.perf_counter())
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{size * length / (times[-1] - times[-2]):,.0f}")
+    bar.close()
+    rate = size * length * (args.steps - 1) / max(times[-1] - times[1], 1e-9)
+    say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps, {rate:,.0f} tokens/s after the first step")
+
+    if args.check:
+        alone = Llama(config)
+        expected = train(alone, loss, batches, args.steps, lr)
+        ours = {name: p.full_tensor().detach() for name, p in module.named_parameters()}
+        in_loss = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        in_parameters = largest_difference(ours, dict(alone.named_parameters()))
+        say(f"against one device: largest relative difference {in_loss:.1e} in loss, {in_parameters:.1e} in parameters")
+    say("sampled:", show(sample(module, b"def ", count=4 * length, length=length, copies=size)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

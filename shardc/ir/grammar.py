@@ -1,0 +1,176 @@
+"""The words of the text form, each way: names, ops, types and arguments.
+
+One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse`` reads it)::
+
+    program  := "mesh" (AXIS "=" INT)*  ["no layouts"]  inputs  section*  outputs  [comm]
+    inputs   := "inputs:"  placeholder*
+    section  := ("forward" | "backward") ":"  line*
+    outputs  := "outputs:" output*
+    comm     := "comm:"    (KIND "(" AXIS,* ")" "x" INT INT "B/rank")*
+
+    placeholder := [KIND ["#" INDEX] [ROLE]] NAME ":" type
+    line        := NAME ":" type "=" (OP "(" argument,* ")" | NAME "[" INT "]")
+    output      := KIND ["#" INDEX] [ROLE] "=" argument
+    type        := DTYPE layout ["?"] | "None" | "(" type,* ")"
+    argument    := [KEYWORD "="] (NAME | INT | FLOAT | STRING | WORD | "[" argument,* "]" | AXES)
+
+NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``,
+``.``, ``-``, ``/`` and ``$``. ROLE is left out where it is the NAME, INDEX where it is the position among
+those of its KIND. ``?`` marks a tensor without a layout in a program where others have one; ``no layouts``
+says that none has (bare sizes mean a whole tensor otherwise). WORD is ``None``, ``True``, ``False``, ``inf``,
+``nan``, a dtype, a device, a memory format or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in
+``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. ``#`` after a line starts a comment; a comment
+``# module | source | cause`` is the node's origin.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardc.errors import VerifyError
+from shardc.ir.graph import DTYPE_NAMES, Value
+from shardc.ir.ops import MARKERS
+
+INPUTS, OUTPUTS, COMM = "inputs", "outputs", "comm"
+NO_LAYOUTS = "no layouts"
+OpOverload: type = type(torch.ops.aten.mm.default)
+BARE = re.compile(r"[\w.$/-]+")
+
+MEMORY_FORMATS = {
+    "contiguous_format": torch.contiguous_format,
+    "preserve_format": torch.preserve_format,
+    "channels_last": torch.channels_last,
+    "channels_last_3d": torch.channels_last_3d,
+}
+TORCH_LAYOUTS = {"strided": torch.strided}
+CONSTANTS = {"None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan")}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+# --- names
+
+
+def word_text(word: str) -> str:
+    """``word`` bare where it can be, else quoted."""
+    return word if BARE.fullmatch(word) else json.dumps(word)
+
+
+def name_text(name: str) -> str:
+    return "%" + word_text(name)
+
+
+# --- ops
+
+
+@lru_cache(maxsize=4096)
+def op_text(op: Callable[..., Any]) -> str:
+    """``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or the name of a marker op.
+
+    The shortest text that `op_of` reads back as the same op.
+
+    Raises:
+        VerifyError: for a target that is no op.
+    """
+    name = getattr(op, "__name__", str(op))
+    if MARKERS.get(name) is op:
+        return name
+    if isinstance(op, OpOverload):
+        namespace, _, qualified = op.name().partition("::")
+        packet, _, overload = qualified.partition(".")
+        overload = overload or "default"
+        for parts in ((packet,), (packet, overload), (namespace, packet), (namespace, packet, overload)):
+            text = ".".join(parts)
+            if op_of(text) is op:
+                return text
+    raise VerifyError(f"{op!r} is no op of a graph", fix="use torch.ops overloads, operator.getitem and shardc.ir.ops")
+
+
+@lru_cache(maxsize=4096)
+def op_of(text: str) -> Callable[..., Any] | None:
+    """The op that ``text`` names, or None: a marker, an aten op, then an op of another namespace."""
+    if text in MARKERS:
+        return MARKERS[text]
+    parts = text.split(".")
+    if len(parts) == 1:
+        return _overload("aten", parts[0], "default")
+    if len(parts) == 2:
+        return _overload("aten", parts[0], parts[1]) or _overload(parts[0], parts[1], "default")
+    return _overload(*parts) if len(parts) == 3 else None
+
+
+def _overload(namespace: str, packet: str, overload: str) -> OpOverload | None:
+    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    return found if isinstance(found, OpOverload) else None
+
+
+@lru_cache(maxsize=4096)
+def defaults(op: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The default of each argument of ``op`` that has one, and the names of those that go by position."""
+    if not isinstance(op, OpOverload):
+        return {"op": "sum", "to": ""}, ("x",)
+    arguments = op._schema.arguments
+    known = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return known, tuple(a.name for a in arguments if not a.kwarg_only)
+
+
+# --- types
+
+
+def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) -> str:
+    """The type of what a node makes; ``unplaced`` follows a tensor that has no layout."""
+    if value is None:
+        return "None"
+    if isinstance(value, tuple):
+        return f"({', '.join(value_text(one, unplaced) for one in value)})"
+    return str(value) if value.layout is not None else f"{value}{unplaced}"
+
+
+def dtype_of(word: str) -> torch.dtype | None:
+    found = DTYPES.get(word) or getattr(torch, word, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+# --- arguments
+
+
+def constant_text(value: Any) -> str:
+    """An argument that is neither a node nor a list.
+
+    Raises:
+        VerifyError: for what the text form cannot hold (a tensor, a symbolic size).
+    """
+    if value is None or type(value) in (bool, int, float):
+        return repr(value)
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, torch.dtype):
+        return DTYPE_NAMES.get(value) or str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return str(value)
+    if isinstance(value, torch.memory_format | torch.layout):
+        return str(value).removeprefix("torch.")
+    raise VerifyError(f"an argument {value!r} of type {type(value).__name__} has no text form")
+
+
+def constant_of(word: str) -> Any:
+    """The constant that a bare ``word`` stands for; raises ValueError where it is none."""
+    for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
+        if word in table:
+            return table[word]
+    if (dtype := dtype_of(word)) is not None:
+        return dtype
+    try:
+        return torch.device(word)
+    except RuntimeError as error:
+        raise ValueError(word) from error
+
+
+def axes_text(axis: str) -> str:
+    """The axes of a marker op: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``."""
+    return f"({axis})" if "," in axis else axis

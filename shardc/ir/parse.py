@@ -1,0 +1,336 @@
+"""`parse`: the text form back to a graph; `shardc.ir.grammar` has the form, `shardc.ir.text` writes it."""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from shardc.errors import LayoutError, MeshError, TextError
+from shardc.ir import grammar
+from shardc.ir.graph import ROLES, Info, Origin, Role, Value, set_info
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.ops import MARKERS
+from shardc.ir.tally import tally
+
+TENSOR = re.compile(r"(\w+)(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
+NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf\b)")
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+WORD = re.compile(r"[A-Za-z_][\w.:]*")
+AXIS = re.compile(r"\w+(?::\d+x\d+)?")
+ROLE = re.compile(r"(\w+)(?: #(\d+))?(?: (?!%)([\w.$/-]+|\"(?:[^\"\\]|\\.)*\"))?(?: |$)")
+
+
+def parse(text: str) -> fx.GraphModule:
+    """The graph that ``text`` shows, with `Info` on its nodes and roles on its output.
+
+    The inverse of `shardc.ir.text.dump`: ``dump(parse(text), mesh) == text``. The graph of a localized program
+    runs; marker ops never do. A ``comm`` section may be left out, but not be wrong.
+
+    Args:
+        text: a whole program; blank lines and comments may stand anywhere.
+
+    Raises:
+        TextError: names the line, shows it, and says what was expected there.
+    """
+    return _Parser(text).program()
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh of a program's text, from its first line."""
+    return _Parser(text).mesh
+
+
+class _Reader:
+    """Reads one line from left to right."""
+
+    def __init__(self, line: str, number: int) -> None:
+        self.line, self.number, self.at = line, number, 0
+
+    def fail(self, expected: str) -> NoReturn:
+        rest = self.line[self.at :].strip()
+        raise TextError(
+            f"line {self.number}: expected {expected}, found {rest or 'the end of the line'!r}",
+            program=f"{self.line}\n{' ' * self.at}^",
+        )
+
+    def skip(self) -> None:
+        while self.line.startswith(" ", self.at):
+            self.at += 1
+
+    def take(self, literal: str) -> bool:
+        """Whether ``literal`` comes next; steps over it if so."""
+        self.skip()
+        found = self.line.startswith(literal, self.at)
+        self.at += len(literal) * found
+        return found
+
+    def expect(self, literal: str) -> None:
+        if not self.take(literal):
+            self.fail(repr(literal))
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        self.skip()
+        found = pattern.match(self.line, self.at)
+        self.at = found.end() if found else self.at
+        return found
+
+    def end(self) -> None:
+        """The line ends here, or in a comment."""
+        self.skip()
+        if self.at < len(self.line) and self.line[self.at] != "#":
+            self.fail("the end of the line")
+
+    def listed(self, close: str, one: Callable[[], Any]) -> list[Any]:
+        """What ``one`` reads, separated by commas, up to ``close``."""
+        out: list[Any] = []
+        while not self.take(close):
+            if out:
+                self.expect(",")
+            out.append(one())
+        return out
+
+    def word(self) -> str | None:
+        """A bare or a quoted word."""
+        if quoted := self.match(STRING):
+            return str(json.loads(quoted[0]))
+        bare = self.match(grammar.BARE)
+        return bare[0] if bare else None
+
+    def integer(self, what: str) -> int:
+        found = self.match(re.compile(r"\d+"))
+        return int(found[0]) if found else self.fail(what)
+
+    def origin(self, phase: str) -> Origin:
+        """What the comment at the end says, if it says where the op comes from."""
+        parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
+        if len(parts) != 3:
+            return Origin(phase=phase)
+        module, source, cause = ("" if part == "-" else part for part in parts)
+        return Origin(module, source, phase, cause)
+
+
+class _Parser:
+    """Reads a program line by line into a graph."""
+
+    def __init__(self, text: str) -> None:
+        numbered = ((n, line.rstrip()) for n, line in enumerate(text.splitlines(), 1))
+        self.readers = [_Reader(line, n) for n, line in numbered if line.strip() and not line.lstrip().startswith("#")]
+        if not self.readers:
+            raise TextError("line 1: expected 'mesh', found nothing", fix="a dump starts with a line like: mesh dp=2 tp=2")
+        self.mesh = self._mesh(self.readers.pop(0))
+        self.placed = True
+        self.graph = fx.Graph()
+        self.values: dict[str, fx.Node] = {}
+        self.made: dict[fx.Node, Value | tuple[Value | None, ...] | None] = {}
+        self.seen: Counter[str] = Counter()
+        self.outputs: list[tuple[Role, Any]] = []
+        self.comm: list[_Reader] = []
+
+    def _mesh(self, reader: _Reader) -> Mesh:
+        reader.expect("mesh")
+        axes: list[tuple[str, int]] = []
+        while found := reader.match(re.compile(r"(\w+)=(\d+)")):
+            axes.append((found[1], int(found[2])))
+        reader.end()
+        try:
+            return Mesh(axes)
+        except MeshError as error:
+            raise TextError(f"line {reader.number}: {error.what}", program=reader.line) from error
+
+    def program(self) -> fx.GraphModule:
+        section = ""
+        for reader in self.readers:
+            if reader.line == grammar.NO_LAYOUTS:
+                self.placed = False
+            elif heading := re.fullmatch(r"(\w+):", reader.line):
+                section, self.seen = heading[1], Counter()
+            elif section == "":
+                reader.fail(f"'{grammar.INPUTS}:'")
+            elif section == grammar.INPUTS:
+                self._placeholder(reader)
+            elif section == grammar.OUTPUTS:
+                self._output(reader)
+            elif section == grammar.COMM:
+                self.comm.append(reader)
+            else:
+                self._line(reader, section)
+        last = self.graph.output(tuple(made for _, made in self.outputs))
+        last.meta[ROLES] = tuple(role for role, _ in self.outputs)
+        gm = fx.GraphModule(torch.nn.Module(), self.graph)
+        self._check_comm(gm)
+        return gm
+
+    # --- lines
+
+    def _placeholder(self, reader: _Reader) -> None:
+        role = None if reader.take("%") else self._role(reader)
+        if role is not None:
+            reader.expect("%")
+        name = self._new_name(reader)
+        reader.expect(":")
+        value = self._type(reader)
+        if role is not None:
+            role = Role(role[0], name if role[1] is None else role[1], role[2])
+        node = self.graph.placeholder(_identifier(name))
+        node.target = node.name
+        self._define(reader, node, Info(name, value, self._origin(reader, "forward"), role))
+
+    def _output(self, reader: _Reader) -> None:
+        kind, name, index = self._role(reader)
+        reader.expect("=")
+        made = self._argument(reader)
+        reader.end()
+        self.outputs.append((Role(kind, name or "", index), made))
+
+    def _line(self, reader: _Reader, phase: str) -> None:
+        reader.expect("%")
+        name = self._new_name(reader)
+        reader.expect(":")
+        value = self._type(reader)
+        reader.expect("=")
+        if reader.take("%"):
+            source = self._known(reader)
+            reader.expect("[")
+            args: list[Any] = [source, reader.integer("the index of a result")]
+            reader.expect("]")
+            target, kwargs = operator.getitem, {}
+        else:
+            target = self._op(reader)
+            args, kwargs = self._arguments(reader, target)
+        node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_identifier(name))
+        self._define(reader, node, Info(name, value, self._origin(reader, phase)))
+
+    def _origin(self, reader: _Reader, phase: str) -> Origin:
+        reader.end()
+        return reader.origin(phase)
+
+    def _define(self, reader: _Reader, node: fx.Node, record: Info) -> None:
+        self.values[record.name] = set_info(node, record)
+
+    def _check_comm(self, gm: fx.GraphModule) -> None:
+        rows = [str(row) for row in tally(gm, self.mesh)]
+        for at, reader in enumerate(self.comm):
+            if at >= len(rows) or reader.line.strip() != rows[at]:
+                reader.fail(repr(rows[at]) if at < len(rows) else "no more collectives")
+        if self.comm and len(self.comm) < len(rows):
+            self.comm[-1].at = len(self.comm[-1].line)
+            self.comm[-1].fail(f"one more line: {rows[len(self.comm)]!r}")
+
+    # --- parts of a line
+
+    def _role(self, reader: _Reader) -> tuple[str, str | None, int]:
+        """(kind, name or None, index)."""
+        found = reader.match(ROLE)
+        if not found:
+            reader.fail("a kind such as 'param', 'input' or 'output'")
+        kind, index, name = found.groups()
+        at = self.seen[kind]
+        self.seen[kind] += 1
+        if name is not None and name.startswith('"'):
+            name = json.loads(name)
+        return kind, name, at if index is None else int(index)
+
+    def _new_name(self, reader: _Reader) -> str:
+        start = reader.at
+        name = reader.word()
+        if name is None or name in self.values:
+            reader.at = start if name is not None else reader.at
+            reader.fail("a name" if name is None else f"a new name (%{name} is defined above)")
+        return name
+
+    def _known(self, reader: _Reader) -> fx.Node:
+        """The node of the name after a ``%``."""
+        start = reader.at
+        name = reader.word()
+        if name not in self.values:
+            reader.at = start
+            reader.fail("the name of a value that is defined above")
+        return self.values[name]
+
+    def _type(self, reader: _Reader) -> Value | tuple[Value | None, ...] | None:
+        if reader.take("("):
+            return tuple(reader.listed(")", lambda: self._type(reader)))
+        if reader.take("None"):
+            return None
+        start = reader.at
+        found = reader.match(TENSOR)
+        dtype = grammar.dtype_of(found[1]) if found else None
+        if found is None or dtype is None:
+            reader.at = start
+            reader.fail("a type such as f32[16@dp,8]")
+        try:
+            layout = Layout.parse(found[2], self.mesh)
+        except (LayoutError, MeshError, ValueError) as error:
+            reader.at = start
+            reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
+        return Value(dtype, layout.shape, layout if self.placed and found[3] is None else None)
+
+    def _op(self, reader: _Reader) -> Callable[..., Any]:
+        start = reader.at
+        found = reader.match(WORD)
+        target = grammar.op_of(found[0]) if found else None
+        if target is None:
+            reader.at = start
+            reader.fail("an op such as mm, sum.dim_IntList or all_gather")
+        return target
+
+    def _arguments(self, reader: _Reader, target: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+
+        def one() -> None:
+            keyword = reader.match(re.compile(r"(\w+)="))
+            if keyword is None:
+                if kwargs:
+                    reader.fail("a keyword argument")
+                args.append(self._argument(reader))
+            elif keyword[1] == "axis" and target in MARKERS.values():
+                kwargs["axis"] = self._axes(reader)
+            else:
+                kwargs[keyword[1]] = self._argument(reader)
+
+        reader.expect("(")
+        reader.listed(")", one)
+        return args, kwargs
+
+    def _axes(self, reader: _Reader) -> str:
+        def one() -> str:
+            start = reader.at
+            found = reader.match(AXIS)
+            if found is None or found[0] not in self.mesh:
+                reader.at = start
+                reader.fail(f"an axis of the mesh {self.mesh}")
+            return found[0]
+
+        return ",".join(reader.listed(")", one)) if reader.take("(") else one()
+
+    def _argument(self, reader: _Reader) -> Any:
+        if reader.take("%"):
+            return self._known(reader)
+        if reader.take("["):
+            return reader.listed("]", lambda: self._argument(reader))
+        if quoted := reader.match(STRING):
+            return json.loads(quoted[0])
+        if number := reader.match(NUMBER):
+            return int(number[0]) if re.fullmatch(r"-?\d+", number[0]) else float(number[0])
+        start = reader.at
+        word = reader.match(WORD)
+        try:
+            return grammar.constant_of(word[0] if word else "")
+        except ValueError:
+            reader.at = start
+            reader.fail("a value, a number, a string, a list, a dtype, a device or None")
+
+
+def _identifier(name: str) -> str:
+    """``name`` as FX wants the names of its nodes."""
+    text = re.sub(r"\W", "_", name)
+    return f"_{text}" if not text or text[0].isdigit() else text

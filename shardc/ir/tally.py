@@ -1,0 +1,128 @@
+"""The communication tally: how many collectives a graph holds and how many bytes they put on the wire.
+
+Wire bytes are those that each rank sends over its link, for n ranks and a buffer of S bytes a rank, as in
+"Performance reported by NCCL tests" (nccl-tests, doc/PERFORMANCE.md):
+
+    all_gather      (n-1)/n of the gathered S
+    reduce_scatter  (n-1)/n of the term S
+    all_reduce      2(n-1)/n of the S that is reduced
+    all_to_all      (n-1)/n of the shard S
+    permute_ranks   the shard S
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from shardc.errors import VerifyError
+from shardc.ir import ops
+from shardc.ir.graph import Value, info
+from shardc.ir.mesh import Mesh
+
+GROUP_PREFIX = "shardc:"
+NAMESPACE = "_c10d_functional"
+
+# The ops of torch by the kind that they are counted as; the rest of the namespace moves nothing.
+KINDS: dict[str, str] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The collectives of one kind over one group.
+
+    Args:
+        kind: the name of the op in `shardc.ir.ops`.
+        axis: the mesh axes of the group, joined by commas.
+        count: how many there are in the graph.
+        bytes: wire bytes that each rank sends for all of them together.
+    """
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}({self.axis}) x{self.count} {self.bytes} B/rank"
+
+
+def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
+    """The collectives of ``gm`` by kind and axis: marker ops at global shapes, or torch's at local ones.
+
+    Sorted by kind, then by mesh axis. A reshard that is not yet spelled as collectives counts for nothing.
+
+    Raises:
+        VerifyError: for a collective whose group is not of ``mesh``.
+    """
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    for kind, axis, size in _collectives(gm, mesh):
+        count, total = counts.get((kind, axis), (0, 0))
+        counts[kind, axis] = count + 1, total + size
+    rows = [Row(kind, axis, count, total) for (kind, axis), (count, total) in counts.items()]
+    return sorted(rows, key=lambda row: (row.kind, [mesh.order(a) for a in row.axis.split(",")]))
+
+
+def wire_bytes(kind: str, ranks: int, buffer: int) -> int:
+    """Bytes that each of ``ranks`` ranks sends for a collective whose larger buffer has ``buffer`` bytes a rank."""
+    if kind in ("permute_ranks", "broadcast"):
+        return buffer if ranks > 1 else 0
+    passes = 2 if kind == "all_reduce" else 1
+    return -(-passes * (ranks - 1) * buffer // ranks)
+
+
+def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
+    """The axes of a group name such as ``shardc:dp,tp``, or None where it is not a group of ``mesh``."""
+    if not isinstance(group, str) or not group.startswith(GROUP_PREFIX):
+        return None
+    axes = tuple(group.removeprefix(GROUP_PREFIX).split(","))
+    return axes if all(axis in mesh for axis in axes) else None
+
+
+def group_of(node: fx.Node) -> str:
+    """The ``group_name`` argument of a node that calls one of torch's functional collectives."""
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    return dict(zip(names, node.args, strict=False), **node.kwargs)["group_name"]  # type: ignore[return-value,dict-item]
+
+
+def collective_kind(node: fx.Node) -> str | None:
+    """The kind of collective that ``node`` starts, marker or torch's own, or None."""
+    if node.op != "call_function":
+        return None
+    if node.target in ops.COLLECTIVES:
+        return node.target.__name__  # type: ignore[union-attr]
+    if not isinstance(node.target, type(torch.ops.aten.mm.default)) or node.target.namespace != NAMESPACE:
+        return None
+    return KINDS.get(node.target._schema.name.partition("::")[2].removesuffix("_coalesced").removesuffix("_out"))
+
+
+def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int]]:
+    """(kind, axis, wire bytes a rank) of each collective."""
+    for node in gm.graph.nodes:
+        kind = collective_kind(node)
+        if kind is None:
+            continue
+        marker = node.target in ops.COLLECTIVES
+        axes = tuple(node.kwargs["axis"].split(",")) if marker else group_axes(group_of(node), mesh)
+        if axes is None:
+            raise VerifyError(f"%{info(node).name} communicates over {group_of(node)!r}, no group of the mesh {mesh}")
+        ranks = prod(mesh.size(axis) for axis in axes)
+        sources = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
+        sent = sum(_local_bytes(info(source).value) for source in sources)  # type: ignore[arg-type]
+        yield kind, ",".join(axes), wire_bytes(kind, ranks, sent * ranks if kind == "all_gather" else sent)
+
+
+def _local_bytes(value: object) -> int:
+    """Bytes that each rank holds of a tensor, given at its layout or at its local shape."""
+    assert isinstance(value, Value), f"a collective moves {value}, not a tensor"
+    return value.itemsize * (prod(value.shape) if value.layout is None else value.layout.local_numel)

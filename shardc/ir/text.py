@@ -1,0 +1,133 @@
+"""`dump`: a graph as text, one op a line; `shardc.ir.grammar` has the form, `shardc.ir.parse` reads it back."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import VerifyError
+from shardc.ir import grammar, ops
+from shardc.ir.graph import KEY, Info, Origin, Role, Value, info, outputs
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import tally
+
+Line = tuple[str, fx.Node | None]
+
+
+def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
+    """``gm`` as text, the same to the byte in every process.
+
+    Args:
+        gm: a graph whose nodes carry `Info` and whose output node carries its roles.
+        mesh: the mesh of its layouts.
+        origins: end each op's line with its module, source line and cause.
+
+    Returns:
+        The text, which ends in a newline; `shardc.ir.parse.parse` gives the graph back.
+
+    Raises:
+        VerifyError: for a node without an `Info`, or an op or an argument that has no text form.
+    """
+    comm = [f"  {row}" for row in tally(gm, mesh)]
+    body = [text for text, _ in lines(gm, mesh, origins=origins)]
+    return "\n".join([*body, *([f"{grammar.COMM}:", *comm] if comm else []), ""])
+
+
+def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line]:
+    """The lines of `dump` above the tally, each with the node that it shows (None for headings)."""
+    nodes = list(gm.graph.nodes)
+    for node in nodes:
+        if node.op != "output" and KEY not in node.meta:
+            raise VerifyError(f"the node {node.name!r} carries no Info", program=node.format_node())
+    placed = any(value.layout is not None for node in nodes[:-1] for value in tensors(info(node)))
+    unplaced = "?" if placed else ""
+    out: list[Line] = [(f"mesh {mesh}".rstrip(), None)]
+    if not placed:
+        out.append((grammar.NO_LAYOUTS, None))
+    out.append((f"{grammar.INPUTS}:", None))
+    seen: Counter[str] = Counter()
+    phase = grammar.INPUTS
+    for node in nodes[:-1]:
+        record = info(node)
+        if node.op == "placeholder":
+            text = placeholder_text(record, seen, unplaced)
+        else:
+            if record.origin.phase != phase:
+                phase = record.origin.phase
+                out.append((f"{phase}:", None))
+            text = op_line(node, unplaced)
+        out.append((f"  {text}{origin_text(record.origin) if origins else ''}", node))
+    out.append((f"{grammar.OUTPUTS}:", None))
+    seen = Counter()
+    for role, made in outputs(gm.graph):
+        out.append((f"  {role_text(role, seen, None)} = {argument_text(made)}", nodes[-1]))
+    return out
+
+
+def tensors(record: Info) -> list[Value]:
+    """The tensors that a node makes."""
+    made = record.value if isinstance(record.value, tuple) else (record.value,)
+    return [value for value in made if value is not None]
+
+
+def placeholder_text(record: Info, seen: Counter[str], unplaced: str) -> str:
+    shown = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
+    return shown if record.role is None else f"{role_text(record.role, seen, record.name)} {shown}"
+
+
+def role_text(role: Role, seen: Counter[str], known: str | None) -> str:
+    """``KIND [#INDEX] [ROLE]``: the index where it is not the next of its kind, the name where not ``known``."""
+    at = seen[role.kind]
+    seen[role.kind] += 1
+    words = [role.kind]
+    if role.index != at or (known is None and not role.name):
+        words.append(f"#{role.index}")
+    if role.name != known and not (known is None and not role.name):
+        words.append(grammar.word_text(role.name))
+    return " ".join(words)
+
+
+def op_line(node: fx.Node, unplaced: str = "") -> str:
+    """``%name: type = op(arguments)`` of a node that is neither placeholder nor output."""
+    if node.op != "call_function":
+        raise VerifyError(f"a {node.op} node has no text form: {node.format_node()}", fix="lift it to an input or inline it")
+    record = info(node)
+    left = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
+    if node.target is operator.getitem:
+        return f"{left} = {argument_text(node.args[0])}[{node.args[1]}]"
+    return f"{left} = {grammar.op_text(node.target)}({', '.join(shown_arguments(node))})"  # type: ignore[arg-type]
+
+
+def shown_arguments(node: fx.Node) -> list[str]:
+    """The arguments as text, without those at the end that say what the op's default says."""
+    known, positional = grammar.defaults(node.target)  # type: ignore[arg-type]
+    args = list(node.args)
+    while args and len(args) <= len(positional) and is_default(known, positional[len(args) - 1], args[-1]):
+        args.pop()
+    shown = [argument_text(arg) for arg in args]
+    for key, arg in node.kwargs.items():
+        if not is_default(known, key, arg):
+            bare = key == "axis" and node.target in ops.MARKERS.values()
+            shown.append(f"{key}={grammar.axes_text(arg) if bare else argument_text(arg)}")  # type: ignore[arg-type]
+    return shown
+
+
+def is_default(known: dict[str, Any], name: str, arg: Any) -> bool:
+    return name in known and type(arg) is type(known[name]) and arg == known[name]
+
+
+def argument_text(arg: Any) -> str:
+    """An argument: a node by its name, a list of arguments, or a constant."""
+    if isinstance(arg, fx.Node):
+        return grammar.name_text(info(arg).name)
+    if isinstance(arg, list | tuple):
+        return f"[{', '.join(argument_text(one) for one in arg)}]"
+    return grammar.constant_text(arg)
+
+
+def origin_text(origin: Origin) -> str:
+    """`` # module | source | cause``, a dash for each that is empty."""
+    return "  # " + " | ".join(part or "-" for part in (origin.module, origin.source, origin.cause))

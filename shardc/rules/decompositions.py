@@ -1,0 +1,87 @@
+"""The decompositions under which a model is traced: chosen so that sharding rules stay sharp.
+
+Norms, softmaxes and losses become sums, maxima and pointwise ops, whose rules are exact over any
+sharded dim; contractions, attention, embeddings, convolutions and pooling stay whole ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+# torch's own decompositions of these are already sums, maxima and pointwise ops.
+FROM_TORCH = tuple(
+    (
+        "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward "
+        "_fused_rms_norm _fused_rms_norm_backward _native_batch_norm_legit_functional _native_batch_norm_legit "
+        "_native_batch_norm_legit_no_training native_batch_norm native_batch_norm_backward "
+        "_batch_norm_with_update_functional batch_norm_backward "
+        "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _safe_softmax "
+        "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward "
+        "smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward "
+        "binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits "
+        "gelu gelu_backward silu silu_backward sigmoid_backward tanh_backward threshold threshold_backward "
+        "leaky_relu leaky_relu_backward elu elu_backward hardtanh hardtanh_backward hardswish hardswish_backward "
+        "hardsigmoid hardsigmoid_backward softplus softplus_backward mish mish_backward logsumexp glu glu_backward "
+        "native_dropout_backward logit_backward _unsafe_view addcmul addcdiv lerp "
+        "select_backward slice_backward diagonal_backward baddmv addr std std_mean "
+        "rsub masked_fill hardshrink softshrink clamp_min clamp_max logaddexp xlogy "
+        "upsample_nearest2d pixel_shuffle rot90 trace dot mv vdot linalg_vector_norm norm dist "
+        "unfold_backward frac lift_fresh new_full new_ones new_zeros new_empty zeros_like ones_like "
+        "empty_like stack fill zeros ones"
+    ).split()
+)
+
+
+
+def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+    count = prod(x.shape[d] for d in dims)
+    return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)
+
+
+def _var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
+    count = prod(x.shape[d] for d in dims)
+    mean = aten.div.Tensor(aten.sum.dim_IntList(x, dims, True), count)
+    centered = aten.sub.Tensor(x, mean)
+    total = aten.sum.dim_IntList(aten.mul.Tensor(centered, centered), dims, keepdim)
+    free = max(count - (1.0 if correction is None else float(correction)), 0.0)
+    var = aten.div.Tensor(total, free)
+    return var, mean if keepdim else aten.squeeze.dims(mean, dims)
+
+
+def _var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = aten.mm.default(a, b)
+    if alpha != 1:
+        product = aten.mul.Tensor(product, alpha)
+    if beta == 0:
+        return product
+    return aten.add.Tensor(product, bias if beta == 1 else aten.mul.Tensor(bias, beta))
+
+
+def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
+    size = max(1, -(-x.shape[dim] // chunks))
+    return aten.split.Tensor(x, size, dim)
+
+
+OWN: dict[Any, Callable[..., Any]] = {
+    aten.mean.default: lambda x, *, dtype=None: _mean(x, dtype=dtype),
+    aten.mean.dim: _mean,
+    aten.var_mean.correction: _var_mean,
+    aten.var.correction: _var,
+    aten.addmm.default: _addmm,
+    aten.chunk.default: _chunk,
+}

@@ -1,0 +1,178 @@
+"""What a rule is: from an op's shapes to its `Spec`, and how the op is spelled on local tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+
+from shardc.ir.graph import Value
+from shardc.ir.layout import Layout
+from shardc.rules.spec import Spec
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call with `Value`s (global shapes, no layout) in place of tensors; hashable, so memoised on.
+
+    Args:
+        target: the op overload.
+        args, kwargs: as in the graph, lists as tuples, kwargs sorted by name.
+        results: the tensors that it makes, one an output (None for results that are no tensors).
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    results: tuple[Value | None, ...]
+
+    @cached_property
+    def _bound(self) -> dict[str, Any]:
+        out = {a.name: a.default_value for a in self.target._schema.arguments}
+        out.update(zip((a.name for a in self.target._schema.arguments), self.args, strict=False))
+        return out | dict(self.kwargs)
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument ``name`` of the op's schema, or its default."""
+        return self._bound[name]
+
+    @cached_property
+    def operands(self) -> tuple[Value, ...]:
+        """The tensor arguments in schema order, tensor lists flattened, None left out."""
+        return tuple(v for _, v in self.named_operands())
+
+    def named_operands(self) -> Iterator[tuple[str, Value]]:
+        """(argument name, value) of each operand."""
+        for argument in self.target._schema.arguments:
+            value = self._bound[argument.name]
+            for item in value if isinstance(value, tuple) else (value,):
+                if isinstance(item, Value):
+                    yield argument.name, item
+
+    def position(self, name: str) -> int | None:
+        """Where the (first) tensor given as argument ``name`` stands among the operands, or None."""
+        return next((i for i, (n, _) in enumerate(self.named_operands()) if n == name), None)
+
+    @property
+    def name(self) -> str:
+        return str(self.target)
+
+
+class Builder(Protocol):
+    """Emits local ops: into an FX graph (`passes.localize`) or at once on every rank (`runtime.lockstep`)."""
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """One op on local tensors."""
+        ...
+
+    def coordinate(self, axes: tuple[str, ...]) -> Any:
+        """int64 [1]: this rank's index along ``axes``, the first slowest."""
+        ...
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """The local shape of ``x``."""
+        ...
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        """(ranks, name) of the process group along ``axes``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Local:
+    """An op about to be spelled on local tensors.
+
+    Args:
+        builder: where the local ops go.
+        call: the op at global shapes.
+        spec: its factors.
+        operands: layouts of the operands (flattened as in `Call.operands`).
+        results: layouts of the results.
+        args, kwargs: the call's arguments with local tensors in place of `Value`s.
+    """
+
+    builder: Builder
+    call: Call
+    spec: Spec
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def same(self, **replaced: Any) -> Any:
+        """The same op, with the arguments named in ``replaced`` (by schema name) given anew."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for at, argument in enumerate(self.call.target._schema.arguments):
+            if argument.name not in replaced:
+                continue
+            if at < len(args):
+                args[at] = replaced[argument.name]
+            else:
+                kwargs[argument.name] = replaced[argument.name]
+        return self.builder.call(self.call.target, *args, **kwargs)
+
+    def operand(self, name: str) -> Any:
+        """The local tensor given as argument ``name``."""
+        for at, argument in enumerate(self.call.target._schema.arguments):
+            if argument.name == name:
+                return self.args[at] if at < len(self.args) else self.kwargs[name]
+        raise KeyError(name)
+
+    def operand_layout(self, name: str) -> Layout:
+        position = self.call.position(name)
+        assert position is not None, f"{self.call.name} has no tensor argument {name!r} here"
+        return self.operands[position]
+
+    def offset(self, layout: Layout, dim: int) -> Any:
+        """int64 [1]: the global index along ``dim`` of this rank's first element.
+
+        Only where the rank's elements are contiguous along ``dim``: every split digit is major to the local ones.
+        """
+        digits = layout.dims[dim]
+        axes = layout.dim_axes(dim)
+        assert all(d.axis is not None for d in digits[: len(axes)]), f"{layout} is not contiguous along dim {dim}"
+        start = self.builder.coordinate(axes)
+        return self.builder.call(torch.ops.aten.mul.Tensor, start, layout.local_shape[dim])
+
+
+SpecOf = Callable[[Call], Spec]
+Localize = Callable[[Local], Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The rule of one op.
+
+    Args:
+        op: ``"aten.mm"`` for every overload, or ``"aten.sum.dim_IntList"`` for one.
+        spec: the factors of a call of it.
+        text: the rule as a person reads it.
+        localize: spells the op on local tensors; by default the same op with the same arguments.
+    """
+
+    op: str
+    spec: SpecOf
+    text: str
+    localize: Localize = Local.same
+
+
+def sized(argument: str = "size") -> Localize:
+    """Localize for an op whose ``argument`` is the shape of its result."""
+
+    def localize(local: Local) -> Any:
+        return local.same(**{argument: list(local.results[0].local_shape)})
+
+    return localize
+
+
+def table(*rules: Rule | Sequence[Rule]) -> dict[str, Rule]:
+    """Rules by op; raises where one op has two."""
+    out: dict[str, Rule] = {}
+    for item in rules:
+        for rule in [item] if isinstance(item, Rule) else item:
+            assert rule.op not in out, f"two rules for {rule.op}"
+            out[rule.op] = rule
+    return out

@@ -1,0 +1,313 @@
+"""An op as loops over factors, and the strategies that follow from it.
+
+A *factor* names one loop of an op. Each dim of an operand or result is an ordered product of factors.
+Splitting a factor over a mesh axis splits every dim that carries it; a factor that a result lacks
+leaves the result partial over the axis. One `Spec` gives all strategies on all axes, forward and
+backward: nothing here knows an op by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from shardc.errors import RuleError
+from shardc.ir.layout import Digit, Digits, Layout, canonical, refine, strides
+from shardc.ir.mesh import Mesh, split_part
+
+Factors = tuple[str, ...]
+Dims = tuple[Factors, ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One op at given shapes.
+
+    Args:
+        operands: per tensor operand, per dim, its factors major to minor; a dim of size 1 has none.
+        results: the same per result.
+        sizes: (factor, size) of every factor.
+        reduce: (factor, reduce op) of the factors whose split leaves a partial result.
+        whole: factors that must not be split.
+        linear: sets of operand positions; an op carries a pending sum over an axis through when exactly
+            the operands of one set are partial over it.
+        moves: the op only moves data, so it carries any pending reduction of operand 0.
+        flops_per_point: floating-point operations for each point of the loop nest.
+    """
+
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    sizes: tuple[tuple[str, int], ...]
+    reduce: tuple[tuple[str, str], ...] = ()
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    moves: bool = False
+    flops_per_point: int = 1
+    _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
+    _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_size", dict(self.sizes))
+        object.__setattr__(self, "_reduce", dict(self.reduce))
+
+    def size(self, factor: str) -> int:
+        return self._size[factor]
+
+    def points(self) -> int:
+        """How many points the loop nest has."""
+        return prod(self._size.values())
+
+    def splittable(self, factor: str) -> bool:
+        """Whether ``factor`` may be split: every result carries it, or its reduction is known."""
+        if factor in self.whole:
+            return False
+        if factor in self._reduce:
+            return True
+        return all(any(factor in dim for dim in result) for result in self.results)
+
+    def check(self, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], what: str) -> None:
+        """Raises RuleError where the factors do not make up the shapes."""
+        for kind, dims, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
+            if len(dims) != len(shapes):
+                raise RuleError(f"the rule of {what} has {len(dims)} {kind}s, the op has {len(shapes)}")
+            for at, (one, shape) in enumerate(zip(dims, shapes, strict=True)):
+                said = tuple(prod(self.size(f) for f in factors) for factors in one)
+                if said != tuple(shape):
+                    raise RuleError(
+                        f"the rule of {what} gives {kind} {at} the shape {list(said)}, it is {list(shape)}",
+                        fix="make the rule's factors multiply up to the op's shapes",
+                    )
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to run an op on shards: the layouts its operands must have, and those its results get."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+Assignment = dict[str, Digits]  # factor -> its digits
+
+
+def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
+    """The digits of ``layout`` shared out to the factors of an operand with ``dims``.
+
+    An axis that straddles two factors where no part of it fits, or that splits a factor which must
+    stay whole, is left out: its digits become local.
+    """
+    out: Assignment = {}
+    for factors, digits in zip(dims, layout.dims, strict=True):
+        out.update(_share_out(layout.mesh, tuple((f, spec.size(f), spec.splittable(f)) for f in factors), digits))
+    return out
+
+
+@lru_cache(maxsize=65536)
+def _share_out(mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits) -> tuple[tuple[str, Digits], ...]:
+    below, cuts = 1, []
+    for _, size, _ in reversed(factors):
+        cuts.append(below)
+        below *= size
+    cuts.reverse()
+    while (fine := refine(mesh, digits, cuts)) is None:
+        digits = _drop_clashing(mesh, digits, cuts)
+    out = []
+    at, stride = 0, prod(d.radix for d in fine)
+    for (factor, _, free), cut in zip(factors, cuts, strict=True):
+        start = at
+        while at < len(fine) and stride > cut:
+            stride //= fine[at].radix
+            at += 1
+        piece = fine[start:at]
+        out.append((factor, canonical(mesh, piece if free else [Digit(d.radix) for d in piece])))
+    return tuple(out)
+
+
+def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
+    """``digits`` with one bound digit that no cut agrees with made local."""
+    for at, (radix, axis) in reversed(list(enumerate(digits))):
+        trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
+        if axis is not None and refine(mesh, trial, cuts) is not None:
+            return trial
+    for at, (radix, axis) in enumerate(digits):
+        if axis is not None:
+            return canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
+    raise RuleError(f"factors with strides {list(cuts)} do not divide a dim of {prod(d.radix for d in digits)}")
+
+
+def place(spec: Spec, mesh: Mesh, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
+    """The digits of an operand or result with ``dims`` when the factors have ``assignment``."""
+    return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
+
+
+def results_of(
+    spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits], carried: Sequence[tuple[str, str]] = ()
+) -> tuple[Layout, ...]:
+    """The layouts of the results when the factors have ``assignment`` and ``carried`` partials pass through."""
+    out = []
+    for dims in spec.results:
+        present = {f for factors in dims for f in factors}
+        pending = list(carried)
+        for factor, digits in assignment.items():
+            if factor not in present:
+                pending += [(d.axis, spec._reduce[factor]) for d in digits if d.axis is not None]
+        out.append(Layout(mesh, place(spec, mesh, dims, assignment), pending))
+    return tuple(out)
+
+
+def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
+    """The strategy that computes result ``index`` at ``layout`` directly, without partials; or None."""
+    assignment = project(spec, spec.results[index], layout.without_partial())
+    operands = tuple(Layout(mesh, place(spec, mesh, dims, assignment)) for dims in spec.operands)
+    results = results_of(spec, mesh, assignment)
+    if results[index] != layout or any(r.partial for r in results):
+        return None
+    return Strategy(operands, results)
+
+
+def infer(spec: Spec, operands: Sequence[Layout]) -> tuple[Layout, ...] | str:
+    """The result layouts that ``operands`` give exactly, or the reason why they do not fit together."""
+    if not operands:
+        return "the op has no tensor operand"
+    mesh = operands[0].mesh
+    joint: Assignment = {}
+    for at, (dims, layout) in enumerate(zip(spec.operands, operands, strict=True)):
+        mine = project(spec, dims, layout)
+        if Layout(mesh, place(spec, mesh, dims, mine)) != layout.without_partial():
+            return f"operand {at} at {layout} splits a factor that must stay whole"
+        for factor, digits in mine.items():
+            if joint.setdefault(factor, digits) != digits:
+                return f"operand {at} at {layout} splits factor {factor} differently from an operand before it"
+    axes = [d.axis for digits in joint.values() for d in digits if d.axis is not None]
+    if any(mesh.overlap(a, b) for i, a in enumerate(axes) for b in axes[i + 1 :]):
+        return "two factors are split over one axis"
+    carried = carried_partials(spec, operands)
+    if isinstance(carried, str):
+        return carried
+    return results_of(spec, mesh, joint, carried)
+
+
+def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str, str], ...] | str:
+    """The pending reductions that pass through from ``operands``, or why they cannot."""
+    where: dict[tuple[str, str], set[int]] = {}
+    for at, layout in enumerate(operands):
+        for pair in layout.partial:
+            where.setdefault(pair, set()).add(at)
+    for (axis, op), positions in where.items():
+        if not carries(spec, op, frozenset(positions)):
+            return f"operands {sorted(positions)} are partial ({op} over {axis}), which the op does not carry"
+    return tuple(where)
+
+
+def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
+    """Whether a pending ``op`` reduction of exactly the operands at ``positions`` passes through."""
+    if spec.moves and positions == {0}:
+        return True
+    return op in ("sum", "avg") and positions in spec.linear
+
+
+# --- all strategies that some operand's layout suggests
+
+
+def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
+    """Every strategy whose splits come from the operands' own layouts, the most split first.
+
+    For each axis the choices are: as some operand has it, not at all, or (where the operands are partial
+    over it and the op is linear in them) carried through. Moving the operands there is the caller's cost.
+    """
+    mesh = operands[0].mesh
+    operands = atomic(mesh, operands)
+    proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
+    options: dict[str, list[tuple[str, object]]] = {}
+    for at, proposal in enumerate(proposals):
+        for factor, digits in proposal.items():
+            for _, axis in digits:
+                if axis is not None:
+                    options.setdefault(axis, []).append(("split", (factor, at)))
+    pending: dict[str, dict[str, set[int]]] = {}
+    for at, layout in enumerate(operands):
+        for axis, op in layout.partial:
+            pending.setdefault(axis, {}).setdefault(op, set()).add(at)
+    for axis, ops in pending.items():
+        options.setdefault(axis, [])
+        for op, positions in ops.items():
+            if len(ops) == 1 and carries(spec, op, frozenset(positions)):
+                options[axis].append(("carry", (op, frozenset(positions))))
+    axes = sorted(options, key=mesh.order)
+    seen: set[Strategy] = set()
+    for choice in product(*([*options[axis], ("none", None)] for axis in axes)):
+        made = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
+        if made is not None and made not in seen:
+            seen.add(made)
+            yield made
+
+
+def _strategy(
+    spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
+) -> Strategy | None:
+    wanted: dict[tuple[str, int], set[str]] = {}
+    carried: dict[str, tuple[str, frozenset[int]]] = {}
+    for axis, (kind, detail) in choice.items():
+        if kind == "split":
+            wanted.setdefault(detail, set()).add(axis)  # type: ignore[arg-type]
+        elif kind == "carry":
+            carried[axis] = detail  # type: ignore[assignment]
+    assignment: Assignment = {}
+    for (factor, at), axes in wanted.items():
+        kept = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[at][factor])
+        merged = merge(mesh, assignment.get(factor), canonical(mesh, kept))
+        if merged is None:
+            return None
+        assignment[factor] = merged
+    pairs = [(axis, op) for axis, (op, _) in carried.items()]
+    layouts = []
+    for at, dims in enumerate(spec.operands):
+        partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
+        layouts.append(Layout(mesh, place(spec, mesh, dims, assignment), partial))
+    return Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
+
+
+def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:
+    """The digits that carry the bindings of both, or None where their radices clash."""
+    if one is None:
+        return other
+    fine, fine_other = refine(mesh, one, strides(other)), refine(mesh, other, strides(one))
+    if fine is None or fine_other is None:
+        return None
+    out = []
+    for a, b in zip(fine, fine_other, strict=True):
+        if a.axis is not None and b.axis is not None and a.axis != b.axis:
+            return None
+        out.append(a if a.axis is not None else b)
+    return canonical(mesh, out)
+
+
+def atomic(mesh: Mesh, layouts: Sequence[Layout]) -> list[Layout]:
+    """The layouts with every axis cut into the parts that some of them use, so that parts are equal or disjoint."""
+    edges: dict[str, set[int]] = {}
+    for layout in layouts:
+        for axis in layout.axes:
+            name, pre, _ = split_part(axis)
+            edges.setdefault(name, set()).update((pre, pre * mesh.size(axis)))
+    if all(len(e) == 2 for e in edges.values()):
+        return list(layouts)
+    return [_cut(mesh, layout, {n: sorted(e) for n, e in edges.items()}) for layout in layouts]
+
+
+def _cut(mesh: Mesh, layout: Layout, edges: Mapping[str, list[int]]) -> Layout:
+    def parts(axis: str) -> list[str]:
+        name, pre, _ = split_part(axis)
+        inside = [e for e in edges[name] if pre <= e <= pre * mesh.size(axis)]
+        return [mesh.part(name, a, b // a) for a, b in zip(inside, inside[1:], strict=False)]
+
+    # Built past canonicalisation, which would join the parts again.
+    dims = [
+        [d for radix, axis in digits for d in ([Digit(radix)] if axis is None else [Digit(mesh.size(p), p) for p in parts(axis)])]
+        for digits in layout.dims
+    ]
+    cut = Layout(mesh, [[] for _ in dims], [(p, op) for axis, op in layout.partial for p in parts(axis)])
+    object.__setattr__(cut, "dims", tuple(tuple(digits) for digits in dims))
+    return cut
