@@ -41,13 +41,21 @@ def under_torchrun(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={ranks}",
+        "--",
+    ]
     os.execv(sys.executable, [sys.executable, *launch, *sys.argv])
 
 
-def join_mesh(axes: str) -> DeviceMesh:
-    """Join the process group and make the mesh that ``"dp=2,tp=2"`` describes; one thread per rank."""
+def join_mesh(plan: str, axes: str | None) -> DeviceMesh:
+    """Join the process group and make the mesh of ``axes``, such as ``"dp=2,tp=2"``; one thread per rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    axes = axes or default_mesh(plan, dist.get_world_size())
     sizes = {name: int(size) for name, size in (axis.split("=") for axis in axes.split(","))}
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+Loss = Callable[[Tensor, Tensor], Tensor]
 Batch = Callable[[int], tuple[Tensor, Tensor]]
 
 
@@ -16,7 +17,7 @@ def initialise(model: nn.Module) -> None:
     model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
 
 
-def train(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: Batch, steps: int, lr: float) -> list[float]:
+def train(model: nn.Module, loss: Loss, batch: Batch, steps: int, lr: float) -> list[float]:
     """Train ``model`` in place on one device; the loss of each step."""
     initialise(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -31,9 +32,9 @@ def train(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], batch: Bat
     return losses
 
 
-def largest_difference(ours: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
-    """Over all parameters, the largest ``|ours - reference|`` relative to the parameter's largest entry."""
+def parameter_difference(sharded: nn.Module, alone: nn.Module) -> float:
+    """Over all parameters, the largest difference relative to the largest entry of that parameter."""
+    ours = {name: p.full_tensor() for name, p in sharded.named_parameters()}
     return max(
-        ((ours[name] - value).abs().max() / value.abs().max().clamp_min(1e-30)).item()
-        for name, value in reference.items()
+        ((ours[name] - p).abs().max() / p.abs().max().clamp_min(1e-30)).item() for name, p in alone.named_parameters()
     )

@@ -1,19 +1,20 @@
 """Train a Llama-style decoder as a byte-level language model on Python's standard library, under any plan.
 
-    python examples/train_decoder.py --plan fsdp+tp --mesh dp=2,tp=2 --nproc 4 --check
+python examples/train_decoder.py --plan fsdp+tp --mesh dp=2,tp=2 --nproc 4 --check
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from models.llama import Llama, LlamaConfig, loss
-from ranks import PLANS, default_mesh, join_mesh, under_torchrun
+from ranks import PLANS, join_mesh, under_torchrun
 from sample import sample
-from single import largest_difference, train
+from single import parameter_difference, train
 from text import batch, show, standard_library
 from tqdm import tqdm
 
@@ -27,7 +28,7 @@ SIZES = {  # configuration, sequences per step, bytes per sequence, learning rat
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plan", choices=PLANS, default="fsdp")
     parser.add_argument("--mesh", help="axis sizes, such as dp=2,tp=2 (default: what suits the plan)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start where torchrun has not started any")
@@ -38,13 +39,10 @@ def main() -> None:
     args = parser.parse_args()
     under_torchrun(args.nproc)
 
-    mesh = join_mesh(args.mesh or default_mesh(args.plan, args.nproc))
+    mesh = join_mesh(args.plan, args.mesh)
     say = print if dist.get_rank() == 0 else (lambda *text: None)
     config, size, length, lr = SIZES[args.size]
-    text = standard_library()
-
-    def batches(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch(text, step, size=size, length=length)
+    batches = partial(batch, standard_library(), size=size, length=length)
 
     with torch.device("meta"):
         model = Llama(config)
@@ -64,17 +62,15 @@ def main() -> None:
         losses.append(value.item())
         times.append(time.perf_counter())
         bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{size * length / (times[-1] - times[-2]):,.0f}")
-    bar.close()
-    rate = size * length * (args.steps - 1) / max(times[-1] - times[1], 1e-9)
+    rate = size * length * (args.steps - 1) / (times[-1] - times[1] or 1.0)
     say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps, {rate:,.0f} tokens/s after the first step")
 
     if args.check:
         alone = Llama(config)
         expected = train(alone, loss, batches, args.steps, lr)
-        ours = {name: p.full_tensor().detach() for name, p in module.named_parameters()}
-        in_loss = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        in_parameters = largest_difference(ours, dict(alone.named_parameters()))
-        say(f"against one device: largest relative difference {in_loss:.1e} in loss, {in_parameters:.1e} in parameters")
+        off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        off_parameters = parameter_difference(module, alone)
+        say(f"largest relative difference from one device: {off:.1e} in loss, {off_parameters:.1e} in parameters")
     say("sampled:", show(sample(module, b"def ", count=4 * length, length=length, copies=size)))
     dist.destroy_process_group()
 

@@ -1,1 +1,25 @@
 """shardc: a sharding compiler for PyTorch."""
+
+from shardc.api import compile
+from shardc.errors import ShardcError, ShardcWarning
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.plan import Plan, ddp, fsdp, hsdp, tp
+from shardc.program import Options, Program
+from shardc.runtime.sim import Simulation
+
+__all__ = [
+    "Layout",
+    "Mesh",
+    "Options",
+    "Plan",
+    "Program",
+    "ShardcError",
+    "ShardcWarning",
+    "Simulation",
+    "compile",
+    "ddp",
+    "fsdp",
+    "hsdp",
+    "tp",
+]

@@ -127,7 +127,7 @@ def capture(
     prefix = "" if loss is None else "model."
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    names = _input_names(model, args, kwargs)
+    names = input_names(model, args, kwargs)
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(_faked(root, mode, device))
@@ -229,7 +229,7 @@ def _replace(values: Any, tag: Tag) -> Any:
     return values
 
 
-def _input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """A dotted name for every flat leaf of ``(args, kwargs)``; loss arguments are named ``target``."""
     parameters = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind != p.KEYWORD_ONLY]
     extra = len(args) - len(parameters)

@@ -56,6 +56,10 @@ class InputError(ShardcError, ValueError):
     """An input of a wrong shape, dtype or kind at the call."""
 
 
+class InitError(ShardcError, RuntimeError):
+    """An initialisation that cannot run shard by shard, or that leaves a tensor without values."""
+
+
 class RuleError(ShardcError, RuntimeError):
     """An op whose rule does not fit its shapes, or that has none under ``strict``."""
 

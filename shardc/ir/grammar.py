@@ -9,17 +9,18 @@ One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse``
     comm     := "comm:"    (KIND "(" AXIS,* ")" "x" INT INT "B/rank")*
 
     placeholder := [KIND ["#" INDEX] [ROLE]] NAME ":" type
-    line        := NAME ":" type "=" (OP "(" argument,* ")" | NAME "[" INT "]")
+    line        := NAME ":" type "=" (OP "(" argument,* ")" | NAME "[" INT "]" | "constant" "(" STRING ["," values] ")")
     output      := KIND ["#" INDEX] [ROLE] "=" argument
     type        := DTYPE layout ["?"] | "None" | "(" type,* ")"
-    argument    := [KEYWORD "="] (NAME | INT | FLOAT | STRING | WORD | "[" argument,* "]" | AXES)
+    argument    := [KEYWORD "="] (NAME ["as" layout] | INT | FLOAT | STRING | WORD | "[" argument,* "]" | AXES)
 
 NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``,
-``.``, ``-``, ``/`` and ``$``. ROLE is left out where it is the NAME, INDEX where it is the position among
-those of its KIND. ``?`` marks a tensor without a layout in a program where others have one; ``no layouts``
+``.``, ``-``, ``/`` and ``$``. ROLE is left out where it is the NAME (empty, for an output), INDEX where it
+is 0. ``as`` says which layout an op or the outside wants of a value that has another. ``?`` marks a tensor without a layout in a program where others have one; ``no layouts``
 says that none has (bare sizes mean a whole tensor otherwise). WORD is ``None``, ``True``, ``False``, ``inf``,
 ``nan``, a dtype, a device, a memory format or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in
-``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. ``#`` after a line starts a comment; a comment
+``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A constant shows its name and, where it is small, what it
+holds. ``#`` after a line starts a comment; a comment
 ``# module | source | cause`` is the node's origin.
 """
 
@@ -38,8 +39,8 @@ from shardc.ir.graph import DTYPE_NAMES, Value
 from shardc.ir.ops import MARKERS
 
 INPUTS, OUTPUTS, COMM = "inputs", "outputs", "comm"
+CONSTANT = "constant"
 NO_LAYOUTS = "no layouts"
-OpOverload: type = type(torch.ops.aten.mm.default)
 BARE = re.compile(r"[\w.$/-]+")
 
 MEMORY_FORMATS = {
@@ -49,6 +50,7 @@ MEMORY_FORMATS = {
     "channels_last_3d": torch.channels_last_3d,
 }
 TORCH_LAYOUTS = {"strided": torch.strided}
+SMALL = 64  # elements of a constant that are shown
 CONSTANTS = {"None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan")}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -67,9 +69,16 @@ def name_text(name: str) -> str:
 
 # --- ops
 
+_OVERLOAD = type(torch.ops.aten.mm.default)
+
+
+def is_torch_op(target: Any) -> bool:
+    """Whether ``target`` is an overload of ``torch.ops``."""
+    return isinstance(target, _OVERLOAD)
+
 
 @lru_cache(maxsize=4096)
-def op_text(op: Callable[..., Any]) -> str:
+def op_text(op: Any) -> str:
     """``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or the name of a marker op.
 
     The shortest text that `op_of` reads back as the same op.
@@ -80,11 +89,11 @@ def op_text(op: Callable[..., Any]) -> str:
     name = getattr(op, "__name__", str(op))
     if MARKERS.get(name) is op:
         return name
-    if isinstance(op, OpOverload):
+    if is_torch_op(op):
         namespace, _, qualified = op.name().partition("::")
         packet, _, overload = qualified.partition(".")
         overload = overload or "default"
-        for parts in ((packet,), (packet, overload), (namespace, packet), (namespace, packet, overload)):
+        for parts in ((packet,), (namespace, packet), (packet, overload), (namespace, packet, overload)):
             text = ".".join(parts)
             if op_of(text) is op:
                 return text
@@ -92,7 +101,7 @@ def op_text(op: Callable[..., Any]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def op_of(text: str) -> Callable[..., Any] | None:
+def op_of(text: str) -> Any | None:
     """The op that ``text`` names, or None: a marker, an aten op, then an op of another namespace."""
     if text in MARKERS:
         return MARKERS[text]
@@ -104,19 +113,25 @@ def op_of(text: str) -> Callable[..., Any] | None:
     return _overload(*parts) if len(parts) == 3 else None
 
 
-def _overload(namespace: str, packet: str, overload: str) -> OpOverload | None:
+def _overload(namespace: str, packet: str, overload: str) -> Any | None:
     found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    return found if isinstance(found, OpOverload) else None
+    return found if is_torch_op(found) else None
 
 
 @lru_cache(maxsize=4096)
-def defaults(op: Callable[..., Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The default of each argument of ``op`` that has one, and the names of those that go by position."""
-    if not isinstance(op, OpOverload):
+    if not is_torch_op(op):
         return {"op": "sum", "to": ""}, ("x",)
     arguments = op._schema.arguments
     known = {a.name: a.default_value for a in arguments if a.has_default_value()}
     return known, tuple(a.name for a in arguments if not a.kwarg_only)
+
+
+def argument_order(op: Any) -> Callable[[str], int]:
+    """Sort key that puts the names of arguments in the order of the op's schema."""
+    names = [a.name for a in op._schema.arguments] if is_torch_op(op) else []
+    return lambda name: names.index(name) if name in names else len(names)
 
 
 # --- types
@@ -158,6 +173,14 @@ def constant_text(value: Any) -> str:
     raise VerifyError(f"an argument {value!r} of type {type(value).__name__} has no text form")
 
 
+def held(tensor: object) -> list[Any] | None:
+    """What a small real tensor holds, in a row; None of a large one, or of one without data."""
+    if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.is_complex() or tensor.numel() > SMALL:
+        return None
+    flat = tensor.detach().reshape(-1)
+    return (flat.double() if flat.is_floating_point() else flat).tolist()
+
+
 def constant_of(word: str) -> Any:
     """The constant that a bare ``word`` stands for; raises ValueError where it is none."""
     for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
@@ -172,5 +195,5 @@ def constant_of(word: str) -> Any:
 
 
 def axes_text(axis: str) -> str:
-    """The axes of a marker op: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``."""
-    return f"({axis})" if "," in axis else axis
+    """The axes of a marker op: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``, or ``()``."""
+    return axis if axis and "," not in axis else f"({axis})"

@@ -82,11 +82,13 @@ class Role:
             "output", "buffer", "grad" (of a param or of an input) for outputs.
         name: the parameter's or buffer's qualified name, the input's dotted path, or the axis.
         index: position among those of its kind.
+        layout: for outputs from ``propagate`` on, the layout that the outside wants.
     """
 
     kind: str
     name: str
     index: int = 0
+    layout: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,14 @@ class Info:
         value: its tensor, a tuple of them for an op with several results, None for non-tensors.
         origin: where it comes from.
         role: for placeholders only.
+        needs: from ``propagate`` on, the layout that each operand must have (operands as the rules count them).
     """
 
     name: str
     value: Value | tuple[Value | None, ...] | None
     origin: Origin = field(default_factory=Origin)
     role: Role | None = None
+    needs: tuple[Layout, ...] | None = None
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
         """The same at ``layout`` (a tuple for several results)."""

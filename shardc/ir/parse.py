@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -14,13 +13,14 @@ from torch import fx
 
 from shardc.errors import LayoutError, MeshError, TextError
 from shardc.ir import grammar
-from shardc.ir.graph import ROLES, Info, Origin, Role, Value, set_info
+from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, set_info
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import MARKERS
 from shardc.ir.tally import tally
 
 TENSOR = re.compile(r"(\w+)(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
+LAYOUT = re.compile(r"\[[^\]]*\](?:\{[^}]*\})?")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf\b)")
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 WORD = re.compile(r"[A-Za-z_][\w.:]*")
@@ -48,6 +48,9 @@ def parse_mesh(text: str) -> Mesh:
     return _Parser(text).mesh
 
 
+Made = Value | tuple[Value | None, ...] | None
+
+
 class _Reader:
     """Reads one line from left to right."""
 
@@ -57,7 +60,7 @@ class _Reader:
     def fail(self, expected: str) -> NoReturn:
         rest = self.line[self.at :].strip()
         raise TextError(
-            f"line {self.number}: expected {expected}, found {rest or 'the end of the line'!r}",
+            f"line {self.number}: expected {expected}, found {repr(rest) if rest else 'the end of the line'}",
             program=f"{self.line}\n{' ' * self.at}^",
         )
 
@@ -124,14 +127,14 @@ class _Parser:
         numbered = ((n, line.rstrip()) for n, line in enumerate(text.splitlines(), 1))
         self.readers = [_Reader(line, n) for n, line in numbered if line.strip() and not line.lstrip().startswith("#")]
         if not self.readers:
-            raise TextError("line 1: expected 'mesh', found nothing", fix="a dump starts with a line like: mesh dp=2 tp=2")
+            raise TextError("line 1: expected 'mesh', found nothing", fix="start with a line like: mesh dp=2 tp=2")
         self.mesh = self._mesh(self.readers.pop(0))
         self.placed = True
         self.graph = fx.Graph()
+        self.root = torch.nn.Module()
         self.values: dict[str, fx.Node] = {}
-        self.made: dict[fx.Node, Value | tuple[Value | None, ...] | None] = {}
-        self.seen: Counter[str] = Counter()
         self.outputs: list[tuple[Role, Any]] = []
+        self.wants: list[tuple[Value, Layout | None]] = []  # of the tensors that the line uses
         self.comm: list[_Reader] = []
 
     def _mesh(self, reader: _Reader) -> Mesh:
@@ -151,7 +154,7 @@ class _Parser:
             if reader.line == grammar.NO_LAYOUTS:
                 self.placed = False
             elif heading := re.fullmatch(r"(\w+):", reader.line):
-                section, self.seen = heading[1], Counter()
+                section = heading[1]
             elif section == "":
                 reader.fail(f"'{grammar.INPUTS}:'")
             elif section == grammar.INPUTS:
@@ -164,31 +167,33 @@ class _Parser:
                 self._line(reader, section)
         last = self.graph.output(tuple(made for _, made in self.outputs))
         last.meta[ROLES] = tuple(role for role, _ in self.outputs)
-        gm = fx.GraphModule(torch.nn.Module(), self.graph)
+        gm = fx.GraphModule(self.root, self.graph)
         self._check_comm(gm)
         return gm
 
     # --- lines
 
     def _placeholder(self, reader: _Reader) -> None:
-        role = None if reader.take("%") else self._role(reader)
-        if role is not None:
+        bare = reader.take("%")
+        kind, role_name, index = ("", None, 0) if bare else self._role(reader)
+        if not bare:
             reader.expect("%")
         name = self._new_name(reader)
         reader.expect(":")
         value = self._type(reader)
-        if role is not None:
-            role = Role(role[0], name if role[1] is None else role[1], role[2])
+        role = None if bare else Role(kind, name if role_name is None else role_name, index)
         node = self.graph.placeholder(_identifier(name))
         node.target = node.name
-        self._define(reader, node, Info(name, value, self._origin(reader, "forward"), role))
+        self._define(node, Info(name, value, self._origin(reader, "forward"), role))
 
     def _output(self, reader: _Reader) -> None:
         kind, name, index = self._role(reader)
         reader.expect("=")
         made = self._argument(reader)
         reader.end()
-        self.outputs.append((Role(kind, name or "", index), made))
+        (want,) = (layout for _, layout in self.wants) if self.wants else (None,)
+        self.wants.clear()
+        self.outputs.append((Role(kind, name or "", index, want), made))
 
     def _line(self, reader: _Reader, phase: str) -> None:
         reader.expect("%")
@@ -201,18 +206,37 @@ class _Parser:
             reader.expect("[")
             args: list[Any] = [source, reader.integer("the index of a result")]
             reader.expect("]")
-            target, kwargs = operator.getitem, {}
+            kwargs: dict[str, Any] = {}
+            target: Any = operator.getitem
+        elif reader.take(f"{grammar.CONSTANT}("):
+            self._constant(reader, name, value, phase)
+            return
         else:
             target = self._op(reader)
             args, kwargs = self._arguments(reader, target)
+        needs = self._needs(reader)
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_identifier(name))
-        self._define(reader, node, Info(name, value, self._origin(reader, phase)))
+        self._define(node, Info(name, value, self._origin(reader, phase), needs=needs))
+
+    def _constant(self, reader: _Reader, name: str, value: Made, phase: str) -> None:
+        target = reader.word() or reader.fail("the name of the constant")
+        held = self._argument(reader) if reader.take(",") else None
+        reader.expect(")")
+        if not isinstance(value, Value):
+            reader.fail("a constant to be one tensor")
+        # A large constant is not in the text: on ``meta`` it has its type, and nothing runs by mistake.
+        tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if held is not None:
+            tensor = torch.tensor(held, dtype=value.dtype).reshape(value.shape)
+        self.root.register_buffer(target, tensor)
+        node = self.graph.create_node("get_attr", target, name=_identifier(name))
+        self._define(node, Info(name, value, self._origin(reader, phase)))
 
     def _origin(self, reader: _Reader, phase: str) -> Origin:
         reader.end()
         return reader.origin(phase)
 
-    def _define(self, reader: _Reader, node: fx.Node, record: Info) -> None:
+    def _define(self, node: fx.Node, record: Info) -> None:
         self.values[record.name] = set_info(node, record)
 
     def _check_comm(self, gm: fx.GraphModule) -> None:
@@ -232,11 +256,9 @@ class _Parser:
         if not found:
             reader.fail("a kind such as 'param', 'input' or 'output'")
         kind, index, name = found.groups()
-        at = self.seen[kind]
-        self.seen[kind] += 1
         if name is not None and name.startswith('"'):
             name = json.loads(name)
-        return kind, name, at if index is None else int(index)
+        return kind, name, int(index or 0)
 
     def _new_name(self, reader: _Reader) -> str:
         start = reader.at
@@ -255,7 +277,36 @@ class _Parser:
             reader.fail("the name of a value that is defined above")
         return self.values[name]
 
-    def _type(self, reader: _Reader) -> Value | tuple[Value | None, ...] | None:
+    def _use(self, reader: _Reader) -> fx.Node:
+        """A value as an argument, and the layout that is wanted of it, if the line says one."""
+        node = self._known(reader)
+        made = info(node).value
+        if isinstance(made, Value):
+            wanted = reader.take("as ")
+            self.wants.append((made, self._layout(reader, reader.match(LAYOUT), 0) if wanted else None))
+        return node
+
+    def _needs(self, reader: _Reader) -> tuple[Layout, ...] | None:
+        """The layouts that the line's op wants of its tensors, if it says one that differs from what is there."""
+        wants, self.wants = self.wants, []
+        if all(want is None for _, want in wants):
+            return None
+        needs = [made.layout if want is None else want for made, want in wants]
+        if None in needs:
+            reader.fail("'as' and a layout for every tensor that has none")
+        return tuple(layout for layout in needs if layout is not None)
+
+    def _layout(self, reader: _Reader, found: re.Match[str] | None, group: int) -> Layout:
+        """The layout that ``group`` of what was just read says."""
+        if found is None:
+            reader.fail("a layout such as [16@dp,8]")
+        try:
+            return Layout.parse(found[group], self.mesh)
+        except (LayoutError, MeshError, ValueError) as error:
+            reader.at = found.start()
+            reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
+
+    def _type(self, reader: _Reader) -> Made:
         if reader.take("("):
             return tuple(reader.listed(")", lambda: self._type(reader)))
         if reader.take("None"):
@@ -266,14 +317,10 @@ class _Parser:
         if found is None or dtype is None:
             reader.at = start
             reader.fail("a type such as f32[16@dp,8]")
-        try:
-            layout = Layout.parse(found[2], self.mesh)
-        except (LayoutError, MeshError, ValueError) as error:
-            reader.at = start
-            reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
+        layout = self._layout(reader, found, 2)
         return Value(dtype, layout.shape, layout if self.placed and found[3] is None else None)
 
-    def _op(self, reader: _Reader) -> Callable[..., Any]:
+    def _op(self, reader: _Reader) -> Any:
         start = reader.at
         found = reader.match(WORD)
         target = grammar.op_of(found[0]) if found else None
@@ -282,7 +329,7 @@ class _Parser:
             reader.fail("an op such as mm, sum.dim_IntList or all_gather")
         return target
 
-    def _arguments(self, reader: _Reader, target: Callable[..., Any]) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, reader: _Reader, target: Any) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
 
@@ -314,7 +361,7 @@ class _Parser:
 
     def _argument(self, reader: _Reader) -> Any:
         if reader.take("%"):
-            return self._known(reader)
+            return self._use(reader)
         if reader.take("["):
             return reader.listed("]", lambda: self._argument(reader))
         if quoted := reader.match(STRING):

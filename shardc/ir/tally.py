@@ -15,25 +15,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.errors import VerifyError
-from shardc.ir import ops
+from shardc.ir import grammar, ops
 from shardc.ir.graph import Value, info
 from shardc.ir.mesh import Mesh
 
 GROUP_PREFIX = "shardc:"
 NAMESPACE = "_c10d_functional"
+OWN_NAMESPACE = "shardc"  # the collectives that torch has no functional op for (shardc.ir.comm)
 
-# The ops of torch by the kind that they are counted as; the rest of the namespace moves nothing.
+# The torch ops by the kind that they are counted as; the rest of the namespaces moves nothing.
 KINDS: dict[str, str] = {
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_reduce": "all_reduce",
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
+    "permute_ranks": "permute_ranks",
 }
 
 
@@ -89,10 +91,10 @@ def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
     return axes if all(axis in mesh for axis in axes) else None
 
 
-def group_of(node: fx.Node) -> str:
-    """The ``group_name`` argument of a node that calls one of torch's functional collectives."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    return dict(zip(names, node.args, strict=False), **node.kwargs)["group_name"]  # type: ignore[return-value,dict-item]
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node that calls an op of torch, by the names of its schema."""
+    target: Any = node.target
+    return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def collective_kind(node: fx.Node) -> str | None:
@@ -101,9 +103,10 @@ def collective_kind(node: fx.Node) -> str | None:
         return None
     if node.target in ops.COLLECTIVES:
         return node.target.__name__  # type: ignore[union-attr]
-    if not isinstance(node.target, type(torch.ops.aten.mm.default)) or node.target.namespace != NAMESPACE:
+    target: Any = node.target
+    if not grammar.is_torch_op(target) or target.namespace not in (NAMESPACE, OWN_NAMESPACE):
         return None
-    return KINDS.get(node.target._schema.name.partition("::")[2].removesuffix("_coalesced").removesuffix("_out"))
+    return KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced").removesuffix("_out"))
 
 
 def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int]]:
@@ -113,12 +116,13 @@ def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int
         if kind is None:
             continue
         marker = node.target in ops.COLLECTIVES
-        axes = tuple(node.kwargs["axis"].split(",")) if marker else group_axes(group_of(node), mesh)
+        group = str(node.kwargs["axis"]) if marker else arguments_of(node)["group_name"]
+        axes = tuple(group.split(",")) if marker else group_axes(group, mesh)
         if axes is None:
-            raise VerifyError(f"%{info(node).name} communicates over {group_of(node)!r}, no group of the mesh {mesh}")
+            raise VerifyError(f"%{info(node).name} communicates over {group!r}, no group of the mesh {mesh}")
         ranks = prod(mesh.size(axis) for axis in axes)
         sources = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
-        sent = sum(_local_bytes(info(source).value) for source in sources)  # type: ignore[arg-type]
+        sent = sum(_local_bytes(info(source).value) for source in sources)
         yield kind, ",".join(axes), wire_bytes(kind, ranks, sent * ranks if kind == "all_gather" else sent)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -11,6 +11,7 @@ from torch import fx
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
 from shardc.ir.graph import KEY, Info, Origin, Role, Value, info, outputs
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import tally
 
@@ -48,22 +49,20 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
     if not placed:
         out.append((grammar.NO_LAYOUTS, None))
     out.append((f"{grammar.INPUTS}:", None))
-    seen: Counter[str] = Counter()
     phase = grammar.INPUTS
     for node in nodes[:-1]:
         record = info(node)
         if node.op == "placeholder":
-            text = placeholder_text(record, seen, unplaced)
+            text = placeholder_text(record, unplaced)
         else:
             if record.origin.phase != phase:
                 phase = record.origin.phase
                 out.append((f"{phase}:", None))
-            text = op_line(node, unplaced)
+            text = op_line(gm, node, unplaced)
         out.append((f"  {text}{origin_text(record.origin) if origins else ''}", node))
     out.append((f"{grammar.OUTPUTS}:", None))
-    seen = Counter()
     for role, made in outputs(gm.graph):
-        out.append((f"  {role_text(role, seen, None)} = {argument_text(made)}", nodes[-1]))
+        out.append((f"  {role_text(role, '')} = {argument_text(made, iter((role.layout,)))}", nodes[-1]))
     return out
 
 
@@ -73,45 +72,51 @@ def tensors(record: Info) -> list[Value]:
     return [value for value in made if value is not None]
 
 
-def placeholder_text(record: Info, seen: Counter[str], unplaced: str) -> str:
+def placeholder_text(record: Info, unplaced: str) -> str:
+    """``KIND [#INDEX] [ROLE] %name: type``."""
     shown = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
-    return shown if record.role is None else f"{role_text(record.role, seen, record.name)} {shown}"
+    return shown if record.role is None else f"{role_text(record.role, record.name)} {shown}"
 
 
-def role_text(role: Role, seen: Counter[str], known: str | None) -> str:
-    """``KIND [#INDEX] [ROLE]``: the index where it is not the next of its kind, the name where not ``known``."""
-    at = seen[role.kind]
-    seen[role.kind] += 1
-    words = [role.kind]
-    if role.index != at or (known is None and not role.name):
-        words.append(f"#{role.index}")
-    if role.name != known and not (known is None and not role.name):
-        words.append(grammar.word_text(role.name))
-    return " ".join(words)
+def role_text(role: Role, known: str) -> str:
+    """``KIND [#INDEX] [ROLE]``, without an index of 0 and without the name that is ``known``."""
+    index = [f"#{role.index}"] if role.index else []
+    name = [grammar.word_text(role.name)] if role.name != known else []
+    return " ".join([role.kind, *index, *name])
 
 
-def op_line(node: fx.Node, unplaced: str = "") -> str:
+def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
     """``%name: type = op(arguments)`` of a node that is neither placeholder nor output."""
-    if node.op != "call_function":
-        raise VerifyError(f"a {node.op} node has no text form: {node.format_node()}", fix="lift it to an input or inline it")
     record = info(node)
     left = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
+    if node.op == "get_attr":
+        return f"{left} = {grammar.CONSTANT}({constant_text(gm, str(node.target))})"
+    if node.op != "call_function":
+        raise VerifyError(f"a {node.op} node has no text form: {node.format_node()}", fix="inline what it calls")
     if node.target is operator.getitem:
         return f"{left} = {argument_text(node.args[0])}[{node.args[1]}]"
-    return f"{left} = {grammar.op_text(node.target)}({', '.join(shown_arguments(node))})"  # type: ignore[arg-type]
+    return f"{left} = {grammar.op_text(node.target)}({', '.join(shown_arguments(node))})"
+
+
+def constant_text(gm: fx.GraphModule, name: str) -> str:
+    """The name of an attribute of ``gm`` and, where it is small, what it holds."""
+    held = grammar.held(operator.attrgetter(name)(gm))
+    return argument_text(name) if held is None else f"{argument_text(name)}, {argument_text(held)}"
 
 
 def shown_arguments(node: fx.Node) -> list[str]:
-    """The arguments as text, without those at the end that say what the op's default says."""
-    known, positional = grammar.defaults(node.target)  # type: ignore[arg-type]
+    """The arguments as text, in the order of the schema, without those that only repeat the op's default."""
+    known, positional = grammar.defaults(node.target)
+    wants = iter(info(node).needs or ())
     args = list(node.args)
     while args and len(args) <= len(positional) and is_default(known, positional[len(args) - 1], args[-1]):
         args.pop()
-    shown = [argument_text(arg) for arg in args]
-    for key, arg in node.kwargs.items():
+    shown = [argument_text(arg, wants) for arg in args]
+    for key in sorted(node.kwargs, key=grammar.argument_order(node.target)):
+        arg = node.kwargs[key]
         if not is_default(known, key, arg):
             bare = key == "axis" and node.target in ops.MARKERS.values()
-            shown.append(f"{key}={grammar.axes_text(arg) if bare else argument_text(arg)}")  # type: ignore[arg-type]
+            shown.append(f"{key}={grammar.axes_text(str(arg)) if bare else argument_text(arg, wants)}")
     return shown
 
 
@@ -119,12 +124,18 @@ def is_default(known: dict[str, Any], name: str, arg: Any) -> bool:
     return name in known and type(arg) is type(known[name]) and arg == known[name]
 
 
-def argument_text(arg: Any) -> str:
-    """An argument: a node by its name, a list of arguments, or a constant."""
+def argument_text(arg: Any, wants: Iterator[Layout | None] = iter(())) -> str:
+    """An argument: a node by its name, a list of arguments, or a constant.
+
+    ``wants`` are the layouts in which the tensors among the arguments are wanted, in order.
+    """
     if isinstance(arg, fx.Node):
-        return grammar.name_text(info(arg).name)
+        record = info(arg)
+        want = next(wants, None) if isinstance(record.value, Value) else None
+        other = want is not None and want != record.value.layout
+        return f"{grammar.name_text(record.name)} as {want}" if other else grammar.name_text(record.name)
     if isinstance(arg, list | tuple):
-        return f"[{', '.join(argument_text(one) for one in arg)}]"
+        return f"[{', '.join(argument_text(one, wants) for one in arg)}]"
     return grammar.constant_text(arg)
 
 

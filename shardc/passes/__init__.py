@@ -1,0 +1,73 @@
+"""The pipeline: a captured joint graph becomes the program of one rank.
+
+Each pass is a frozen dataclass in the file of its name; it takes a graph that its predecessors made and
+gives one that its successors can take. ``pipeline`` is the whole of it, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import fx
+
+from shardc.passes.canonicalize import Canonicalize
+from shardc.passes.collectives import Collectives
+from shardc.passes.localize import Localize
+from shardc.passes.objective import Objective
+from shardc.passes.partition import Partition
+from shardc.passes.propagate import Propagate
+from shardc.passes.reshard import Reshard
+from shardc.passes.seed import Seed
+from shardc.passes.simplify import Simplify
+
+
+class Pass(Protocol):
+    """What every pass is."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule: ...
+
+
+PIPELINE: tuple[type, ...] = (
+    Canonicalize,  # one form of each thing, before anything is decided
+    Seed,  # what the plan says
+    Propagate,  # every value's layout, at least cost
+    Objective,  # needs the layouts of tangents; adds no layouts of its own
+    Reshard,  # disagreements become nodes
+    Simplify,  # fewer of them, while they are still whole changes of layout
+    Collectives,  # each spelled as steps
+    Localize,  # global shapes become local ones
+    # bucket, schedule and the memory plan stand here: they need collectives at local sizes, before the split
+)
+
+STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name)
+
+Hook = Callable[[str, fx.GraphModule], None]
+
+
+def run(passes: tuple[Pass, ...], gm: fx.GraphModule, hook: Hook) -> fx.GraphModule:
+    """Runs ``passes`` in order on ``gm``; ``hook`` sees the graph after each, by the pass's name."""
+    for each in passes:
+        gm = each(gm)
+        hook(each.name, gm)
+    return gm
+
+
+__all__ = [
+    "PIPELINE",
+    "STAGES",
+    "Canonicalize",
+    "Collectives",
+    "Localize",
+    "Objective",
+    "Partition",
+    "Pass",
+    "Propagate",
+    "Reshard",
+    "Seed",
+    "Simplify",
+    "run",
+]

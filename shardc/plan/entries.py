@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shardc.errors import PlanError
-from shardc.plan.spec import Form, freeze, is_one, quote, show
+from shardc.plan.forms import Form, freeze, is_one, quote, show
 
 STYLES = ("colwise", "rowwise", "vocab")
 REDUCTIONS = ("mean", "sum")
@@ -191,29 +192,46 @@ def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
     return names
 
 
-def split_target(target: str) -> tuple[str, str | None, int | str, bool]:
-    """An activation's target as (module glob, "input" or "output" or None, position or keyword, explicit).
+@dataclass(frozen=True)
+class Target:
+    """Which tensor of which modules an activation entry is about.
 
-    ``layers.*.attn`` is the first output of those modules; ``layers.*.attn.input`` and ``layers.*.attn:input``
-    the first input; ``layers.*.attn:input[1]`` the second, ``:input[mask]`` the one passed by that keyword.
-    Only ``:`` is explicit: with a dot, the module could itself be called ``input`` or ``output``.
+    Args:
+        glob: over module names.
+        where: "input", "output", or None where the entry does not say.
+        index: position among the inputs or outputs, or the keyword that passes an input.
+        explicit: whether ``where`` cannot be part of a module's name.
     """
-    match = re.fullmatch(r"(.*?)([.:])(input|output)(?:\[(\w+)\])?", target)
+
+    glob: str
+    where: str | None = None
+    index: int | str = 0
+    explicit: bool = False
+
+
+def split_target(target: str) -> Target:
+    """``layers.*.attn`` is the first output of those modules; ``layers.*.attn.input`` and ``layers.*.attn:input``
+    the first input; ``layers.*.attn:input[1]`` the second, ``:input[mask]`` the one passed by that keyword.
+
+    Only ``:`` or an index makes it explicit: with a dot, the module could itself be called ``input`` or ``output``.
+    """
+    match = re.fullmatch(r"(.*?)([.:]|^)(input|output)(?:\[(\w+)\])?", target)
     if not match:
-        return target, None, 0, False
+        return Target(target)
     glob, separator, where, index = match.groups()
-    return glob, where, (int(index) if index.isdigit() else index) if index else 0, separator == ":" or index is not None
+    position: int | str = int(index) if index and index.isdigit() else index or 0
+    return Target(glob, where, position, separator == ":" or index is not None)
 
 
-def ports(kind: str, value: Any) -> list[Port]:
+def port_entries(kind: str, value: Any) -> list[Port]:
     """The entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
     return [Port(kind, path, freeze(spec, f"{kind}={value!r}")) for path, spec in flatten(value, kind)]
 
 
-def activations(target: str, value: Any) -> list[Activation]:
+def activation_entries(target: str, value: Any) -> list[Activation]:
     """The entries of ``Plan(activations={target: value})``: a spec, a list or a dict by keyword."""
     entry = f"activations[{quote(target)}] = {value!r}"
-    base = target if split_target(target)[1] else f"{target}:output"
+    base = target if split_target(target).where else f"{target}:output"
     out = []
     for path, spec in flatten(value, entry):
         if "." in path:
@@ -239,3 +257,12 @@ def flatten(value: Any, entry: str, path: str = "") -> list[tuple[str, Any]]:
             fix='write ("dp", None), (Shard(0), Replicate()) or "@dp, _"',
         )
     return [leaf for name, item in items for leaf in flatten(item, entry, f"{path}.{name}" if path else name)]
+
+
+def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
+    """``entries`` without those that a later one of the same key replaces."""
+    said: dict[Any, Entry] = {}
+    for entry in entries:
+        said.pop(entry.key, None)
+        said[entry.key] = entry
+    return tuple(said.values())

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
 from shardc.errors import PlanError
+from shardc.plan.calls import Call, call_text, runs, to_call, to_row
 from shardc.plan.entries import (
     REDUCTIONS,
-    STYLES,
-    Activation,
     Data,
     Ddp,
     Entry,
     Fsdp,
     Param,
-    Port,
     Setting,
     Tp,
-    activations,
+    activation_entries,
     axis_names,
-    ports,
-    quote,
-    show_axes,
+    distinct,
+    port_entries,
 )
-from shardc.plan.spec import freeze, show
+from shardc.plan.forms import freeze, quote
+from shardc.plan.json import decode, encode
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -41,7 +38,7 @@ class Plan:
     last one said wins; TP over different axes adds up.
 
     Args:
-        params: parameter glob -> spec of its storage (see `shardc.plan.spec`). ``*`` matches dots too.
+        params: parameter glob -> spec of its storage (see `shardc.plan.forms`). ``*`` matches dots too.
         inputs: a spec for all inputs, a list by position, a dict by name, or a pytree of these; None says nothing.
         outputs: the same for outputs.
         activations: module glob, or glob with ``.input`` or ``.output`` -> a spec, a list for several tensors, or a
@@ -68,14 +65,19 @@ class Plan:
         dtensor_outputs: bool | None = None,
     ) -> None:
         entries: list[Entry] = []
-        entries += [Param(glob, freeze(spec, f"params[{quote(glob)}] = {spec!r}")) for glob, spec in (params or {}).items()]
-        entries += ports("inputs", inputs) + ports("outputs", outputs)
-        entries += _activations(activations or {})
+        entries += [
+            Param(glob, freeze(spec, f"params[{quote(glob)}] = {spec!r}")) for glob, spec in (params or {}).items()
+        ]
+        entries += port_entries("inputs", inputs) + port_entries("outputs", outputs)
+        for target, value in (activations or {}).items():
+            entries += activation_entries(target, value)
         if reduce is not None and reduce not in REDUCTIONS:
-            raise PlanError(f"unknown reduction {reduce!r}", plan_entry=f"reduce={reduce!r}", fix=f"use one of {REDUCTIONS}")
+            raise PlanError(
+                f"unknown reduction {reduce!r}", plan_entry=f"reduce={reduce!r}", fix=f"use one of {REDUCTIONS}"
+            )
         settings = {"reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs}
         entries += [Setting(name, value) for name, value in settings.items() if value is not None]
-        object.__setattr__(self, "entries", tuple(entries))
+        object.__setattr__(self, "entries", distinct(entries))
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Plan:
@@ -84,11 +86,8 @@ class Plan:
         Raises:
             PlanError: two data-parallel entries that share some of their axes, but not all.
         """
-        said: dict[Any, Entry] = {}
-        for entry in entries:
-            said.pop(entry.key, None)
-            said[entry.key] = entry
-        data = [e for e in said.values() if isinstance(e, Data)]
+        said = distinct(entries)
+        data = [e for e in said if isinstance(e, Data)]
         for at, entry in enumerate(data):
             for earlier in data[:at]:
                 if shared := set(entry.axes) & set(earlier.axes):
@@ -97,8 +96,12 @@ class Plan:
                         plan_entry=str(entry),
                         fix="give each axis to one entry",
                     )
-        plan = cls()
-        object.__setattr__(plan, "entries", tuple(said.values()))
+        return cls._holding(said)
+
+    @classmethod
+    def _holding(cls, entries: Iterable[Entry]) -> Plan:
+        plan = cls.__new__(cls)
+        object.__setattr__(plan, "entries", tuple(entries))
         return plan
 
     def __or__(self, other: Plan) -> Plan:
@@ -118,39 +121,24 @@ class Plan:
         return repr(self)
 
     def __repr__(self) -> str:
-        return " | ".join(_call_text(name, arguments) for name, arguments in self.calls()) or "Plan()"
+        return " | ".join(call_text(name, arguments) for name, arguments in self.calls()) or "Plan()"
 
-    def calls(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def calls(self) -> Iterator[Call]:
         """The plan as calls of constructors, in order: (name, arguments that are not defaults)."""
-        for run in _runs(self.entries):
-            first = run[0]
-            if isinstance(first, Ddp):
-                yield "ddp", {"axis": first.axis}
-            elif isinstance(first, Fsdp):
-                options = {"level": first.level} | ({"threshold": first.threshold} if first.threshold else {})
-                yield (
-                    ("hsdp", {"shard": first.shard, "replicate": first.replicate, **options})
-                    if first.replicate
-                    else ("fsdp", {"axis": first.shard, **options})
-                )
-            elif isinstance(first, Tp):
-                styles = {s: [e.glob for e in run if isinstance(e, Tp) and e.style == s] for s in STYLES}
-                yield "tp", {"axis": first.axis} | {style: globs for style, globs in styles.items() if globs}
-            else:
-                yield "Plan", _plan_arguments(run)
+        for run in runs(self.entries):
+            yield to_call(run)
 
     def describe(self) -> str:
         """A table of the entries for people."""
-        rows = [_row(entry) for entry in self.entries]
-        return tabulate(rows, headers=("says", "of", "where"), tablefmt="plain")
+        return tabulate(
+            [to_row(entry) for entry in self.entries], ("what", "of", "where"), "plain", disable_numparse=True
+        )
 
     # --- files
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        from shardc.plan.json import dumps
-
-        Path(path).write_text(dumps(self), encoding="utf-8")
+        Path(path).write_text(encode(self.calls()), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -159,6 +147,58 @@ class Plan:
         Raises:
             PlanError: the file is not a plan, or has a key that no plan has.
         """
-        from shardc.plan.json import loads
+        plan = cls()
+        for name, arguments in decode(Path(path).read_text(encoding="utf-8"), str(path)):
+            try:
+                plan |= CONSTRUCTORS[name](**arguments)
+            except TypeError as error:
+                raise PlanError(f"{path}: {error}") from None
+        return plan
 
-        return loads(Path(path).read_text(encoding="utf-8"), str(path))
+
+def ddp(axis: str) -> Plan:
+    """Data parallel: the batch is split over ``axis``, parameters are whole, gradients are reduced once."""
+    (name,) = axis_names(axis, f"ddp({axis!r})") if isinstance(axis, str) else axis_names([axis], f"ddp({axis!r})")
+    return Plan.of([Ddp(name)])
+
+
+def fsdp(axis: str | Sequence[str], level: int = 3, threshold: int = 0) -> Plan:
+    """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
+
+    Args:
+        axis: a mesh axis, or several, bound in order.
+        level: 1: parameters and optimizer state split, gradients accumulated whole; 2: gradients reduced every
+            micro-batch, parameters kept whole from forward to backward; 3: gathered again in backward.
+        threshold: parameters of fewer bytes (all of the parameter, not a shard) stay whole.
+    """
+    return Plan.of([Fsdp(axis_names(axis, f"fsdp({axis!r})"), (), level, threshold)])
+
+
+def hsdp(
+    shard: str | Sequence[str] = "dp", replicate: str | Sequence[str] = "rep", level: int = 3, threshold: int = 0
+) -> Plan:
+    """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
+
+    ``level`` and ``threshold`` are those of `fsdp`.
+    """
+    entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
+    return Plan.of([Fsdp(axis_names(shard, entry), axis_names(replicate, entry), level, threshold)])
+
+
+def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
+    """Tensor parallel over ``axis``, by globs over module names.
+
+    Args:
+        colwise: ``weight`` split on dim 0 (the output features), and ``bias`` too.
+        rowwise: ``weight`` split on dim 1 (the input features), ``bias`` whole.
+        vocab: ``weight`` split on dim 0 (the vocabulary of an embedding).
+    """
+    (name,) = axis_names([axis], f"tp({axis!r})")
+    globs = {"colwise": colwise, "rowwise": rowwise, "vocab": vocab}
+    for style, given in globs.items():
+        if isinstance(given, str):
+            raise PlanError(f"{style} is a string", plan_entry=f"tp({axis!r})", fix=f"write {style}=[{quote(given)}]")
+    return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
+
+
+CONSTRUCTORS: dict[str, Callable[..., Plan]] = {"ddp": ddp, "fsdp": fsdp, "hsdp": hsdp, "tp": tp, "Plan": Plan}

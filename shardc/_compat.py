@@ -1,0 +1,34 @@
+"""Where torch 2.11 to 2.13 differ: each name says which behaviour it gives on all of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardc.errors import MeshError
+
+
+def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """A process group of ``ranks`` in this order; only its members call this, all in the same order of calls.
+
+    Raises:
+        MeshError: ``ranks`` is not ascending and this torch always sorts the ranks of a group.
+    """
+    ordered = list(ranks) == sorted(ranks)
+    keeps_order = "sort_ranks" in inspect.signature(dist.new_group).parameters
+    if not ordered and not keeps_order:
+        raise MeshError(
+            f"the ranks {list(ranks)} of a group are not ascending, and torch {torch.__version__} sorts them",
+            fix="build the DeviceMesh with ascending ranks along every axis",
+        )
+    options = {"sort_ranks": ordered} if keeps_order else {}
+    return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+
+
+def trunc_normal_rejects() -> bool:
+    """Whether ``nn.init.trunc_normal_`` samples by rejection (2.13) or inverts the distribution in place (before)."""
+    return "erfinv_" not in nn.init._no_grad_trunc_normal_.__code__.co_names

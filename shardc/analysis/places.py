@@ -1,0 +1,244 @@
+"""Two layouts of one tensor brought to common terms: axis parts, and the places where each may stand.
+
+A *place* is an interval of strides of one dim: an axis part bound there splits the digit that lies
+between them. A layout is then one place (or none, or a pending reduction) for each axis part, a
+change of layout is a change of places, and the planner searches over tuples of small integers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardc.errors import LayoutError
+from shardc.ir.layout import REDUCE_OPS, Digit, Layout
+from shardc.ir.mesh import Mesh, split_part
+
+WHOLE = 0  # the location of a part that splits nothing; places count from 1, reductions down from -1
+
+
+class Place(NamedTuple):
+    """The digit of ``dim`` above ``low`` elements and below ``high``: of radix ``high // low``."""
+
+    dim: int
+    low: int
+    high: int
+
+    @property
+    def radix(self) -> int:
+        return self.high // self.low
+
+    def fits(self, other: Place) -> bool:
+        """Whether both can be digits of one dim at once."""
+        if self.dim != other.dim:
+            return True
+        return self.low % other.high == 0 or other.low % self.high == 0
+
+
+def bound_places(layout: Layout) -> list[tuple[str, Place]]:
+    """(axis part, its place) of each bound digit of ``layout``."""
+    out = []
+    for dim, digits in enumerate(layout.dims):
+        low = 1
+        for radix, axis in reversed(digits):
+            if axis is not None:
+                out.append((axis, Place(dim, low, low * radix)))
+            low *= max(radix, 1)
+    return out
+
+
+@dataclass(frozen=True)
+class Places:
+    """The common terms of a source and a target layout.
+
+    Args:
+        parts: the axis parts, each bound as one; those of the source and of the target may overlap
+            where the two cut an axis in ways that have no common refinement.
+        sizes: ranks along each part.
+        places: every place that the search knows; location ``k + 1`` is ``places[k]``.
+        source, target: the location of each part.
+        parks: for each part the locations, neither source nor target, where it may stand for a while.
+    """
+
+    mesh: Mesh
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    places: tuple[Place, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    parks: tuple[tuple[int, ...], ...]
+    clashes: tuple[int, ...]
+    """``clashes[k]``: bit mask of the locations that cannot be bound beside location ``k`` (itself included)."""
+    rivals: tuple[tuple[int, ...], ...]
+    """For each part the parts that share ranks with it, itself left out."""
+
+    def layout(self, state: tuple[int, ...]) -> Layout:
+        """The layout in which each part is at its location in ``state``."""
+        dims: list[list[tuple[Place, str]]] = [[] for _ in self.shape]
+        partial = []
+        for part, at in zip(self.parts, state, strict=True):
+            if at > WHOLE:
+                place = self.places[at - 1]
+                dims[place.dim].append((place, part))
+            elif at < WHOLE:
+                partial.append((part, REDUCE_OPS[-1 - at]))
+        return Layout(
+            self.mesh,
+            [_digits(size, bound) for size, bound in zip(self.shape, dims, strict=True)],
+            _join_partial(self.mesh, partial),
+        )
+
+
+def _digits(size: int, bound: list[tuple[Place, str]]) -> list[Digit]:
+    if size == 0:
+        return [*(Digit(place.radix, part) for place, part in sorted(bound, reverse=True)), Digit(0)]
+    out, above = [], size
+    for place, part in sorted(bound, reverse=True):
+        out += [Digit(above // place.high), Digit(place.radix, part)]
+        above = place.low
+    return [*out, Digit(above)]
+
+
+def _join_partial(mesh: Mesh, partial: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    out: list[tuple[str, str]] = []
+    for part, op in sorted(partial, key=lambda pair: mesh.order(pair[0])):
+        joined = mesh.join(out[-1][0], part) if out and out[-1][1] == op else None
+        if joined is None:
+            out.append((part, op))
+        else:
+            out[-1] = (joined, op)
+    return out
+
+
+def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
+    """``parts`` in mesh order, neighbouring parts of one axis joined."""
+    return tuple(axis for axis, _ in _join_partial(mesh, [(part, "") for part in parts]))
+
+
+# --- cutting axes into parts
+
+
+def common_places(src: Layout, dst: Layout) -> Places:
+    """``src`` and ``dst`` in common terms.
+
+    Raises:
+        LayoutError: different meshes or global shapes.
+    """
+    if src.mesh != dst.mesh:
+        raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
+    if src.shape != dst.shape:
+        raise LayoutError(f"cannot go from {src} to {dst}: global shapes {src.shape} and {dst.shape} differ")
+    mesh = src.mesh
+    idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in src.axes + dst.axes)]
+    here, there = _cuts(src), _cuts(dst)
+    _cut_at_edges(src, dst, here, there)
+    source = _located(src, here)
+    target = _located(dst, there)
+    parts = tuple(sorted({*source, *target, *idle}, key=lambda part: (mesh.order(part), mesh.size(part))))
+    sizes = tuple(mesh.size(part) for part in parts)
+    places = [p for p in dict.fromkeys([*source.values(), *target.values()]) if isinstance(p, Place)]
+    places += [p for p in _parks(src.shape, places, sizes) if p not in places]
+    number: dict[Place | int, int] = {place: at + 1 for at, place in enumerate(places)}
+    number |= {code: code for code in range(-len(REDUCE_OPS), 1)}
+    start = tuple(number[source.get(part, WHOLE)] for part in parts)
+    goal = tuple(number[target.get(part, WHOLE)] for part in parts)
+    return Places(
+        mesh=mesh,
+        shape=src.shape,
+        parts=parts,
+        sizes=sizes,
+        places=tuple(places),
+        source=start,
+        target=goal,
+        parks=tuple(
+            tuple(at + 1 for at, place in enumerate(places) if place.radix == size and at + 1 != goal[k])
+            for k, size in enumerate(sizes)
+        ),
+        clashes=(0, *(sum(1 << (j + 1) for j, q in enumerate(places) if not p.fits(q)) for p in places)),
+        rivals=tuple(tuple(j for j, q in enumerate(parts) if q != p and mesh.overlap(p, q)) for p in parts),
+    )
+
+
+def _cuts(layout: Layout) -> dict[str, set[int]]:
+    """For each axis name the products of sizes before which the layout cuts it."""
+    cuts: dict[str, set[int]] = {}
+    for axis in layout.axes:
+        name, pre, _ = split_part(axis)
+        cuts.setdefault(name, set()).update((pre, pre * layout.mesh.size(axis)))
+    return cuts
+
+
+def _is_chain(cuts: set[int]) -> bool:
+    return all(upper % lower == 0 for lower, upper in pairwise(sorted(cuts)))
+
+
+def _cut_at_edges(src: Layout, dst: Layout, here: dict[str, set[int]], there: dict[str, set[int]]) -> None:
+    """Cuts the axes of each layout where the other cuts the same axis or has an edge inside its digit."""
+    shared = {name for name in here.keys() | there.keys() if _is_chain(here.get(name, set()) | there.get(name, set()))}
+    for name in shared:
+        here[name] = there[name] = here.get(name, set()) | there.get(name, set())
+    edges = [_edges(src, here), _edges(dst, there)]
+    changed = True
+    while changed:
+        changed = False
+        for layout, other in ((src, 1), (dst, 0)):
+            for axis, place in bound_places(layout):
+                name, pre, _ = split_part(axis)
+                if name not in shared:
+                    continue
+                for edge in edges[other][place.dim]:
+                    if not place.low < edge < place.high or edge % place.low or place.high % edge:
+                        continue
+                    cut = pre * (place.high // edge)
+                    if cut not in here[name] and _is_chain(here[name] | {cut}):
+                        here[name].add(cut)
+                        changed = True
+        if changed:
+            edges = [_edges(src, here), _edges(dst, there)]
+
+
+def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
+    """For each dim the strides at which a digit begins or ends, once the axes are cut."""
+    out: list[set[int]] = [set() for _ in layout.dims]
+    for place in _located(layout, cuts).values():
+        if isinstance(place, Place):
+            out[place.dim].update((place.low, place.high))
+    return out
+
+
+def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
+    """Where each part of each used axis is: a place, or the code of a pending reduction."""
+    mesh, out = layout.mesh, {}
+    for axis, place in bound_places(layout):
+        high = place.high
+        for part in _parts(mesh, axis, cuts):
+            low = high // mesh.size(part)
+            out[part] = Place(place.dim, low, high)
+            high = low
+    for axis, op in layout.partial:
+        for part in _parts(mesh, axis, cuts):
+            out[part] = -1 - REDUCE_OPS.index(op)
+    return out
+
+
+def _parts(mesh: Mesh, axis: str, cuts: dict[str, set[int]]) -> list[str]:
+    name, pre, _ = split_part(axis)
+    end = pre * mesh.size(axis)
+    inside = sorted(cut for cut in cuts[name] if pre <= cut <= end)
+    return [mesh.part(name, lower, upper // lower) for lower, upper in pairwise(inside)]
+
+
+def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
+    """Places in digits that stay local, at their major and minor ends, for each size of a part."""
+    out = []
+    for dim, size in enumerate(shape):
+        edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})
+        taken = [p for p in places if p.dim == dim]
+        for low, high in pairwise(edges):
+            if low and high % low == 0 and all(Place(dim, low, high).fits(p) for p in taken):
+                for radix in dict.fromkeys(sizes):
+                    if (high // low) % radix == 0:
+                        out += [Place(dim, high // radix, high), Place(dim, low, low * radix)]
+    return list(dict.fromkeys(out))

@@ -1,0 +1,183 @@
+"""`shardc.compile`: ties the stages together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.capture import input_names, loss_arity
+from shardc.errors import CaptureError, MeshError
+from shardc.ir.mesh import Mesh
+from shardc.lower import BACKENDS, lower
+from shardc.plan.ports import resolve_activations, resolve_inputs
+from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
+from shardc.plan.value import Plan
+from shardc.program import Options, Program, build_program
+from shardc.runtime.clone import clone_tree, subclass
+from shardc.runtime.groups import Groups
+from shardc.runtime.module import ShardedModule, State
+from shardc.runtime.storage import shard_tensor, to_parameter
+
+
+def compile(
+    model: nn.Module | Callable[..., Any],
+    mesh: DeviceMesh | Mesh,
+    plan: Plan,
+    *,
+    loss: Callable[..., Any] | None = None,
+    backend: str = "inductor",
+    options: Options | None = None,
+) -> Any:
+    """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
+
+    Args:
+        model: an ordinary single-device module (or a function of tensors), on a device, on ``meta`` or fake.
+        mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything but running.
+        plan: where parameters, inputs and activations lie.
+        loss: ``loss(output, *targets)``, put into the graph; then ``module(*inputs, *targets)`` is the global loss.
+        backend: "inductor" or "eager".
+        options: see `Options`.
+
+    Returns:
+        A module of the model's class with DTensor parameters in storage layout. It is captured at its first call,
+        or by ``module.lower(*global_examples)``.
+
+    Raises:
+        PlanError, LayoutError, MeshError: what the plan says cannot be; nothing is changed then.
+
+    >>> import shardc, torch
+    >>> module = shardc.compile(torch.nn.Linear(8, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"))
+    >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
+    mesh dp=2
+    """
+    if backend not in BACKENDS:
+        raise MeshError(f"unknown backend {backend!r}", fix=f"use one of {BACKENDS}")
+    options = options or Options()
+    module = model if isinstance(model, nn.Module) else _Function(model)
+    abstract = Mesh.of(mesh)
+    device = _device(module, mesh)
+    names = _names(module)
+    check_axes(plan, abstract)
+    shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
+    params = resolve_params(plan, abstract, shapes, names)
+    resolve_activations(plan, [name for name, _ in module.named_modules()])
+    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
+    template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
+    sharded = clone_tree(module, partial(_store, params, mesh, groups, device))
+    state = State(
+        mesh=abstract,
+        device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        groups=groups,
+        template=template,
+        storages={name: p.storage for name, p in params.items()},
+        build=_Build(plan, abstract, params, device, loss, options),
+        global_shapes=partial(_global_shapes, plan, abstract),
+        names=input_names,
+        loss_args=None if loss is None else loss_arity(loss),
+        lower=partial(lower, backend=backend),
+    )
+    state.owner = sharded
+    subclass(sharded, ShardedModule)
+    object.__setattr__(sharded, "shardc", state)
+    return sharded
+
+
+class _Function(nn.Module):
+    """A function of tensors as a module."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+
+class _Build:
+    """Builds a program from a template and examples at global shapes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        params: dict[str, ParamPlan],
+        device: torch.device,
+        loss: Callable[..., Any] | None,
+        options: Options,
+    ) -> None:
+        self.plan, self.mesh, self.params = plan, mesh, params
+        self.device, self.loss, self.options = device, loss, options
+
+    def __call__(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Program:
+        return build_program(
+            template, self.mesh, self.plan, self.params, args, kwargs,
+            device=self.device, loss=self.loss if with_loss else None, options=self.options,
+        )  # fmt: skip
+
+    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
+        return [layout for layout, _ in resolve_inputs(self.plan, self.mesh, shapes)]
+
+
+def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    """The global shapes of inputs whose shards have ``local`` shapes."""
+    # How far the plan splits each dim does not depend on its size, as long as it divides.
+    guess = [(name, tuple(size * mesh.ranks for size in shape)) for name, shape in local]
+    layouts = [layout for layout, _ in resolve_inputs(plan, mesh, guess)]
+    return [
+        tuple(size * (whole // part) for size, whole, part in zip(shape, layout.shape, layout.local_shape, strict=True))
+        for (_, shape), layout in zip(local, layouts, strict=True)
+    ]
+
+
+def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
+    """The device that the program is for."""
+    found = {t.device for t in [*module.parameters(), *module.buffers()] if t.device.type != "meta"}
+    if len({(d.type, d.index) for d in found}) > 1:
+        where = {str(t.device): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
+        listed = ", ".join(f"{name!r} on {device}" for device, name in where.items())
+        raise CaptureError(f"the model is on several devices: {listed}", fix="move it to one device, or build it on meta")
+    if isinstance(mesh, DeviceMesh):
+        kind = mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+    return found.pop() if found else torch.device("cpu")
+
+
+def _names(module: nn.Module) -> dict[str, str]:
+    """Other names of tied parameters -> the first."""
+    first: dict[int, str] = {}
+    out = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(p), name) != name:
+            out[name] = first[id(p)]
+    return out
+
+
+def _like(x: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+
+def _store(
+    params: dict[str, ParamPlan],
+    mesh: DeviceMesh | Mesh,
+    groups: Groups | None,
+    device: torch.device,
+    name: str,
+    x: Tensor,
+) -> Tensor:
+    """A parameter or buffer as the sharded module holds it."""
+    if groups is None or isinstance(mesh, Mesh):
+        return x
+    if not isinstance(x, nn.Parameter):
+        return x.clone() if x.device.type == "meta" else x.detach().to(device, copy=True)
+    storage = params[name].storage
+    if x.device.type == "meta":
+        padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
+    else:
+        padded = shard_tensor(x.detach(), storage, groups.rank).to(device)
+    return to_parameter(padded, storage, x.shape, mesh, groups.rank, x.requires_grad)

@@ -1,0 +1,104 @@
+"""Layouts to and from the placements of ``torch.distributed.tensor``.
+
+A placement list says for each mesh dim what it does; the tensor dims are split by the mesh dims from the
+first to the last. ``Shard`` splits what is left of a dim at its major end; ``_StridedShard`` with a split
+factor leaves that many pieces above and splits inside each. A digit bound to a mesh dim is hence strided
+by the product of what stands above it and is not split off yet: local digits, and later mesh dims.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardc.errors import LayoutError
+from shardc.ir.layout import Digit, Layout
+from shardc.ir.mesh import Mesh
+
+
+def to_placements(layout: Layout) -> tuple[Placement, ...]:
+    """One placement for each axis of the mesh.
+
+    Raises:
+        LayoutError: a layout that uses a part of an axis; DTensor has no word for it.
+    """
+    mesh = layout.mesh
+    for axis in layout.axes:
+        if ":" in axis:
+            raise LayoutError(
+                f"layout {layout} uses {axis!r}, a part of a mesh axis, which DTensor placements cannot say",
+                fix="split the axis in the mesh, or reshard before handing the tensor out",
+            )
+    partial = dict(layout.partial)
+    out: list[Placement] = []
+    for position, axis in enumerate(mesh.axes):
+        dim = layout.dim_of(axis)
+        if axis in partial:
+            out.append(Partial(partial[axis]))
+        elif dim is None:
+            out.append(Replicate())
+        else:
+            factor = _split_factor(layout, dim, axis, position)
+            out.append(Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor))
+    return tuple(out)
+
+
+def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
+    """How many pieces of the dim stand above the digit of ``axis`` once the earlier mesh dims have split it."""
+    later = layout.mesh.axes[position + 1 :]
+    factor = 1
+    for radix, bound in layout.dims[dim]:
+        if bound == axis:
+            return factor
+        if bound is None or bound in later:
+            factor *= radix
+    raise AssertionError(f"{axis} does not split dim {dim} of {layout}")
+
+
+def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Placement]) -> Layout:
+    """The layout of a DTensor of global ``shape``; DTensor's mesh dims are ``mesh``'s axes in order.
+
+    Raises:
+        LayoutError: a dim that does not divide, a split factor that the dim cannot have, a placement of
+            an unknown kind, or not one placement for each axis.
+    """
+    if len(placements) != len(mesh.axes):
+        raise LayoutError(f"{len(placements)} placements for the {len(mesh.axes)} axes of {mesh!r}")
+    dims = [[Digit(size)] for size in shape]
+    partial = {}
+    for axis, placement in zip(mesh.axes, placements, strict=True):
+        size = mesh.size(axis)
+        if isinstance(placement, Shard | _StridedShard):
+            dim = placement.dim % len(shape)
+            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            if size > 1:
+                dims[dim] = _bind(dims[dim], factor, Digit(size, axis), f"{placement} on {axis}", tuple(shape))
+        elif placement.is_partial():
+            partial[axis] = str(getattr(placement, "reduce_op", "sum"))
+        elif not placement.is_replicate():
+            raise LayoutError(f"placement {placement} on axis {axis!r} is of a kind that layouts do not have")
+    return Layout(mesh, dims, {axis: op for axis, op in partial.items() if mesh.size(axis) > 1})
+
+
+def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
+    """``digits`` with ``digit`` bound below ``factor`` local pieces."""
+    above = factor
+    for at, (radix, axis) in enumerate(digits):
+        if axis is not None:
+            continue
+        if above % radix == 0 and above > 1:
+            above //= radix
+            continue
+        if radix % (above * digit.radix):
+            break
+        rest = radix // (above * digit.radix)
+        cut = [Digit(above), digit, Digit(rest)]
+        return [*digits[:at], *(d for d in cut if d.radix != 1), *digits[at + 1 :]]
+    local = prod(d.radix for d in digits if d.axis is None)
+    raise LayoutError(
+        f"{what} cannot split a tensor of shape {shape}: {local} local elements, {factor} pieces of {digit.radix}",
+        fix="shapes must divide; uneven tensors are padded in storage",
+    )

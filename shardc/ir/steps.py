@@ -1,0 +1,161 @@
+"""What each data-movement op of `shardc.ir.ops` may change between the layout it takes and the one it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+
+from shardc.ir import ops
+from shardc.ir.layout import Digit, Digits, Layout
+from shardc.ir.mesh import Mesh, split_part
+
+
+def broken_step(
+    op: Callable[..., object], source: Layout, made: Layout, axes: Sequence[str], reduce_op: str
+) -> str | None:
+    """Why ``op`` over ``axes`` cannot make ``made`` of ``source``, or None where it does.
+
+    Args:
+        op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
+        source, made: layouts of the operand and of the result, of one global shape.
+        axes: the mesh axes (or parts) that it works over.
+        reduce_op: the reduction that it does or leaves pending.
+    """
+    mesh = source.mesh
+    unknown = [axis for axis in axes if axis not in mesh]
+    if unknown:
+        return f"axis {unknown[0]!r} is not on the mesh {mesh}"
+    if source.numel == 0:
+        return None
+    return _Step(source, made, axes, reduce_op).broken(op)
+
+
+class _Step:
+    """A step with every axis cut into *atoms*: the parts that its layouts and its axes have in common."""
+
+    def __init__(self, source: Layout, made: Layout, axes: Sequence[str], reduce_op: str) -> None:
+        self.mesh, self.source, self.made = source.mesh, source, made
+        self.edges = _edges(self.mesh, (*source.axes, *made.axes, *axes))
+        self.axes, self.op = ",".join(axes), reduce_op
+        self.over = [atom for axis in axes for atom in self.atoms(axis)]
+
+    def broken(self, op: Callable[..., object]) -> str | None:
+        source, made = self.source, self.made
+        if op is ops.all_gather:
+            return self.unbinds(source, made, "the operand") or self.same_pending()
+        if op is ops.shard:
+            return self.unbinds(made, source, "the result") or self.same_pending()
+        if op is ops.reduce_scatter:
+            return self.unbinds(made, source, "the result") or self.reduces(source, made)
+        if op is ops.all_reduce:
+            return self.same_dims() or self.reduces(source, made)
+        if op is ops.to_partial:
+            return self.same_dims() or self.reduces(made, source)
+        if op is ops.permute_ranks:
+            return self.moves() or self.whole_shards() or self.same_pending()
+        return self.moves() or self.same_pending()
+
+    # --- what a step may do
+
+    def unbinds(self, split: Layout, whole: Layout, what: str) -> str | None:
+        """Why ``whole`` is not ``split``, which is ``what``, with the axes taken from its dims."""
+        if missing := [atom for atom in self.over if atom not in self.bound(split)]:
+            return f"{missing[0]!r} does not split {what}, {split}"
+        expected = self.without(split)
+        if expected.dims == whole.dims:
+            return None
+        return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
+
+    def moves(self) -> str | None:
+        """Why the axes do not only stand elsewhere in the result."""
+        for layout, what in ((self.source, "the operand"), (self.made, "the result")):
+            if missing := [atom for atom in self.over if atom not in self.bound(layout)]:
+                return f"{missing[0]!r} does not split {what}, {layout}"
+        if self.source.dims == self.made.dims:
+            return "nothing moves"
+        one, other = self.without(self.source), self.without(self.made)
+        if one.dims == other.dims:
+            return None
+        return f"without {self.axes}, [{one.dims_text()}] becomes [{other.dims_text()}]"
+
+    def whole_shards(self) -> str | None:
+        """Why the shards, as they are, are not the shards of the result on other ranks."""
+        if _cuts(self.source) == _cuts(self.made):
+            return None
+        return f"the shards of {self.source} are not those of {self.made}"
+
+    def reduces(self, pending: Layout, done: Layout) -> str | None:
+        """Why ``done`` is not ``pending`` with the reductions over the axes gone."""
+        left = self.pending(done)
+        if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
+            return None
+        before, after = pending.partial_text() or "nothing", done.partial_text() or "nothing"
+        return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
+
+    def same_dims(self) -> str | None:
+        if self.source.dims == self.made.dims:
+            return None
+        return f"the dims change from [{self.source.dims_text()}] to [{self.made.dims_text()}]"
+
+    def same_pending(self) -> str | None:
+        if self.pending(self.source) == self.pending(self.made):
+            return None
+        before, after = self.source.partial_text() or "nothing", self.made.partial_text() or "nothing"
+        return f"{before} pending becomes {after} pending"
+
+    # --- layouts in atoms
+
+    def atoms(self, axis: str) -> list[str]:
+        """The atoms that ``axis`` is made of, major to minor; none of an axis of size 1."""
+        name, start, _ = split_part(axis)
+        inside = [edge for edge in self.edges[name] if start <= edge <= start * self.mesh.size(axis)]
+        return [self.mesh.part(name, low, high // low) for low, high in pairwise(inside)]
+
+    def digits(self, digits: Digits) -> list[Digit]:
+        """``digits`` with each bound one cut into its atoms."""
+        return [
+            cut
+            for digit in digits
+            for cut in (
+                [digit]
+                if digit.axis is None
+                else [Digit(self.mesh.size(atom), atom) for atom in self.atoms(digit.axis)]
+            )
+        ]
+
+    def bound(self, layout: Layout) -> set[str]:
+        return {digit.axis for digits in layout.dims for digit in self.digits(digits) if digit.axis is not None}
+
+    def pending(self, layout: Layout) -> dict[str, str]:
+        return {atom: op for axis, op in layout.partial for atom in self.atoms(axis)}
+
+    def without(self, layout: Layout) -> Layout:
+        """``layout`` with the axes of the step no longer splitting any dim."""
+        dims = [
+            [Digit(digit.radix) if digit.axis in self.over else digit for digit in self.digits(digits)]
+            for digits in layout.dims
+        ]
+        return layout.replace(dims=dims)
+
+
+def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
+    """For each dim its runs of bound and of local digits: whether bound, and how many values together."""
+    out = []
+    for digits in layout.dims:
+        runs: list[tuple[bool, int]] = []
+        for radix, axis in digits:
+            if runs and runs[-1][0] == (axis is not None):
+                runs[-1] = runs[-1][0], runs[-1][1] * radix
+            else:
+                runs.append((axis is not None, radix))
+        out.append(runs)
+    return out
+
+
+def _edges(mesh: Mesh, axes: Iterable[str]) -> dict[str, list[int]]:
+    """For each mesh axis the prefix sizes at which one of ``axes`` begins or ends, in order."""
+    edges: dict[str, set[int]] = {}
+    for axis in axes:
+        name, start, _ = split_part(axis)
+        edges.setdefault(name, set()).update((start, start * mesh.size(axis)))
+    return {name: sorted(found) for name, found in edges.items()}

@@ -1,0 +1,111 @@
+"""Checks of layouts: there, on the mesh, in agreement at every use, changed only as each op may."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from shardc.ir import ops, text
+from shardc.ir.graph import Value, info, outputs
+from shardc.ir.steps import broken_step
+from shardc.ir.verify.subject import Broken, Subject
+
+
+def pins(subject: Subject) -> Broken:
+    """Parameters, buffers, inputs and tangents have their storage layout, without a pending reduction."""
+    for node in subject.nodes:
+        if node.op != "placeholder":
+            continue
+        value = info(node).value
+        if isinstance(value, Value) and value.layout is None:
+            yield node, "a placeholder has no layout"
+        elif isinstance(value, Value) and value.layout is not None and value.layout.partial:
+            yield node, f"a placeholder has a pending reduction {value.layout.partial_text()}"
+
+
+def present(subject: Subject) -> Broken:
+    """Every tensor has a layout of its shape on the mesh."""
+    for node in subject.nodes[:-1]:
+        for value in text.tensors(info(node)):
+            if value.layout is None:
+                yield node, f"{value} has no layout"
+
+
+def shapes(subject: Subject) -> Broken:
+    """A layout that is there is on the mesh and has its value's shape."""
+    for node in subject.nodes[:-1]:
+        for value in text.tensors(info(node)):
+            if value.layout is not None and value.layout.mesh != subject.mesh:
+                yield node, f"its layout is on the mesh {value.layout.mesh}, not on {subject.mesh}"
+            elif value.layout is not None and value.layout.shape != value.shape:
+                yield node, f"its layout {value.layout} is not of its shape {list(value.shape)}"
+
+
+def agreement(subject: Subject) -> Broken:
+    """The layouts of every op's operands give exactly those of its results."""
+    for node in subject.calls:
+        if node.target is operator.getitem or node.target in ops.MARKERS.values():
+            continue
+        reason = subject.agrees(node)
+        if reason is not None:
+            yield node, reason
+
+
+def moves(subject: Subject) -> Broken:
+    """Every data-movement op changes what its kind may change, and nothing else."""
+    for node in subject.calls:
+        if node.target not in ops.MARKERS.values():
+            continue
+        source, made = info(node.args[0]).value, info(node).value  # type: ignore[arg-type]
+        if not isinstance(source, Value) or not isinstance(made, Value):
+            yield node, "it must take one tensor and make one"
+        elif (reason := _broken_move(node, source, made)) is not None:
+            yield node, reason
+
+
+def _broken_move(node: fx.Node, source: Value, made: Value) -> str | None:
+    if made.dtype != source.dtype:
+        return f"the dtype changes from {source} to {made}"
+    if node.target in (ops.pad, ops.unpad):
+        return _broken_pad(node, source, made)
+    if made.shape != source.shape:
+        return f"the global shape changes from {list(source.shape)} to {list(made.shape)}"
+    if node.target is ops.tag and source.layout != made.layout:
+        return f"the layout changes from {source} to {made}"
+    if node.target not in (*ops.COLLECTIVES, *ops.LOCAL_MOVES):
+        return None
+    assert source.layout is not None and made.layout is not None
+    axes = str(node.kwargs["axis"]).split(",")
+    return broken_step(node.target, source.layout, made.layout, axes, str(node.kwargs.get("op", "sum")))
+
+
+def _broken_pad(node: fx.Node, source: Value, made: Value) -> str | None:
+    dim, size = node.kwargs["dim"], node.kwargs["size"]
+    assert isinstance(dim, int) and isinstance(size, int)
+    expected = (*source.shape[:dim], size, *source.shape[dim + 1 :])
+    if made.shape != expected or (size < source.shape[dim]) == (node.target is ops.pad):
+        return f"{source} does not become {made} when dim {dim} gets {size} elements"
+    if source.layout is None or made.layout is None:
+        return None
+    if source.layout.dim_axes(dim) or made.layout.dim_axes(dim):
+        return f"dim {dim} is split, from {source} to {made}, so its end is on one rank only"
+    kept = [at for at in range(len(expected)) if at != dim]
+    if [source.layout.dims[at] for at in kept] != [made.layout.dims[at] for at in kept]:
+        return f"the layout of another dim changes, from {source} to {made}"
+    if source.layout.partial != made.layout.partial:
+        return f"the pending reductions change, from {source} to {made}"
+    return None
+
+
+def whole_outputs(subject: Subject) -> Broken:
+    """No output has a pending reduction; a gradient and an updated buffer lie as what they are of."""
+    last = subject.nodes[-1]
+    for role, made in outputs(subject.gm.graph):
+        value = info(made).value if isinstance(made, fx.Node) else None
+        if not isinstance(value, Value) or value.layout is None:
+            continue
+        if value.layout.partial:
+            yield last, f"{role.kind} {role.name} has a pending reduction: {value}"
+        elif (kept := subject.kept(role.kind, role.name)) is not None and kept.layout != value.layout:
+            yield last, f"{role.kind} {role.name} is {value}, what it is of is stored as {kept}"

@@ -1,0 +1,59 @@
+"""Checks of local programs: local shapes, groups of the mesh, every collective waited on."""
+
+from __future__ import annotations
+
+import operator
+from math import prod
+
+import torch
+from torch import fx
+
+from shardc.ir import grammar, text
+from shardc.ir.graph import Value, info, outputs
+from shardc.ir.tally import arguments_of, collective_kind, group_axes
+from shardc.ir.verify.subject import Broken, Subject
+
+
+def types(subject: Subject) -> Broken:
+    """Shapes are local: no tensor has a layout, and what is stored and what comes back have one shape."""
+    for node in subject.nodes[:-1]:
+        for value in text.tensors(info(node)):
+            if value.layout is not None:
+                yield node, f"a local tensor has a layout: {value}"
+    for role, made in outputs(subject.gm.graph):
+        value = info(made).value if isinstance(made, fx.Node) else None
+        kept = subject.kept(role.kind, role.name)
+        if isinstance(value, Value) and kept is not None and kept.shape != value.shape:
+            yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, what it is of is stored as {kept}"
+
+
+def groups(subject: Subject) -> Broken:
+    """Every collective is over a group of the mesh, and says that group's size where it says one."""
+    for node in subject.calls:
+        if collective_kind(node) is None:
+            continue
+        group = arguments_of(node)["group_name"]
+        axes = group_axes(group, subject.mesh)
+        if axes is None:
+            yield node, f"{group!r} is no group of the mesh {subject.mesh}"
+            continue
+        ranks = prod(subject.mesh.size(axis) for axis in axes)
+        said = arguments_of(node).get("group_size", ranks)
+        if said != ranks:
+            yield node, f"it says {said} ranks, the group {group!r} has {ranks}"
+
+
+def waits(subject: Subject) -> Broken:
+    """The result of a collective is waited on before anything else uses it, and is used."""
+    for node in subject.calls:
+        if collective_kind(node) is None:
+            continue
+        started = [user for user in node.users if user.target is operator.getitem] or [node]
+        for result in started:
+            users = list(result.users)
+            if not users:
+                yield result, "nothing waits for the collective"
+            for user in users:
+                if user.target is not torch.ops._c10d_functional.wait_tensor.default:
+                    shown = "the outputs" if user.op == "output" else grammar.name_text(info(user).name)
+                    yield result, f"{shown} uses it before it is waited on"

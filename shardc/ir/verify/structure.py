@@ -1,0 +1,99 @@
+"""Checks of the graph itself: records, order, types, legal ops."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir import grammar
+from shardc.ir.graph import KEY, ROLES, Info, Value, info
+from shardc.ir.tally import NAMESPACE
+from shardc.ir.verify.subject import Broken, Check, Subject
+
+
+def records(subject: Subject) -> Broken:
+    """Every node carries an `Info` with a tensor or a tuple; names are unique; every placeholder has a role."""
+    seen: dict[str, fx.Node] = {}
+    for node in subject.nodes:
+        if node.op == "output":
+            continue
+        record = node.meta.get(KEY)
+        if not isinstance(record, Info):
+            yield node, "it carries no Info"
+        elif record.name in seen:
+            yield node, "its name is taken by a node above"
+        elif (node.op == "placeholder") != (record.role is not None):
+            yield node, "it has no role" if node.op == "placeholder" else f"an op has the role {record.role}"
+        else:
+            seen[record.name] = node
+
+
+def order(subject: Subject) -> Broken:
+    """Placeholders, then ops whose arguments are above them, then one output with a role for each value."""
+    above: set[fx.Node] = set()
+    last = subject.nodes[-1]
+    for node in subject.nodes:
+        if node.op == "placeholder" and any(other.op != "placeholder" for other in above):
+            yield node, "a placeholder stands below an op"
+        elif node.op not in ("placeholder", "call_function", "output"):
+            yield node, f"a {node.op} node is not legal"
+        elif missing := [source for source in node.all_input_nodes if source not in above]:
+            yield node, f"it uses {missing[0].name!r}, which is not above it"
+        elif (node.op == "output") != (node is last):
+            yield node, "the output must be the last node, and there must be one"
+        above.add(node)
+    roles = last.meta.get(ROLES, ())
+    if len(roles) != len(last.args[0]):  # type: ignore[arg-type]
+        yield last, f"{len(last.args[0])} outputs have {len(roles)} roles"  # type: ignore[arg-type]
+
+
+def types(subject: Subject) -> Broken:
+    """The dtype and shape of a record are those of the node's fake value, where it has one."""
+    for node in subject.nodes[:-1]:
+        if "val" not in node.meta:
+            continue
+        record, val = info(node), node.meta["val"]
+        many = isinstance(val, tuple | list)
+        if many != isinstance(record.value, tuple):
+            yield node, f"its value is {grammar.value_text(record.value, '')}, the op makes {type(val).__name__}"
+            continue
+        vals = val if many else (val,)
+        values = record.value if isinstance(record.value, tuple) else (record.value,)
+        for one, value in zip(vals, values, strict=True):
+            made = Value(one.dtype, tuple(one.shape)) if isinstance(one, torch.Tensor) else None
+            if made is not None and (value is None or (value.dtype, value.shape) != (made.dtype, made.shape)):
+                yield node, f"its value is {grammar.value_text(value, '')}, the op makes {made}"
+
+
+def results(subject: Subject) -> Broken:
+    """A ``getitem`` has the type of the result that it picks."""
+    for node in subject.calls:
+        if node.target is operator.getitem:
+            source, index = node.args
+            made = info(source).value  # type: ignore[arg-type]
+            if not isinstance(made, tuple) or not isinstance(index, int) or not 0 <= index < len(made):
+                yield node, f"{grammar.name_text(info(source).name)} has no result {index}"  # type: ignore[arg-type]
+            elif made[index] != info(node).value:
+                yield node, f"result {index} is {grammar.value_text(made[index], '')}"
+
+
+def legal(*allowed: Callable[..., Any], namespaces: tuple[str, ...] | None = None) -> Check:
+    """Every op is a ``getitem``, one of ``allowed``, or an op of torch (of ``namespaces`` only, if given)."""
+
+    def legal(subject: Subject) -> Broken:
+        for node in subject.calls:
+            if node.target is operator.getitem or node.target in allowed:
+                continue
+            target: Any = node.target
+            if not grammar.is_torch_op(target):
+                yield node, f"{getattr(target, '__name__', target)} is not legal here"
+            elif namespaces is None and target.namespace == NAMESPACE:
+                yield node, "a collective of torch is not legal before localize"
+            elif namespaces is not None and target.namespace not in namespaces:
+                yield node, f"an op of {target.namespace!r} is not legal here"
+
+    return legal

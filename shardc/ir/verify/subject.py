@@ -1,0 +1,48 @@
+"""What a check looks at, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from shardc.ir.graph import Value, info
+from shardc.ir.mesh import Mesh
+
+Agrees = Callable[[fx.Node], str | None]
+Broken = Iterator[tuple[fx.Node, str]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified: a graph on a mesh, and how to ask whether an op's layouts fit together.
+
+    A check is a function of it that yields (node, what is broken there).
+    """
+
+    gm: fx.GraphModule
+    mesh: Mesh
+    agrees: Agrees
+
+    @cached_property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.gm.graph.nodes)
+
+    @cached_property
+    def calls(self) -> list[fx.Node]:
+        return [node for node in self.nodes if node.op == "call_function"]
+
+    @cached_property
+    def stored(self) -> dict[tuple[str, str], Value]:
+        """The placeholders' tensors by kind and name."""
+        found = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
+        return {(role.kind, role.name): value for role, value in found if role is not None and isinstance(value, Value)}
+
+    def kept(self, kind: str, name: str) -> Value | None:
+        """What an output of this role is the gradient of, or updates."""
+        return self.stored.get(("param" if kind == "grad" else kind, name))
+
+
+Check = Callable[[Subject], Broken]

@@ -1,0 +1,64 @@
+"""Lower: a localized forward or backward graph as a callable, through Inductor or as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.compile_fx import compile_fx_inner
+from torch.utils.checkpoint import CheckpointPolicy
+
+Compiled = Callable[[list[Tensor]], Sequence[Any]]
+
+BACKENDS = ("inductor", "eager")
+
+
+def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference: bool = False) -> Compiled:
+    """``gm`` as a callable from a list of local tensors (emptied by the call) to a list of results.
+
+    Args:
+        gm: a localized graph; its placeholders' ``meta["val"]`` are fake tensors.
+        backend: "inductor" or "eager".
+        backward: it is the backward half.
+        inference: no backward will follow.
+    """
+    if backend == "eager":
+        return _eager(gm)
+    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    compiled = compile_fx_inner(gm, inputs, is_backward=backward, is_inference=inference)
+    return compiled  # type: ignore[return-value]
+
+
+def _eager(gm: fx.GraphModule) -> Compiled:
+    def run(inputs: list[Tensor]) -> Sequence[Any]:
+        given = list(inputs)
+        inputs.clear()
+        with torch.no_grad():
+            return gm(*given)
+
+    return run
+
+
+def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Splits a joint graph by AOTAutograd's min-cut: little is saved, cheap ops run again in backward."""
+    inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
+    primals = [x for x, n in zip(inputs, joint.graph.find_nodes(op="placeholder"), strict=True) if n.name.startswith("primals")]
+    tangents = inputs[len(primals) :]
+    with functorch_config.patch(functionalize_rng_ops=False):
+        return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
+
+
+def must_recompute(node: fx.Node, region: int) -> None:
+    """Marks ``node`` to run again in backward instead of being saved."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = region
+
+
+def must_save(node: fx.Node, region: int) -> None:
+    """Marks ``node`` to be saved for backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = region

@@ -1,0 +1,47 @@
+"""A graph node as the `Call` that rules see."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Value
+from shardc.rules.rule import Call
+
+
+def call_of(node: fx.Node) -> Call:
+    """The call of an aten (or custom) op node: global shapes, no layouts."""
+    made = ir.info(node).value
+    results = made if isinstance(made, tuple) else (made,)
+    return Call(
+        target=node.target,
+        args=tuple(_plain(a) for a in node.args),
+        kwargs=tuple(sorted((k, _plain(a)) for k, a in node.kwargs.items())),
+        results=tuple(v and Value(v.dtype, v.shape) for v in results),
+    )
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of ``node`` in schema order, a list's items one by one: as `Call.operands`."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return [x for x in node.all_input_nodes if isinstance(ir.info(x).value, Value)]
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    out = []
+    for argument in schema.arguments:
+        item = given.get(argument.name)
+        for x in item if isinstance(item, (list, tuple)) else (item,):
+            if isinstance(x, fx.Node) and isinstance(ir.info(x).value, Value):
+                out.append(x)
+    return out
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        made = ir.info(argument).value
+        return Value(made.dtype, made.shape) if isinstance(made, Value) else made
+    if isinstance(argument, (list, tuple)):
+        return tuple(_plain(a) for a in argument)
+    return argument

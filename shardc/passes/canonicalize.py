@@ -1,0 +1,79 @@
+"""Canonicalize: drop what does nothing, so that later passes see one form of each thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+
+aten = torch.ops.aten
+
+_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
+_TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+@dataclass(frozen=True)
+class Canonicalize:
+    """Drops identities, pairs of transposes, chains of views and dead nodes.
+
+    Takes: a captured graph. Leaves alone: values, order, names. A node that becomes an alias of an output
+    stays, since every output needs a node.
+    """
+
+    name = "canonicalize"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for node in list(gm.graph.nodes):
+            if node.op != "call_function":
+                continue
+            same = _same_as(node)
+            if same is not None:
+                node.replace_all_uses_with(same)
+                gm.graph.erase_node(node)
+                continue
+            if node.target in _RESHAPES:
+                node.target = aten.view.default
+                source = node.args[0]
+                if source.op == "call_function" and source.target in _RESHAPES and len(source.users) == 1:
+                    node.args = (source.args[0], *node.args[1:])
+        gm.graph.eliminate_dead_code()
+        return gm
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The node that ``node`` is equal to, or None."""
+    target = node.target
+    if target in _IDENTITIES:
+        return node.args[0]
+    if target in _TRANSPOSES:
+        source = node.args[0]
+        if source.op == "call_function" and source.target in _TRANSPOSES:
+            before = _permutation(source)
+            both = [before[d] for d in _permutation(node)]
+            if both == sorted(both):
+                return source.args[0]
+        return None
+    if target in _RESHAPES or target is aten.expand.default:
+        source = node.args[0]
+        return source if ir.value(source).shape == ir.value(node).shape else None
+    if target is aten._to_copy.default:
+        source = node.args[0]
+        keeps = set(node.kwargs) <= {"dtype", "device", "layout", "pin_memory"}
+        same_device = "val" not in source.meta or source.meta["val"].device == node.meta["val"].device
+        return source if keeps and same_device and ir.value(source) == ir.value(node) else None
+    return None
+
+
+def _permutation(node: fx.Node) -> list[int]:
+    rank = len(ir.value(node).shape)
+    order = list(range(rank))
+    if node.target is aten.permute.default:
+        return [d % rank for d in node.args[1]]
+    a, b = (0, 1) if node.target is aten.t.default else (node.args[1], node.args[2])
+    if rank > 1:
+        order[a], order[b] = order[b], order[a]
+    return order

@@ -1,0 +1,84 @@
+"""Spells every reshard as the collectives and local slices that make it, one marker node each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from shardc.analysis.cost import CostModel
+from shardc.analysis.redistribute import Step, steps
+from shardc.ir import ops
+from shardc.ir.graph import KEY, Info, NameScope, info, layout, set_info, value
+
+SUFFIX = {
+    "all_gather": "gathered",
+    "reduce_scatter": "scattered",
+    "all_reduce": "summed",
+    "all_to_all": "moved",
+    "permute_ranks": "swapped",
+    "shard": "shard",
+    "to_partial": "term",
+}
+REDUCING = ("reduce_scatter", "all_reduce", "to_partial")
+STEPS = frozenset(ops.MARKERS[kind] for kind in SUFFIX)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Replaces each ``ops.reshard`` by the cheapest steps from its input's layout to its own.
+
+    Takes a graph in which layouts agree at every use but that of a reshard; leaves every other node
+    alone. A reshard between equal layouts goes away. Each new node is named after the reshard's input
+    and keeps the reshard's origin; an all-gather that ends a reshard is called ``.full``.
+
+    Args:
+        cost: chooses among the sequences of steps.
+    """
+
+    cost: CostModel = CostModel()
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        reshards = [node for node in gm.graph.nodes if node.target is ops.reshard]
+        names = NameScope.of(gm.graph)
+        for node in reshards:
+            self._spell(node, names)
+        gm.recompile()
+        return gm
+
+    def _spell(self, reshard: fx.Node, names: NameScope) -> None:
+        last = reshard.args[0]
+        assert isinstance(last, fx.Node)
+        base = info(last).name
+        plan = steps(layout(last), layout(reshard), value(reshard).itemsize, self.cost)
+        for step in plan:
+            with reshard.graph.inserting_before(reshard):
+                made = reshard.graph.call_function(ops.MARKERS[step.kind], (last,), _options(step))
+            made.meta = dict(reshard.meta)
+            suffix = "full" if step.kind == "all_gather" and step is plan[-1] else SUFFIX[step.kind]
+            record = Info(
+                name=names.fresh(f"{base}.{suffix}"),
+                value=replace(value(reshard), layout=step.dst),
+                origin=reshard.meta[KEY].origin,
+            )
+            last = set_info(made, record)
+        reshard.replace_all_uses_with(last)
+        reshard.graph.erase_node(reshard)
+
+
+def _options(step: Step) -> dict[str, str]:
+    options = {"axis": ",".join(step.axes)}
+    if step.kind in REDUCING:
+        assert step.op is not None
+        options["op"] = step.op
+    return options
+
+
+def step_of(node: fx.Node) -> Step:
+    """The step that a marker node stands for."""
+    before = node.args[0]
+    assert isinstance(before, fx.Node) and node.target in STEPS, f"{node} is not a step of a reshard"
+    kind = node.target.__name__  # type: ignore[union-attr]
+    axes = tuple(axis for axis in str(node.kwargs["axis"]).split(",") if axis)
+    op = str(node.kwargs["op"]) if kind in REDUCING else None
+    return Step(kind, axes, op, layout(before), layout(node))

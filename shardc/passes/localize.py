@@ -1,0 +1,212 @@
+"""Localize: the global graph becomes the program of one rank, at local shapes.
+
+Every op is spelled on local tensors by its rule, every step by ``spell``. The rank itself enters only
+through ``coordinate`` placeholders, so all ranks have the same graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.passes.calls import call_of, operands_of
+from shardc.passes.collectives import step_of
+from shardc.passes.spell import spell
+from shardc.rules import find_rule, spec_of
+from shardc.rules.rule import Local
+
+aten = torch.ops.aten
+_MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
+
+
+@dataclass(frozen=True)
+class Localize:
+    """Makes a new graph of aten and ``_c10d_functional`` ops at local shapes.
+
+    Takes: a graph in which layouts agree and every change of layout is a step. Guarantees: the same graph
+    on every rank; placeholders in the same order, coordinates after the other primals; ``Value.layout`` is
+    None and ``Value.shape`` local; ``node.meta["val"]`` fake local tensors.
+
+    Args:
+        fake_mode: mode of the captured graph's fake values.
+        device: where coordinates live.
+    """
+
+    mesh: Mesh
+    fake_mode: Any
+    device: torch.device
+    name = "localize"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        emitter = Emitter(self.mesh, self.fake_mode, self.device)
+        env: dict[fx.Node, Any] = {}
+        for node in gm.graph.nodes:
+            emitter.at(node)
+            env[node] = self._node(gm, node, env, emitter)
+        return fx.GraphModule(gm, emitter.finish())
+
+    def _node(self, gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+        if node.op == "placeholder":
+            return emitter.placeholder(node)
+        if node.op == "get_attr":
+            return emitter.attribute(node)
+        if node.op == "output":
+            return emitter.output(node, env)
+        if node.target in _MOVES:
+            return emitter.named(spell(step_of(node), env[node.args[0]], emitter))
+        if node.target is getitem:
+            source, index = env[node.args[0]], node.args[1]
+            if isinstance(source, (tuple, list)):
+                return source[index]
+            return emitter.named(emitter.call(getitem, source, index))
+        if node.target in (ops.pad, ops.unpad):
+            return emitter.named(_resize(node, env[node.args[0]], emitter))
+        return emitter.named(_op(node, env, emitter))
+
+
+def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+    """One op by its rule; an op without one is whole and stays as it is."""
+    args = fx.map_arg(node.args, lambda n: env[n])
+    kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
+    rule = find_rule(node.target)
+    if rule is None:
+        return emitter.call(node.target, *args, **kwargs)
+    call = call_of(node)
+    spec = spec_of(call)
+    assert spec is not None
+    made = ir.info(node).value
+    values = made if isinstance(made, tuple) else (made,)
+    layouts = tuple(v.layout for v in values if v is not None)
+    operands = tuple(ir.layout(x) for x in operands_of(node))
+    return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs))
+
+
+def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
+    """``pad`` or ``unpad`` of a dim that is whole."""
+    dim, size = node.kwargs["dim"], node.kwargs["size"]
+    have = emitter.shape(x)
+    if node.target is ops.unpad:
+        return emitter.call(aten.slice.Tensor, x, dim, 0, size)
+    widths = [0, 0] * (len(have) - dim - 1) + [0, size - have[dim]]
+    return emitter.call(aten.constant_pad_nd.default, x, widths, 0.0)
+
+
+class Emitter:
+    """Builds the local graph: the `Builder` that rules and steps spell through."""
+
+    def __init__(self, mesh: Mesh, fake_mode: Any, device: torch.device) -> None:
+        self.mesh, self.fake_mode, self.device = mesh, fake_mode, device
+        self.graph = fx.Graph()
+        self.names = NameScope()
+        self._coordinates: dict[tuple[str, ...], fx.Node] = {}
+        self._last_primal: fx.Node | None = None
+        self._info = Info("", None)
+
+    def at(self, node: fx.Node) -> None:
+        """What is emitted from here on stands for ``node``."""
+        self._info = ir.info(node) if node.op != "output" else Info("", None)
+
+    # --- Builder
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.fake_mode, torch.no_grad():
+            val = target(*_fakes(args), **_fakes(kwargs))
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = val
+        # Named after its op; `named` gives the last one the name of the node that it stands for.
+        self._record(node, f"{self._info.name}.{_short(target)}", replace(self._info, role=None, needs=None))
+        return node
+
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        if axes not in self._coordinates:
+            name = ",".join(axes)
+            with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
+                node = self.graph.placeholder(f"primals_coordinate_{len(self._coordinates)}")
+            with self.fake_mode:
+                node.meta["val"] = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._last_primal = node
+            role = Role("coordinate", name, len(self._coordinates))
+            self._record(node, f"coordinate.{name}", Info("", None, Origin(), role))
+            self._coordinates[axes] = node
+        return self._coordinates[axes]
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(x.meta["val"].shape)
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        size = 1
+        for axis in axes:
+            size *= self.mesh.size(axis)
+        return size, "shardc:" + ",".join(axes)
+
+    # --- the frame
+
+    def placeholder(self, node: fx.Node) -> fx.Node:
+        local = self.graph.placeholder(node.name)
+        record, val = ir.info(node), node.meta["val"]
+        if isinstance(val, Tensor):
+            shape = ir.layout(node).local_shape
+            with self.fake_mode:
+                val = torch.empty(shape, dtype=val.dtype, device=val.device)
+        local.meta["val"] = val
+        if record.role is None or record.role.kind != "tangent":
+            self._last_primal = local
+        self._record(local, record.name, record)
+        return local
+
+    def attribute(self, node: fx.Node) -> fx.Node:
+        local = self.graph.get_attr(node.target)
+        local.meta["val"] = node.meta["val"]
+        self._record(local, ir.info(node).name, ir.info(node))
+        return local
+
+    def named(self, made: Any) -> Any:
+        """Gives what stands for the current global node that node's name."""
+        if isinstance(made, fx.Node) and made.op == "call_function":
+            record = ir.info(made)
+            if record.name != self._info.name and record.name.startswith(f"{self._info.name}."):
+                ir.set_info(made, replace(record, name=self.names.fresh(self._info.name)))
+        return made
+
+    def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        results = fx.map_arg(node.args[0], lambda n: env[n])
+        made = self.graph.output(tuple(results))
+        made.meta[ir.ROLES] = node.meta[ir.ROLES]
+        return made
+
+    def finish(self) -> fx.Graph:
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def _record(self, node: fx.Node, name: str, like: Info) -> None:
+        ir.set_info(node, replace(like, name=self.names.fresh(name), value=_value(node.meta["val"])))
+
+
+def _fakes(arguments: Any) -> Any:
+    return fx.map_arg(arguments, lambda n: n.meta["val"])
+
+
+def _value(val: Any) -> Value | tuple[Value | None, ...] | None:
+    if isinstance(val, Tensor):
+        return Value(val.dtype, tuple(val.shape))
+    if isinstance(val, (tuple, list)):
+        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
+    return None
+
+
+def _short(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else target.__name__
+
+

@@ -1,0 +1,130 @@
+"""Partition: the joint graph as a forward and a backward graph, by each parameter's reshard policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Role
+
+Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+Mark = Callable[[fx.Node, int], None]
+
+aten = torch.ops.aten
+# What may stand between a parameter and the ops that compute with it.
+_CHAIN = {
+    aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.clone.default,
+    aten._to_copy.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+    aten.index_select.default, aten.constant_pad_nd.default, aten.reshape.default, aten._unsafe_view.default,
+    aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default, getitem,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Splits a localized joint graph; what stands between is saved or run again.
+
+    Level 3 gathers a parameter again in backward; levels 1 and 2 keep it whole from forward to backward.
+    Other collectives are never run twice.
+
+    Args:
+        levels: reshard level of each parameter that is gathered.
+        split: cuts a joint graph after so many forward outputs.
+        recompute, save: mark a node for the cut.
+    """
+
+    levels: Mapping[str, int]
+    split: Split
+    recompute: Mark
+    save: Mark
+    name = "partition"
+
+    def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        forward_outputs = [role for role, _ in ir.outputs(gm.graph) if role.kind not in ("grad", "none")]
+        graph = gm.graph
+        for node in ir.placeholders(graph, "param"):
+            level = self.levels.get(ir.info(node).name, 0)
+            if level:
+                self._mark(node, level)
+        for node in graph.nodes:
+            if _is_collective(node) and "recompute" not in node.meta:
+                self.save(node, 0)
+        roles = ir.output_node(graph).meta[ir.ROLES]
+        count = len(forward_outputs)
+        if not any(role.kind == "grad" for role in roles):
+            return inference(gm), None
+        forward, backward = self.split(gm, count)
+        _restore(forward, roles[:count])
+        _restore(backward, roles[count:])
+        return forward, backward
+
+    def _mark(self, param: fx.Node, level: int) -> None:
+        """Marks everything that is made of ``param`` alone by gathering and moving."""
+        chain, work = [], list(param.users)
+        seen = {param}
+        while work:
+            node = work.pop()
+            if node in seen or not (_is_collective(node) or node.target in _CHAIN):
+                continue
+            if any(x not in seen and not _is_coordinate(x) for x in node.all_input_nodes):
+                continue
+            seen.add(node)
+            chain.append(node)
+            work.extend(node.users)
+        if not any(_is_collective(node) for node in chain):
+            return
+        for node in chain:
+            (self.recompute if level == 3 else self.save)(node, 0)
+
+
+def inference(gm: fx.GraphModule) -> fx.GraphModule:
+    """The forward outputs alone: gradients, and what only they need, dropped."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            kept = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind not in ("grad", "none")]
+            out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in kept))
+            out.meta[ir.ROLES] = tuple(role for role, _ in kept)
+        elif ir.info(node).origin.phase == "forward" or node.op == "placeholder":
+            env[node] = graph.node_copy(node, lambda n: env[n])
+    for node in ir.placeholders(graph, "tangent"):
+        if not node.users:
+            graph.erase_node(node)
+    _drop_dead(graph)
+    return fx.GraphModule(gm, graph)
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erases unused nodes, waits on unused collectives among them."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def _is_coordinate(node: fx.Node) -> bool:
+    return node.op == "placeholder" and (role := ir.info(node).role) is not None and role.kind == "coordinate"
+
+
+def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
+    """Roles on the output node and on the placeholders for saved values."""
+    output = ir.output_node(gm.graph)
+    saved = len(output.args[0]) - len(roles)
+    output.meta[ir.ROLES] = (*roles, *(Role("saved", "", i) for i in range(saved)))
+    known = set()
+    for at, node in enumerate(ir.placeholders(gm.graph)):
+        record = ir.info(node)
+        if record.role is None:
+            record = replace(record, role=Role("saved", record.name, at))
+        name = record.name if record.name not in known else f"{record.name}.saved"
+        known.add(name)
+        ir.set_info(node, replace(record, name=name))

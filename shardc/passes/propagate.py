@@ -1,0 +1,315 @@
+"""Propagate: choose every op's strategy and every value's layout at least cost.
+
+One forward sweep over the joint graph. At each op the strategies that its operands' layouts suggest are
+compared by the time of the reshards that they need (a reshard that an earlier consumer already asked for
+costs nothing) and of the compute that they leave on each rank. Parameters keep their compute layout unless
+nothing else works. Then one sweep back: a value that all consumers want sliced, and that can be computed
+sliced without more communication, is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from operator import getitem
+
+from torch import fx
+
+from shardc.analysis import redistribute
+from shardc.analysis.cost import CostModel
+from shardc.errors import RuleError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Value
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.passes.calls import call_of, operands_of
+from shardc.rules import spec_of
+from shardc.rules.spec import Spec, Strategy, carries, from_results, strategies
+
+PIN_PENALTY = 1e4  # a reshard of what the plan pinned counts this many times
+
+OutputLayout = Callable[[int, str, Layout], tuple[Layout, str]]
+PinLayout = Callable[[str, Layout], tuple[Layout, str]]
+
+
+@dataclass(frozen=True)
+class Propagate:
+    """Gives every value a layout; ``Info.needs`` then says what ``reshard`` must bring about.
+
+    Args:
+        mesh, cost: what strategies are priced on.
+        batch_axes: axes that split the batch; outputs stay split over these only, by default.
+        output_layout: (index, name, natural layout) -> (layout, plan entry) of a forward output.
+        pin_layout: (tag name, layout as it comes) -> (layout, plan entry) of a tagged activation.
+        grad_layouts: storage layout of each parameter's gradient, by name.
+        strict: an op without a rule is an error.
+    """
+
+    mesh: Mesh
+    cost: CostModel
+    batch_axes: tuple[str, ...]
+    output_layout: OutputLayout
+    pin_layout: PinLayout
+    grad_layouts: dict[str, Layout] = field(default_factory=dict)
+    reduce: str = "mean"
+    strict: bool = False
+    name = "propagate"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        _Sweep(self, gm.graph).run()
+        return gm
+
+
+class _Sweep:
+    """The state of one propagation."""
+
+    def __init__(self, options: Propagate, graph: fx.Graph) -> None:
+        self.options, self.graph = options, graph
+        self.mesh, self.cost = options.mesh, options.cost
+        self.demanded: dict[fx.Node, frozenset[Layout]] = {}
+        self.pinned: set[fx.Node] = set()
+        self.wanted: dict[fx.Node, Layout] = {}  # of the graph's outputs
+        self.to_grad = _leads_to_grad(graph)
+
+    def run(self) -> None:
+        settled = False
+        for node in self.graph.nodes:
+            if node.op == "output":
+                if not settled:
+                    self._forward_outputs()
+                self._grad_outputs()
+            elif node.op == "placeholder":
+                if (role := ir.info(node).role) and role.kind == "param":
+                    self.pinned.add(node)
+            elif node.op == "call_function":
+                if not settled and ir.info(node).origin.phase == "backward":
+                    self._forward_outputs()
+                    settled = True
+                self._visit(node)
+        self._sweep_back()
+        output = ir.output_node(self.graph)
+        output.meta[ir.ROLES] = tuple(
+            replace(role, layout=self.wanted[node]) if isinstance(node, fx.Node) else role
+            for role, node in ir.outputs(self.graph)
+        )
+
+    # --- forward sweep
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is getitem:
+            source, index = node.args
+            layout = ir.info(source).value[index].layout
+            ir.set_info(node, ir.info(node).at(layout))
+        elif node.target is ops.tag:
+            layout, cause = self.options.pin_layout(node.kwargs["name"], ir.layout(node.args[0]))
+            record = ir.info(node)
+            node.target, node.kwargs = ops.reshard, {}
+            ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
+            self._demand(node.args[0], ir.layout(node.args[0]))
+        elif node.target in (ops.reshard, ops.unpad):
+            self.pinned.add(node)
+        elif node.target is ops.pad:
+            source = ir.layout(node.args[0])
+            dim, size = node.kwargs["dim"], node.kwargs["size"]
+            base = source.unbind(source.dim_axes(dim))
+            dims = [*base.dims[:dim], ((size, None),), *base.dims[dim + 1 :]]
+            self._decide(node, Strategy((base,), (base.replace(dims=dims),)))
+        else:
+            self._op(node)
+
+    def _op(self, node: fx.Node) -> None:
+        call = call_of(node)
+        operands = operands_of(node)
+        spec = spec_of(call)
+        if spec is None or not operands:
+            if operands:
+                self._warn_whole(node)
+            whole = tuple(Layout.whole(self.mesh, v.shape) for v in call.operands)
+            made = tuple(Layout.whole(self.mesh, v.shape) for v in call.results if v is not None)
+            self._decide(node, Strategy(whole, made))
+            return
+        pins = tuple(x in self.pinned for x in operands)
+        have = tuple(self.demanded.get(x, frozenset()) for x in operands)
+        layouts = tuple(ir.layout(x) for x in operands)
+        items = tuple(v.itemsize for v in call.operands)
+        free = self.to_grad.get(node, False)
+        chosen = _choose(spec, layouts, have, pins, items, call.results[0].itemsize if call.results[0] else 1, free, self.cost)
+        self._decide(node, chosen)
+        if spec.moves and operands and operands[0] in self.pinned:
+            self.pinned.add(node)
+
+    def _decide(self, node: fx.Node, strategy: Strategy) -> None:
+        for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
+            self._demand(operand, layout)
+        record = replace(ir.info(node), needs=strategy.operands)
+        if isinstance(record.value, tuple):
+            made = iter(strategy.results)
+            ir.set_info(node, record.at(tuple(v and next(made) for v in record.value)))
+        else:
+            ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
+
+    def _demand(self, node: fx.Node, layout: Layout) -> None:
+        self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
+
+    def _warn_whole(self, node: fx.Node) -> None:
+        record = ir.info(node)
+        moved = sum(ir.value(x).itemsize * ir.layout(x).numel for x in operands_of(node) if ir.layout(x).axes)
+        text = f"no rule for {node.target} ({record.name}): computed whole on every rank, {moved} bytes gathered"
+        if self.options.strict:
+            raise RuleError(text, source=record.origin.source, fix="shardc.register_rule(op, ...) or strict=False")
+        if moved:
+            warnings.warn(ShardcWarning(f"{text}\n  source: {record.origin.source}"), stacklevel=2)
+
+    # --- what the outside wants
+
+    def _forward_outputs(self) -> None:
+        """Layouts of the forward's outputs, and from them those of the tangents."""
+        split: set[str] = set()
+        layouts: dict[int, Layout] = {}
+        for role, node in ir.outputs(self.graph):
+            if not isinstance(node, fx.Node) or role.kind == "grad":
+                continue
+            natural = ir.layout(node).without_partial()
+            if role.kind == "output":
+                keep = natural.unbind(a for a in natural.bound if a not in self.options.batch_axes)
+                layout, _ = self.options.output_layout(role.index, role.name, keep)
+                layouts[role.index] = layout
+                split.update(layout.bound)
+            else:
+                layout = Layout.whole(self.mesh, ir.value(node).shape)
+            self.wanted[node] = layout
+        summed = [a for a in self.options.batch_axes if a in split]
+        op = "avg" if self.options.reduce == "mean" else "sum"
+        for node in ir.placeholders(self.graph, "tangent"):
+            base = layouts[ir.info(node).role.index]
+            pending = [(axis, op) for axis in summed if axis not in base.bound]
+            ir.set_info(node, ir.info(node).at(base.replace(partial=pending)))
+
+    def _grad_outputs(self) -> None:
+        inputs = {r.index: ir.layout(n) for n in ir.placeholders(self.graph, "input") if (r := ir.info(n).role)
+                  and isinstance(ir.info(n).value, Value)}  # fmt: skip
+        for role, node in ir.outputs(self.graph):
+            if role.kind == "grad" and isinstance(node, fx.Node):
+                stored = self.options.grad_layouts.get(role.name)
+                self.wanted[node] = stored if stored is not None else inputs[role.index]
+
+    # --- sweep back
+
+    def _sweep_back(self) -> None:
+        """Computes sliced what every consumer wants sliced."""
+        for node in reversed(self.graph.nodes):
+            needs = ir.info(node).needs if node.op == "call_function" else None
+            if needs is None or node.target is ops.pad or not isinstance(ir.info(node).value, Value):
+                continue
+            target = self._common_slice(node)
+            spec = spec_of(call_of(node))
+            if target is None or spec is None:
+                continue
+            sliced = from_results(spec, self.mesh, 0, target)
+            if sliced is None:
+                continue
+            operands = operands_of(node)
+            if self._price(operands, sliced.operands) <= self._price(operands, needs):
+                self._decide(node, sliced)
+
+    def _common_slice(self, node: fx.Node) -> Layout | None:
+        """The one layout that all uses of ``node`` want, if slicing gives it from the present one."""
+        here = ir.layout(node)
+        wants = set()
+        for user in node.users:
+            if user.op == "output":
+                wants.add(self.wanted[node])
+                continue
+            needs = ir.info(user).needs
+            if needs is None:
+                return None
+            wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
+        if len(wants) != 1 or here.partial:
+            return None
+        (want,) = wants
+        if want == here or want.partial:
+            return None
+        steps = redistribute.steps(here, want, ir.value(node).itemsize, self.cost)
+        return want if all(step.kind == "shard" for step in steps) else None
+
+    def _price(self, operands: Sequence[fx.Node], needs: Sequence[Layout]) -> float:
+        return sum(
+            redistribute.seconds(ir.layout(x), want, ir.value(x).itemsize, self.cost)
+            for x, want in zip(operands, needs, strict=True)
+        )
+
+
+@lru_cache(maxsize=65536)
+def _choose(
+    spec: Spec,
+    operands: tuple[Layout, ...],
+    demanded: tuple[frozenset[Layout], ...],
+    pinned: tuple[bool, ...],
+    itemsizes: tuple[int, ...],
+    result_itemsize: int,
+    to_grad: bool,
+    cost: CostModel,
+) -> Strategy:
+    """The cheapest strategy; memoised, so that a repeated layer is decided once."""
+    best: tuple[float, Strategy] | None = None
+    for strategy in strategies(spec, operands):
+        price = 0.0
+        for have, known, pin, itemsize, want in zip(
+            operands, demanded, pinned, itemsizes, strategy.operands, strict=True
+        ):
+            if have != want and want not in known:
+                price += redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
+        price += _deferred(spec, operands, strategy, result_itemsize, to_grad, cost)
+        shards = {axis for layout in (*strategy.operands, *strategy.results) for axis in layout.bound}
+        split = 1
+        for axis in shards:
+            split *= operands[0].mesh.size(axis)
+        moved = sum(layout.local_numel for layout in (*strategy.operands, *strategy.results)) * result_itemsize
+        price += cost.compute_seconds(spec.points() * spec.flops_per_point / split, moved)
+        if best is None or price < best[0]:
+            best = (price, strategy)
+    assert best is not None, "an op always has the strategy that splits nothing"
+    return best[1]
+
+
+def _deferred(
+    spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, to_grad: bool, cost: CostModel
+) -> float:
+    """The time of the reductions that a strategy carries through to its results.
+
+    Only those that the operands bring: a contraction's own pending sum is how it is meant to run. A value
+    whose one way leads to a gradient carries for nothing (it is reduced there, into the storage layout).
+    """
+    if to_grad:
+        return 0.0
+    brought = {axis for layout in operands for axis, _ in layout.partial}
+    total = 0.0
+    for layout in strategy.results:
+        carried = [axis for axis, _ in layout.partial if axis in brought]
+        if carried:
+            total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
+    # On a tie a move carries (its consumer knows where the value should go), arithmetic reduces first.
+    return total * (0.999 if spec.moves else 1.001)
+
+
+def _leads_to_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
+    """Whether a node's only use, through linear ops, is one parameter's gradient."""
+    grads = {node for role, node in ir.outputs(graph) if role.kind == "grad" and isinstance(node, fx.Node)}
+    out: dict[fx.Node, bool] = {}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or len(node.users) != 1 or not isinstance(ir.info(node).value, Value):
+            continue
+        (user,) = node.users
+        if user.op == "output":
+            out[node] = node in grads
+        elif user.target is ops.pad:
+            out[node] = out.get(user, False)
+        elif user.op == "call_function" and out.get(user, False) and hasattr(user.target, "_schema"):
+            spec = spec_of(call_of(user))
+            positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)
+            joint = spec is not None and any(positions <= s for s in spec.linear)
+            out[node] = joint or (spec is not None and carries(spec, "sum", positions))
+    return out

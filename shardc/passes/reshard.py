@@ -1,0 +1,84 @@
+"""Reshard: every disagreement between a producer's layout and a consumer's need, as a node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import NameScope
+from shardc.ir.layout import Layout
+from shardc.passes.calls import operands_of
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Inserts one ``reshard`` for each (value, layout) that some use needs and the value does not have.
+
+    Takes: a graph whose values have layouts and whose ops say what they need. Guarantees: layouts agree at
+    every use, and every output is in the layout that the outside wants.
+    """
+
+    name = "reshard"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        names = NameScope.of(gm.graph)
+        made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        for node in list(gm.graph.nodes):
+            if node.op == "output":
+                results = [
+                    _at(gm.graph, names, made, x, role.layout, node, role.name) if isinstance(x, fx.Node) else x
+                    for role, x in ir.outputs(gm.graph)
+                ]
+                node.args = (tuple(results),)
+            elif node.op == "call_function" and (needs := ir.info(node).needs) is not None:
+                operands = operands_of(node)
+                cause = ir.info(node).name
+                now = [
+                    _at(gm.graph, names, made, x, want, node, cause) for x, want in zip(operands, needs, strict=True)
+                ]
+                if now != operands:
+                    _set_operands(node, now)
+        return gm
+
+
+def _at(
+    graph: fx.Graph,
+    names: NameScope,
+    made: dict[tuple[fx.Node, Layout], fx.Node],
+    x: fx.Node,
+    want: Layout | None,
+    before: fx.Node,
+    cause: str,
+) -> fx.Node:
+    """``x`` at layout ``want``: itself, a reshard made before, or a new one in front of ``before``."""
+    record = ir.info(x)
+    if want is None or ir.layout(x) == want:
+        return x
+    if (x, want) not in made:
+        phase = record.origin.phase if before.op == "output" else ir.info(before).origin.phase
+        with graph.inserting_before(before):
+            node = graph.call_function(ops.reshard, (x,))
+        origin = replace(record.origin, phase=phase, cause=record.origin.cause or f"needed by {cause}")
+        fresh = replace(record, name=names.fresh(f"{record.name}.at"), origin=origin, role=None, needs=None)
+        made[x, want] = ir.set_info(node, fresh.at(want))
+    return made[x, want]
+
+
+def _set_operands(node: fx.Node, operands: list[fx.Node]) -> None:
+    """Replaces the tensor operands of ``node``, counted as `operands_of` counts them."""
+    replacements = iter(operands)
+    known = set(map(id, operands_of(node)))
+
+    def swap(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(swap(a) for a in argument)
+        return next(replacements) if isinstance(argument, fx.Node) and id(argument) in known else argument
+
+    args = tuple(swap(a) for a in node.args)
+    schema = getattr(node.target, "_schema", None)
+    order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else list(node.kwargs)
+    node.args, node.kwargs = args, {name: swap(node.kwargs[name]) for name in order}

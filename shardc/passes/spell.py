@@ -1,0 +1,201 @@
+"""Spells one step of a reshard as local aten ops and functional collectives.
+
+The local tensor is seen as its digits: one dim for each local digit of the layout. Every collective acts
+on the leading dim, so the digits that it makes or takes are brought to the front and put back. The rank
+enters through `Builder.coordinate` alone, so that one graph serves every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from shardc.analysis.redistribute import Step
+from shardc.ir.layout import Layout, refine, strides
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+class Builder(Protocol):
+    """Where the ops go: a graph that is being built, or tensors at once."""
+
+    def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Any:
+        """The value of ``target`` on values and constants."""
+
+    def coordinate(self, axes: tuple[str, ...]) -> Any:
+        """An int64 value of shape [1]: this rank's index along ``axes``, the first varying slowest."""
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        """The local shape of ``x``."""
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        """(size, name) of the groups whose ranks differ along ``axes``, in mesh order."""
+
+
+class Slot(NamedTuple):
+    """A digit in the common refinement of a step's two layouts, and who is bound to it before and after."""
+
+    radix: int
+    before: str | None
+    after: str | None
+
+
+def spell(step: Step, x: Any, builder: Builder) -> Any:
+    """The value of ``x`` (local, laid out as ``step.src``) laid out as ``step.dst``: of its local shape."""
+    if step.src.numel == 0:
+        return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
+    return _SPELLINGS[step.kind](step, x, builder)
+
+
+def slots(src: Layout, dst: Layout) -> list[Slot]:
+    """The digits of all dims in a row, fine enough for both layouts."""
+    out = []
+    for before, after in zip(src.dims, dst.dims, strict=True):
+        fine_before = refine(src.mesh, before, strides(after))
+        assert fine_before is not None, f"{src} and {dst} have no common refinement"
+        fine_after = refine(src.mesh, after, strides(fine_before))
+        assert fine_after is not None, f"{src} and {dst} have no common refinement"
+        out += [Slot(b.radix, b.axis, a.axis) for b, a in zip(fine_before, fine_after, strict=True)]
+    return out
+
+
+def _reshape(builder: Builder, x: Any, shape: Sequence[int]) -> Any:
+    return x if tuple(builder.shape(x)) == tuple(shape) else builder.call(aten.reshape.default, x, list(shape))
+
+
+def _permute(builder: Builder, x: Any, order: Sequence[int]) -> Any:
+    return x if list(order) == sorted(order) else builder.call(aten.permute.default, x, list(order))
+
+
+def _wait(builder: Builder, x: Any) -> Any:
+    return builder.call(c10d.wait_tensor.default, x)
+
+
+def _to_front(step: Step, x: Any, builder: Builder) -> Any:
+    """``x`` with the digits that the step binds in front, in mesh order: [their radices, the other local digits]."""
+    held = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    taken = sorted((k for k, slot in enumerate(held) if slot.after), key=lambda k: step.src.mesh.order(held[k].after))
+    order = taken + [k for k in range(len(held)) if k not in taken]
+    if order == sorted(order):
+        return x
+    x = _permute(builder, _reshape(builder, x, [slot.radix for slot in held]), order)
+    return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+
+def _from_front(step: Step, x: Any, builder: Builder) -> Any:
+    """The inverse for the digits that the step unbinds: ``x`` is [their radices in mesh order, the other local digits]."""
+    made = [slot for slot in slots(step.src, step.dst) if slot.after is None]
+    freed = sorted((k for k, slot in enumerate(made) if slot.before), key=lambda k: step.src.mesh.order(made[k].before))
+    order = freed + [k for k in range(len(made)) if k not in freed]
+    if order != sorted(order):
+        x = _reshape(builder, x, [made[k].radix for k in order])
+        x = _permute(builder, x, [order.index(k) for k in range(len(order))])
+    return _reshape(builder, x, step.dst.local_shape)
+
+
+def _all_gather(step: Step, x: Any, builder: Builder) -> Any:
+    size, name = builder.group(step.axes)
+    x = builder.call(c10d.all_gather_into_tensor.default, x, size, name)
+    return _from_front(step, _wait(builder, x), builder)
+
+
+def _reduce_scatter(step: Step, x: Any, builder: Builder) -> Any:
+    size, name = builder.group(step.axes)
+    x = _with_leading(builder, _to_front(step, x, builder), size)
+    x = builder.call(c10d.reduce_scatter_tensor.default, x, step.op, size, name)
+    return _reshape(builder, _wait(builder, x), step.dst.local_shape)
+
+
+def _with_leading(builder: Builder, x: Any, size: int) -> Any:
+    """``x`` with a leading dim that ``size`` divides."""
+    shape = builder.shape(x)
+    if shape and shape[0] % size == 0:
+        return x
+    return _reshape(builder, x, (size, prod(shape) // size))
+
+
+def _all_reduce(step: Step, x: Any, builder: Builder) -> Any:
+    _, name = builder.group(step.axes)
+    return _wait(builder, builder.call(c10d.all_reduce.default, x, step.op, name))
+
+
+def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
+    size, name = builder.group(step.axes)
+    x = _with_leading(builder, _to_front(step, x, builder), size)
+    each = [builder.shape(x)[0] // size] * size
+    x = builder.call(c10d.all_to_all_single.default, x, each, each, name)
+    return _from_front(step, _wait(builder, x), builder)
+
+
+def _permute_ranks(step: Step, x: Any, builder: Builder) -> Any:
+    _, name = builder.group(step.axes)
+    x = builder.call(torch.ops.shardc.permute_ranks.default, x, list(destinations(step)), name)
+    return _reshape(builder, _wait(builder, x), step.dst.local_shape)
+
+
+def destinations(step: Step) -> tuple[int, ...]:
+    """For each rank of a group to which rank of the group it sends its shard; the same in every group.
+
+    Ranks that hold what they want keep it; the others are matched in order.
+    """
+    ranks = step.src.mesh.group(step.axes, 0)
+    held = [_origin(step.src, rank) for rank in ranks]
+    wanted = [_origin(step.dst, rank) for rank in ranks]
+    out = {k: k for k in range(len(ranks)) if held[k] == wanted[k]}
+    takers: dict[tuple[int, ...], list[int]] = {}
+    for k in range(len(ranks)):
+        if k not in out:
+            takers.setdefault(wanted[k], []).append(k)
+    return tuple(out[k] if k in out else takers[held[k]].pop(0) for k in range(len(ranks)))
+
+
+def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
+    """The global index of the first element that ``rank`` holds."""
+    return tuple(
+        sum(layout.mesh.index(d.axis, rank) * below for d, below in zip(digits, strides(digits), strict=True) if d.axis)
+        for digits in layout.dims
+    )
+
+
+def _shard(step: Step, x: Any, builder: Builder) -> Any:
+    held = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    shape: list[int] = []
+    runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
+    for at, slot in enumerate(held):
+        if slot.after and at and held[at - 1].after:
+            shape[-1] *= slot.radix
+            runs[-1][1].append(slot.after)
+            continue
+        if slot.after:
+            runs.append((len(shape), [slot.after]))
+        shape.append(slot.radix)
+    x = _reshape(builder, x, shape)
+    for dim, axes in runs:
+        x = builder.call(aten.index_select.default, x, dim, builder.coordinate(tuple(axes)))
+    return _reshape(builder, x, step.dst.local_shape)
+
+
+def _to_partial(step: Step, x: Any, builder: Builder) -> Any:
+    """One rank along the axes keeps the value, the others hold the reduction's neutral element."""
+    if step.op not in ("sum", "product"):
+        return x
+    others = builder.call(aten.ne.Scalar, builder.coordinate(step.axes), 0)
+    if not step.dst.ndim:
+        others = _reshape(builder, others, ())
+    return builder.call(aten.masked_fill.Scalar, x, others, 0 if step.op == "sum" else 1)
+
+
+_SPELLINGS = {
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "all_to_all": _all_to_all,
+    "permute_ranks": _permute_ranks,
+    "shard": _shard,
+    "to_partial": _to_partial,
+}

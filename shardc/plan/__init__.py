@@ -1,0 +1,32 @@
+"""Plans: frozen, composable values that say where a model's tensors lie on a mesh."""
+
+from shardc.plan.expression import parse_plan
+from shardc.plan.ports import (
+    ActivationPin,
+    batch_axes,
+    grad_mode,
+    resolve_activations,
+    resolve_inputs,
+    resolve_outputs,
+)
+from shardc.plan.resolve import ParamPlan, resolve_params
+from shardc.plan.spec import to_layout
+from shardc.plan.value import Plan, ddp, fsdp, hsdp, tp
+
+__all__ = [
+    "ActivationPin",
+    "ParamPlan",
+    "Plan",
+    "batch_axes",
+    "ddp",
+    "fsdp",
+    "grad_mode",
+    "hsdp",
+    "parse_plan",
+    "resolve_activations",
+    "resolve_inputs",
+    "resolve_outputs",
+    "resolve_params",
+    "to_layout",
+    "tp",
+]

@@ -1,0 +1,112 @@
+"""Plan expressions from a command line: ``fsdp("dp") | llama_tp("tp")``, evaluated without `eval`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardc.errors import PlanError, ShardcError
+from shardc.plan.value import CONSTRUCTORS, Plan
+
+PLACEMENTS = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_StridedShard": _StridedShard}
+
+_FIX = 'write calls joined by |, as fsdp("dp") | ddp("rep")'
+
+
+def parse_plan(text: str, namespace: Mapping[str, Any] | None = None) -> Plan:
+    """The plan that ``text`` says: calls of known names, constants, lists, tuples, dicts, keywords and ``|``.
+
+    Args:
+        namespace: further names, such as those of the target's file; they win over shardc's constructors.
+
+    Raises:
+        PlanError: with the column, where it is not such an expression or a call in it fails.
+
+    >>> parse_plan('fsdp("dp") | tp("tp", colwise=["*.up"])')
+    fsdp("dp", level=3) | tp("tp", colwise=["*.up"])
+    """
+    names = {**CONSTRUCTORS, **PLACEMENTS, **(namespace or {})}
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError as error:
+        raise _error(text.strip(), (error.offset or 1) - 1, error.msg) from None
+    reader = _Reader(text.strip(), names)
+    plan = reader.read(tree.body)
+    if not isinstance(plan, Plan):
+        raise _error(text.strip(), 0, f"this is a {type(plan).__name__}, not a plan")
+    return plan
+
+
+def _error(text: str, column: int, what: str, fix: str | None = None) -> PlanError:
+    return PlanError(f"column {column + 1}: {what}", program=f"{text}\n{' ' * column}^", fix=fix)
+
+
+class _Reader:
+    """Evaluates the nodes that a plan expression may hold."""
+
+    def __init__(self, text: str, names: Mapping[str, Any]) -> None:
+        self.text, self.names = text, names
+
+    def read(self, node: ast.expr) -> Any:
+        match node:
+            case ast.Constant():
+                return node.value
+            case ast.List():
+                return [self.read(item) for item in node.elts]
+            case ast.Tuple():
+                return tuple(self.read(item) for item in node.elts)
+            case ast.Dict():
+                pairs = zip(node.keys, node.values, strict=True)
+                return {self.read(key): self.read(value) for key, value in pairs if key}
+            case ast.UnaryOp(op=ast.USub()):
+                return -self.read(node.operand)
+            case ast.Name():
+                return self._name(node)
+            case ast.Attribute(value=ast.Name(id="torch")) if isinstance(getattr(torch, node.attr, None), torch.dtype):
+                return getattr(torch, node.attr)
+            case ast.BinOp(op=ast.BitOr()):
+                return self._join(node)
+            case ast.Call(func=ast.Name()):
+                return self._call(node)
+        raise self._at(node, f"{ast.unparse(node)} may not stand in a plan", _FIX)
+
+    def _name(self, node: ast.Name) -> Any:
+        if node.id in self.names:
+            return self.names[node.id]
+        near = get_close_matches(node.id, self.names)
+        known = ", ".join(sorted(name for name in self.names if not name.startswith("_")))
+        raise self._at(
+            node, f"unknown name {node.id!r}", f"did you mean {near[0]!r}?" if near else f"known are {known}"
+        )
+
+    def _join(self, node: ast.BinOp) -> Plan:
+        left, right = self.read(node.left), self.read(node.right)
+        for side, value in ((node.left, left), (node.right, right)):
+            if not isinstance(value, Plan):
+                raise self._at(side, f"{ast.unparse(side)} is a {type(value).__name__}, not a plan")
+        return left | right
+
+    def _call(self, node: ast.Call) -> Any:
+        function = self.read(node.func)
+        if not callable(function):
+            raise self._at(node, f"{ast.unparse(node.func)} cannot be called")
+        positional = [self.read(argument) for argument in node.args]
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise self._at(node, "** may not stand in a plan", _FIX)
+        keywords = {str(keyword.arg): self.read(keyword.value) for keyword in node.keywords}
+        try:
+            return function(*positional, **keywords)
+        except ShardcError as error:
+            raise self._at(node, error.what, error.fix) from None
+        except Exception as error:
+            raise self._at(node, f"{ast.unparse(node)}: {error}") from None
+
+    def _at(self, node: ast.expr, what: str, fix: str | None = None) -> PlanError:
+        # `col_offset` counts UTF-8 bytes.
+        return _error(self.text, len(self.text.encode()[: node.col_offset].decode()), what, fix)

@@ -1,0 +1,231 @@
+"""Forms of specs: how people write where a tensor lies, before mesh and shape are known.
+
+    ("dp", None)                   an axis, axes or nothing for each dim; "None" is nothing too
+    (("tp", "dp"), None)           dim 0 split over tp first, then dp
+    (Shard(0), Replicate())        DTensor placements, one for each mesh axis
+    "16@dp, 8"   "@dp, _"          a layout as it prints; `_` is whatever size is left
+    "(3 _@tp), _"                  split inside each of three pieces
+    "..., _@tp"                    as many whole dims in front as there are; "~..." leaves them as they are
+    "~, _@tp, _"                   `~` leaves the dim as the base layout has it
+    "_, _{sum:tp}"                 a pending sum over tp
+
+A *form* is a spec as the user wrote it, made hashable: a string, or a tuple of axes or placements.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardc.errors import PlanError
+from shardc.ir.layout import REDUCE_OPS, Layout, parse_dim, split_top
+
+Form = str | tuple[Any, ...]
+_LAYOUT_SYNTAX = re.compile(r"[@~()\s,\d]|^_$|\.\.\.")
+
+
+@dataclass(frozen=True)
+class DimSpec:
+    """One dim: sub-dims ``(size or None for what is left, axes)``, or ``keep`` for the base's dim."""
+
+    subs: tuple[tuple[int | None, tuple[str, ...]], ...] = ((None, ()),)
+    keep: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(axis for _, axes in self.subs for axis in axes)
+
+
+@dataclass(frozen=True)
+class DimsSpec:
+    """A spec read: its dims, how to fill missing leading dims (None: not at all), pending reductions."""
+
+    dims: tuple[DimSpec, ...]
+    leading: DimSpec | None = None
+    partial: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (*(axis for dim in self.dims for axis in dim.axes), *(axis for axis, _ in self.partial))
+
+
+def freeze(spec: Any, entry: str = "") -> Form:
+    """``spec`` as a form.
+
+    Raises:
+        PlanError: it is none of the forms above, or uses an axis twice.
+    """
+    if isinstance(spec, Layout):
+        spec = str(spec)
+    if isinstance(spec, str):
+        form: Form = spec
+    elif isinstance(spec, list | tuple) and spec and all(isinstance(item, Placement) for item in spec):
+        return tuple(spec)
+    elif isinstance(spec, list | tuple):
+        form = tuple(_freeze_dim(item, spec, entry) for item in spec)
+    else:
+        raise _malformed(spec, entry)
+    _check_once(read(form, entry), form, entry)
+    return form
+
+
+def is_one(spec: Any) -> bool:
+    """Whether ``spec`` is the spec of one tensor, rather than a list or a dict of such.
+
+    A tuple is one where it can be read as one; a list is one only if it names at most one axis for each dim.
+    """
+    if isinstance(spec, str | Layout):
+        return True
+    if not isinstance(spec, list | tuple):
+        return False
+    if spec and all(isinstance(item, Placement) for item in spec):
+        return True
+    if all(_is_axis(item) for item in spec):
+        return True
+    groups = (_is_axis(item) or isinstance(item, list | tuple) and all(map(_is_name, item)) for item in spec)
+    return isinstance(spec, tuple) and all(groups)
+
+
+def _is_name(item: Any) -> bool:
+    return isinstance(item, str) and not _LAYOUT_SYNTAX.search(item)
+
+
+def _is_axis(item: Any) -> bool:
+    return item is None or _is_name(item)
+
+
+def _freeze_dim(item: Any, spec: Any, entry: str) -> str | tuple[str, ...] | None:
+    if item is None or item == "None":
+        return None
+    if _is_name(item):
+        return item
+    if isinstance(item, list | tuple):
+        axes = tuple(axis for axis in item if axis is not None and axis != "None")
+        if all(_is_name(axis) for axis in axes):
+            return axes[0] if len(axes) == 1 else axes or None
+    raise _malformed(spec, entry)
+
+
+def _malformed(spec: Any, entry: str) -> PlanError:
+    return PlanError(
+        f"{spec!r} is not a spec",
+        plan_entry=entry or None,
+        fix='write ("dp", None), (Shard(0), Replicate()) or "@dp, _"',
+    )
+
+
+def show(form: Form) -> str:
+    """``form`` as Python source."""
+    if isinstance(form, str):
+        return quote(form)
+    items = [_show_item(item) for item in form]
+    return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+
+
+def quote(text: str) -> str:
+    """``text`` as a double-quoted Python string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _show_item(item: Any) -> str:
+    if isinstance(item, Placement):
+        return show_placement(item)
+    if isinstance(item, tuple):
+        return show(item)
+    return "None" if item is None else quote(item)
+
+
+def show_placement(placement: Placement) -> str:
+    """``placement`` as Python source."""
+    if isinstance(placement, Partial):
+        return "Partial()" if placement.reduce_op == "sum" else f"Partial({quote(placement.reduce_op)})"
+    if isinstance(placement, _StridedShard):
+        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
+    return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
+
+
+def is_placements(form: Form) -> bool:
+    """Whether ``form`` is DTensor placements, which mean something with a mesh only."""
+    return isinstance(form, tuple) and bool(form) and all(isinstance(item, Placement) for item in form)
+
+
+@lru_cache(maxsize=4096)
+def read(form: Form, entry: str = "") -> DimsSpec:
+    """What ``form`` says, which is not placements.
+
+    Raises:
+        PlanError: a string that is not a layout.
+    """
+    if isinstance(form, str):
+        return _read_text(form, entry)
+    groups = (() if axis is None else axis if isinstance(axis, tuple) else (axis,) for axis in form)
+    return DimsSpec(tuple(DimSpec(((None, axes),)) for axes in groups))
+
+
+def _read_text(text: str, entry: str) -> DimsSpec:
+    match = re.fullmatch(r"\s*(\[)?(.*?)(?(1)\])\s*(?:\{(.*)\})?\s*", text)
+    if not match:
+        raise _bad_layout(text, entry)
+    partial = tuple(_read_partial(item, text, entry) for item in (match[3] or "").split(",") if item.strip())
+    if not match[2].strip():
+        if not match[1]:
+            raise _bad_layout(text, entry)
+        return DimsSpec((), None, partial)
+    parts = split_top(match[2])
+    leading = {"...": DimSpec(), "~...": DimSpec(keep=True)}.get(parts[0])
+    return DimsSpec(tuple(_read_dim(p, text, entry) for p in parts[leading is not None :]), leading, partial)
+
+
+def _read_partial(item: str, text: str, entry: str) -> tuple[str, str]:
+    op, _, axis = (part.strip() for part in item.partition(":"))
+    if op not in REDUCE_OPS or not axis:
+        raise _bad_layout(text, entry)
+    return axis, op
+
+
+def _read_dim(part: str, text: str, entry: str) -> DimSpec:
+    if part == "~":
+        return DimSpec(keep=True)
+    subs: list[tuple[int | None, tuple[str, ...]]] = []
+    for size, axes in parse_dim(part):
+        if not (size == "_" or size.isdigit()) or not all(re.fullmatch(r"\w+(:\d+x\d+)?", axis) for axis in axes):
+            raise _bad_layout(text, entry)
+        subs.append((None if size == "_" else int(size), axes))
+    if not subs or sum(size is None for size, _ in subs) > 1:
+        raise _bad_layout(text, entry)
+    return DimSpec(tuple(subs))
+
+
+def _bad_layout(text: str, entry: str) -> PlanError:
+    hint = f'"@{text.strip()}"' if text.strip().isidentifier() else '"16@dp, 8", "@dp, _" or "(3 _@tp), _"'
+    return PlanError(f"{text!r} is not a layout", plan_entry=entry or None, fix=f"write it like {hint}")
+
+
+def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
+    axes = spec.axes
+    for axis in axes:
+        if axes.count(axis) > 1:
+            raise PlanError(
+                f"spec {show(form)} uses axis {axis!r} twice",
+                plan_entry=entry or None,
+                fix="split or reduce over each axis once; give the specs of several tensors as a list",
+            )
+
+
+def spec_axes(form: Form) -> tuple[str, ...]:
+    """The axes that ``form`` names (placements name none)."""
+    return () if is_placements(form) else read(form).axes
+
+
+def leaves_dims(form: Form) -> bool:
+    """Whether ``form`` leaves some dims as they are."""
+    if is_placements(form):
+        return False
+    spec = read(form)
+    return any(dim.keep for dim in (*spec.dims, *filter(None, [spec.leading])))

@@ -1,0 +1,120 @@
+"""A plan's calls as JSON, and back.
+
+    {"shardc_plan": 1, "calls": [
+      {"fsdp": {"axis": "dp", "level": 3}},
+      {"Plan": {"params": {"head.weight": ["tp", null]}, "inputs": {"tokens": "@dp, _"}}}]}
+
+A spec is a list (axes for each dim), a string (a layout), or ``{"placements": ["Shard(0)", "Replicate()"]}``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from typing import Any
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardc.errors import PlanError
+from shardc.plan.calls import Call
+from shardc.plan.forms import Form, show_placement
+
+VERSION = 1
+SPEC_ARGUMENTS = ("params", "inputs", "outputs", "activations")
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "ddp": ("axis",),
+    "fsdp": ("axis", "level", "threshold"),
+    "hsdp": ("shard", "replicate", "level", "threshold"),
+    "tp": ("axis", "colwise", "rowwise", "vocab"),
+    "Plan": (*SPEC_ARGUMENTS, "reduce", "grad_scale", "dtensor_outputs"),
+}
+
+
+def encode(calls: Iterable[Call]) -> str:
+    """``calls`` as JSON text."""
+    items = [{name: {key: _encode_argument(key, value) for key, value in args.items()}} for name, args in calls]
+    return json.dumps({"shardc_plan": VERSION, "calls": items}, indent=2) + "\n"
+
+
+def _encode_argument(key: str, value: Any) -> Any:
+    if key in SPEC_ARGUMENTS:
+        return {at: _encode_form(form) for at, form in value.items()}
+    return value
+
+
+def _encode_form(form: Form) -> Any:
+    if isinstance(form, tuple) and any(isinstance(item, Placement) for item in form):
+        return {"placements": [show_placement(item) for item in form]}
+    return form
+
+
+def decode(text: str, path: str) -> Iterator[Call]:
+    """The calls that ``encode`` wrote.
+
+    Raises:
+        PlanError: the text is not a plan, or has a key that no plan has (near matches are shown).
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(f"{path} is not JSON: {error}", source=f"{path}:{error.lineno}") from None
+    if not isinstance(data, dict) or "shardc_plan" not in data:
+        raise PlanError(f"{path} is not a plan file", fix="write it with plan.save(path)")
+    _check_keys(data, ("shardc_plan", "calls"), path, "a plan file")
+    if data["shardc_plan"] != VERSION:
+        raise PlanError(
+            f"{path} is a plan of version {data['shardc_plan']!r}; this shardc reads {VERSION}",
+            fix="save the plan again with this shardc",
+        )
+    for item in _of(list, data.get("calls", []), path, "calls"):
+        for name, arguments in _of(dict, item, path, "a call").items():
+            _check_keys({name: None}, tuple(ARGUMENTS), path, "a plan")
+            _check_keys(_of(dict, arguments, path, name), ARGUMENTS[name], path, name)
+            yield name, {key: _decode_argument(key, value, path) for key, value in arguments.items()}
+
+
+def _of(kind: type, value: Any, path: str, what: str) -> Any:
+    if not isinstance(value, kind):
+        raise PlanError(f"{path}: {what} is {value!r}, not a {kind.__name__}")
+    return value
+
+
+def _check_keys(found: dict[str, Any], known: tuple[str, ...], path: str, what: str) -> None:
+    for key in found:
+        if key not in known:
+            near = get_close_matches(key, known)
+            fix = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {list(known)}"
+            raise PlanError(f"unknown key {key!r} in {what}", source=path, fix=fix)
+
+
+def _decode_argument(key: str, value: Any, path: str) -> Any:
+    if key in SPEC_ARGUMENTS:
+        return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
+    return tuple(value) if key in ("axis", "shard", "replicate") and isinstance(value, list) else value
+
+
+def _decode_form(form: Any, path: str) -> Any:
+    if isinstance(form, dict):
+        _check_keys(form, ("placements",), path, "a spec")
+        return tuple(_decode_placement(item, path) for item in _of(list, form.get("placements"), path, "placements"))
+    if isinstance(form, list):
+        return tuple(tuple(item) if isinstance(item, list) else item for item in form)
+    return form
+
+
+def _decode_placement(text: Any, path: str) -> Placement:
+    for pattern, make in _PLACEMENTS.items():
+        if match := re.fullmatch(pattern, str(text)):
+            return make(*match.groups())
+    raise PlanError(f"{text!r} is not a placement", source=path, fix='write Shard(0), Replicate() or Partial("sum")')
+
+
+_PLACEMENTS: dict[str, Callable[..., Placement]] = {
+    r"Shard\((-?\d+)\)": lambda dim: Shard(int(dim)),
+    r"Replicate\(\)": Replicate,
+    r'Partial\((?:"(\w+)")?\)': lambda op: Partial(op or "sum"),
+    r"_StridedShard\((-?\d+), split_factor=(\d+)\)": lambda dim, by: _StridedShard(int(dim), split_factor=int(by)),
+}

@@ -1,0 +1,55 @@
+"""Globs of a plan against a model's names, with near matches where nothing is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+
+from shardc.errors import PlanError
+
+
+def matching(glob: str, names: Iterable[str]) -> list[str]:
+    """The names that ``glob`` matches: ``*`` matches any text, dots too; ``?`` one character; ``[01]`` one of them."""
+    return [name for name in names if name == glob or (name and fnmatchcase(name, glob))]
+
+
+def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[str]:
+    """The names that ``glob`` matches.
+
+    Raises:
+        PlanError: none; the nearest names are shown.
+    """
+    names = list(names)
+    found = matching(glob, names)
+    if found:
+        return found
+    near = near_names(glob, names)
+    raise PlanError(
+        f"{glob!r} matches no {kind}",
+        plan_entry=entry,
+        fix=f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {shorten(names)}",
+    )
+
+
+def near_names(glob: str, names: list[str]) -> list[str]:
+    """Up to three names that are like ``glob``, the likest first; numbers and stars count as the same."""
+    wanted = _plain(glob).removeprefix("*.")
+    depth = wanted.count(".") + 1
+    scores = {}
+    for name in names:
+        spelled = _plain(name)
+        tail = ".".join(spelled.split(".")[-depth:])
+        scores[name] = max(SequenceMatcher(None, wanted, text).ratio() for text in (spelled, tail))
+    near = sorted((name for name in names if scores[name] >= 0.6), key=lambda name: -scores[name])
+    return near[:3]
+
+
+def _plain(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def shorten(names: list[str], limit: int = 8) -> str:
+    """The names in a row, the first ``limit`` of them."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(map(repr, names[:limit])) + more if names else "none"

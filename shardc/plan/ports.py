@@ -1,0 +1,157 @@
+"""A plan against a model's inputs, outputs and named activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+
+from shardc.errors import LayoutError, PlanError
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.plan.entries import Activation, Data, Port, split_target
+from shardc.plan.forms import Form
+from shardc.plan.match import matching, must_match, near_names, shorten
+from shardc.plan.spec import to_layout
+from shardc.plan.value import Plan
+
+
+@dataclass(frozen=True)
+class ActivationPin:
+    """What a plan says of one tensor at a module's border.
+
+    Args:
+        module: the module's qualified name, "" for the root.
+        where: "input" or "output".
+        index: the tensor's position among the module's inputs or outputs, or the keyword that passes it.
+        spec: for `shardc.plan.spec.to_layout`, with the layout that the value has anyway as ``base``.
+        entry: the plan entry, as text.
+    """
+
+    module: str
+    where: str
+    index: int | str
+    spec: Form
+    entry: str
+
+
+def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
+    """The axes over which dim 0 of the inputs is split, in the mesh's order (else replicate before shard axes)."""
+    axes = [axis for entry in plan.entries if isinstance(entry, Data) for axis in entry.batch]
+    return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
+
+
+def grad_mode(plan: Plan) -> tuple[str, float]:
+    """("mean" or "sum", factor): how gradients reduce over the batch axes where no loss is in the graph."""
+    return plan.setting("reduce"), float(plan.setting("grad_scale"))
+
+
+def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]]) -> list[tuple[Layout, str]]:
+    """(layout, cause) of each input: what the plan says of it, else dim 0 split over the batch axes.
+
+    Args:
+        inputs: dotted path and global shape of each tensor, in order: ``("tokens", (8, 128))``.
+
+    Raises:
+        PlanError: an entry for an input that there is not, an unknown axis, a spec of the wrong rank.
+        LayoutError: a dim that does not divide; the message says how to give that input a spec of its own.
+    """
+    said = _said(plan, "inputs", [name for name, _ in inputs])
+    axes = batch_axes(plan, mesh)
+    cause = " | ".join(str(entry) for entry in plan.entries if isinstance(entry, Data))
+    out = []
+    for (name, shape), port in zip(inputs, said, strict=True):
+        what = f"input {name!r}"
+        if port is not None:
+            out.append((to_layout(port.spec, mesh, shape, what=what, entry=str(port)), str(port)))
+        elif shape and axes:
+            out.append((_batch_layout(mesh, shape, axes, name, cause), cause))
+        else:
+            out.append((Layout.whole(mesh, shape), ""))
+    return out
+
+
+def _batch_layout(mesh: Mesh, shape: Sequence[int], axes: tuple[str, ...], name: str, cause: str) -> Layout:
+    count = prod(mesh.size(axis) for axis in axes)
+    if shape[0] % count:
+        raise LayoutError(
+            f"dim 0 of input {name!r}, shape {tuple(shape)}: {shape[0]} elements do not divide over {', '.join(axes)} "
+            f"({count} ranks), and inputs are split there unless the plan says otherwise",
+            plan_entry=cause,
+            fix=f'pass a batch that is a multiple of {count}, or keep it whole with Plan(inputs={{"{name}": "..."}})',
+        )
+    return Layout.of_sub_dims(mesh, [[(shape[0], axes)], *([(size, ())] for size in shape[1:])])
+
+
+def resolve_outputs(plan: Plan, names: Sequence[str]) -> list[tuple[Form, str] | None]:
+    """(spec, entry) of each output, None where the plan says nothing.
+
+    Args:
+        names: dotted path of each output tensor: ``"0"``, ``"logits"``, ``"1.hidden"``.
+
+    Raises:
+        PlanError: an entry for an output that there is not.
+    """
+    return [None if port is None else (port.spec, str(port)) for port in _said(plan, "outputs", names)]
+
+
+def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[Port | None]:
+    """The last entry that speaks of each name."""
+    arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    out: list[Port | None] = [None] * len(names)
+    for port in plan.entries:
+        if not isinstance(port, Port) or port.kind != kind:
+            continue
+        found = [at for at, name in enumerate(names) if _speaks_of(port.path, name, arguments)]
+        for at in found:
+            out[at] = port
+        if not found:
+            near = near_names(port.path, list(names))
+            raise PlanError(
+                f"there is no {kind.removesuffix('s')} {port.path!r}",
+                plan_entry=str(port),
+                fix=f"did you mean {near[0]!r}?" if near else f"the {kind} are {shorten(list(names))}",
+            )
+    return out
+
+
+def _speaks_of(path: str, name: str, arguments: list[str]) -> bool:
+    """Whether ``path`` is ``name``, a part in front of it, a glob for it, or the same with the argument's position."""
+    argument, dot, rest = name.partition(".")
+    spelled = (name, f"{arguments.index(argument)}{dot}{rest}")
+    return not path or any(s == path or s.startswith(f"{path}.") or fnmatchcase(s, path) for s in spelled)
+
+
+def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[ActivationPin]:
+    """The pins on module inputs and outputs, in the plan's order; of two on one tensor the later stays.
+
+    Raises:
+        PlanError: a glob that matches no module, or a target that reads in two ways (a module that is itself called
+            ``input`` or ``output``).
+    """
+    names = list(module_names)
+    pins: dict[tuple[str, str, int | str], ActivationPin] = {}
+    for entry in plan.entries:
+        if isinstance(entry, Activation):
+            for module, where, index in _targets(entry, names):
+                pins.pop((module, where, index), None)
+                pins[module, where, index] = ActivationPin(module, where, index, entry.spec, str(entry))
+    return list(pins.values())
+
+
+def _targets(entry: Activation, names: list[str]) -> list[tuple[str, str, int | str]]:
+    target = split_target(entry.target)
+    found = matching(target.glob, names)
+    whole = matching(entry.target, names) if target.where and not target.explicit else []
+    if found and whole:
+        raise PlanError(
+            f"{entry.target!r} is the {target.where} of {found[0]!r} and also the module {whole[0]!r}",
+            plan_entry=str(entry),
+            fix=f"write '{target.glob}:{target.where}' for the {target.where}, or '{entry.target}:output' for that "
+            "module's output",
+        )
+    if whole:
+        return [(module, "output", 0) for module in whole]
+    modules = must_match(target.glob, names, "module", str(entry))
+    return [(module, target.where or "output", target.index) for module in modules]

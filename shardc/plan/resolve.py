@@ -1,0 +1,216 @@
+"""A plan against a mesh and a model's parameters: how each is stored, and how it is computed with.
+
+The compute layout is what TP and raw entries say; storage is that, split further over the axes of the ``fsdp``
+entries. Their disagreement is what makes FSDP's gathers and reduce-scatters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from shardc.errors import PlanError, ShardcWarning
+from shardc.ir.layout import Digit, Layout
+from shardc.ir.mesh import Mesh
+from shardc.plan.entries import Data, Entry, Fsdp, Param, Tp
+from shardc.plan.forms import leaves_dims, spec_axes
+from shardc.plan.match import must_match
+from shardc.plan.spec import check_axis, to_layout
+from shardc.plan.value import Plan
+
+Sizes = Mapping[str, tuple[Sequence[int], int]]
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One parameter's layouts.
+
+    Args:
+        storage: between steps; its shape is ``padded``.
+        compute: for its consumers, at the parameter's own shape.
+        padded: the parameter's shape, a dim grown where storage could not be split otherwise.
+        level: of the ``fsdp`` entry that stores it, 0 where none does.
+        storage_cause: the entry that made storage what it is, and why where it kept it whole; "" if none did.
+        compute_cause: the same for compute, several entries joined by " | ".
+    """
+
+    storage: Layout
+    compute: Layout
+    padded: tuple[int, ...]
+    level: int
+    storage_cause: str
+    compute_cause: str
+
+
+def resolve_params(
+    plan: Plan, mesh: Mesh, params: Sizes, aliases: Mapping[str, str] | None = None
+) -> dict[str, ParamPlan]:
+    """The layouts of every parameter.
+
+    Args:
+        params: name -> (shape, bytes of one element).
+        aliases: other names of tied parameters -> the name in ``params``; globs match these too.
+
+    Raises:
+        PlanError: an unknown axis, a glob that matches nothing, a spec of the wrong rank, an axis that is given to
+            data parallelism and to TP. Nothing is changed before all entries are checked.
+
+    Warns:
+        ShardcWarning: a dim that does not divide, with what is done instead.
+    """
+    check_axes(plan, mesh)
+    names = {name: name for name in params} | dict(aliases or {})
+    said = {name: _Said(name, Layout.whole(mesh, shape)) for name, (shape, _) in params.items()}
+    for entry in plan.entries:
+        if isinstance(entry, Param):
+            for name in dict.fromkeys(names[found] for found in must_match(entry.glob, names, "parameter", str(entry))):
+                said[name] = said[name].by_spec(entry)
+        elif isinstance(entry, Tp):
+            for name, dim in _tp_targets(entry, names).items():
+                said[name] = said[name].by_tp(entry, dim)
+    return {name: _resolve_one(plan, said[name], itemsize) for name, (_, itemsize) in params.items()}
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What raw and TP entries say of one parameter so far: its layout, and the entries that made it."""
+
+    name: str
+    layout: Layout
+    causes: tuple[str, ...] = ()
+
+    def by_spec(self, entry: Param) -> _Said:
+        layout = to_layout(
+            entry.spec,
+            self.layout.mesh,
+            self.layout.shape,
+            self.layout,
+            what=f"parameter {self.name!r}",
+            entry=str(entry),
+            uneven="drop",
+        )
+        if layout.partial:
+            raise PlanError(
+                f"parameter {self.name!r} cannot lie as a pending reduction {layout.partial_text()}",
+                plan_entry=str(entry),
+                fix="split it, or leave it whole",
+            )
+        return replace(self, layout=layout, causes=(*(self.causes if leaves_dims(entry.spec) else ()), str(entry)))
+
+    def by_tp(self, entry: Tp, dim: int) -> _Said:
+        if dim >= self.layout.ndim:
+            raise PlanError(
+                f"parameter {self.name!r} of shape {self.layout.shape} has no dim {dim} for {entry.style} to split",
+                plan_entry=str(entry),
+                fix="match only modules whose weight is a matrix",
+            )
+        free = self.layout.unbind([entry.axis])
+        split = free.split(dim, entry.axis)
+        if split is None:
+            _warn(
+                f"dim {dim} of parameter {self.name!r} of shape {free.shape} does not divide over axis {entry.axis!r} "
+                f"of size {free.mesh.size(entry.axis)}; the parameter stays whole on {entry.axis}",
+                str(entry),
+            )
+        return replace(self, layout=split or free, causes=(*self.causes, str(entry)))
+
+
+def check_axes(plan: Plan, mesh: Mesh) -> None:
+    """What can be checked of a plan with the mesh alone.
+
+    Raises:
+        PlanError: an axis that is not on ``mesh``, one that is given to TP and to the batch, levels that differ.
+    """
+    batch = {axis: entry for entry in plan.entries if isinstance(entry, Data) for axis in entry.axes}
+    levels = {entry.level for entry in plan.entries if isinstance(entry, Fsdp)}
+    if len(levels) > 1:
+        raise PlanError(
+            f"the plan has fsdp entries of levels {' and '.join(map(str, sorted(levels)))}",
+            plan_entry=" | ".join(str(entry) for entry in plan.entries if isinstance(entry, Fsdp)),
+            fix="give all of them the same level",
+        )
+    for entry in plan.entries:
+        for axis in entry_axes(entry):
+            check_axis(axis, mesh, str(entry))
+        if isinstance(entry, Tp) and entry.axis in batch:
+            raise PlanError(
+                f"axis {entry.axis!r} is given to TP and to {batch[entry.axis]}",
+                plan_entry=str(entry),
+                fix="use one axis for the batch and another for TP",
+            )
+
+
+def entry_axes(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes that ``entry`` names."""
+    if isinstance(entry, Data | Tp):
+        return entry.axes
+    spec = getattr(entry, "spec", None)
+    return () if spec is None else spec_axes(spec)
+
+
+def _tp_targets(entry: Tp, names: Mapping[str, str]) -> dict[str, int]:
+    """Parameter -> dim to split, of the modules that ``entry`` matches."""
+    modules = [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"]
+    targets: dict[str, int] = {}
+    for module in must_match(entry.glob, modules, "module with a weight", str(entry)):
+        prefix = f"{module}." if module else ""
+        targets[names[f"{prefix}weight"]] = 1 if entry.style == "rowwise" else 0
+        if entry.style == "colwise" and f"{prefix}bias" in names:
+            targets[names[f"{prefix}bias"]] = 0
+    return targets
+
+
+def _resolve_one(plan: Plan, said: _Said, itemsize: int) -> ParamPlan:
+    """What is said is of storage; the axes of ``fsdp`` entries leave it for compute."""
+    entries = [entry for entry in plan.entries if isinstance(entry, Fsdp)]
+    shard = [axis for entry in entries for axis in entry.shard]
+    level = max((entry.level for entry in entries), default=0)
+    cause = " | ".join(said.causes)
+    out = ParamPlan(said.layout, said.layout.unbind(shard), said.layout.shape, level, cause, cause)
+    if set(said.layout.bound) & set(shard):
+        return out
+    size = said.layout.numel * itemsize
+    for entry in entries:
+        if size < entry.threshold:
+            out = replace(out, storage_cause=f"{entry}: {size} B stay whole")
+            continue
+        for axis in entry.shard:
+            out = _split_storage(out, entry, axis, said.name)
+    return out
+
+
+def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, name: str) -> ParamPlan:
+    """``plan`` with ``axis`` bound in storage: at the first local digit that it divides, else by padding a dim."""
+    size = plan.storage.mesh.size(axis)
+    if not plan.storage.ndim or size == 1 or plan.storage.numel == 0:
+        return plan
+    for dim in range(plan.storage.ndim):
+        split = plan.storage.split(dim, axis)
+        if split is not None:
+            return replace(plan, storage=split, storage_cause=str(entry))
+    for dim in range(plan.storage.ndim):
+        if not plan.compute.dim_axes(dim):
+            return _pad_storage(plan, entry, axis, dim)
+    _warn(
+        f"no dim of parameter {name!r} of shape {plan.compute.shape} divides over axis {axis!r} of size {size}, and "
+        f"each is already split for compute as {plan.compute}; its storage stays whole on {axis}",
+        str(entry),
+    )
+    return replace(plan, storage_cause=f"{entry}: no dim divides, stays whole")
+
+
+def _pad_storage(plan: ParamPlan, entry: Fsdp, axis: str, dim: int) -> ParamPlan:
+    """Storage's ``dim`` grown to the next multiple of its axes and ``axis``, and split over them."""
+    mesh = plan.storage.mesh
+    axes = (*plan.storage.dim_axes(dim), axis)
+    count = prod(mesh.size(a) for a in axes)
+    rows = -(-plan.compute.shape[dim] // count)
+    digits = [*(Digit(mesh.size(a), a) for a in axes), Digit(rows)]
+    storage = plan.storage.replace(dims=[*plan.storage.dims[:dim], digits, *plan.storage.dims[dim + 1 :]])
+    return replace(plan, storage=storage, padded=storage.shape, storage_cause=str(entry))
+
+
+def _warn(text: str, entry: str) -> None:
+    warnings.warn(str(PlanError(text, plan_entry=entry)), ShardcWarning, stacklevel=3)

@@ -1,0 +1,94 @@
+"""Pointwise ops: every dim is a factor, operands broadcast; some are linear in some operands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardc.rules.loops import Loops
+from shardc.rules.rule import Call, Rule, table
+from shardc.rules.spec import Spec
+
+
+def pointwise(ops: str, linear: str = "", *, moves: bool = False) -> list[Rule]:
+    """One rule for each of ``ops``.
+
+    Args:
+        linear: sets of arguments by name that carry a pending sum: ``"self|other"`` either, ``"self&other"`` both
+            together. A set that names an argument which is no tensor in the call is left out.
+        moves: the op hands its first operand on as it is.
+    """
+
+    def spec(call: Call) -> Spec:
+        return pointwise_spec(call, named_sets(call, linear), moves)
+
+    said = "... -> ..." if not linear else f"... -> ...    linear in {linear}"
+    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+
+
+def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
+    """Every operand broadcast to the shape of the results (all of one shape)."""
+    loops = Loops(call)
+    shape = loops.made[0]
+    operands = [loops.broadcast(one, shape) for one in loops.shapes]
+    results = [loops.broadcast(shape, shape) for _ in loops.made]
+    return loops.spec(operands, results, linear=linear, moves=moves)
+
+
+def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
+    """The operand positions of ``"self&other|weight"``, without the sets that are not all tensors in ``call``."""
+    named = [[call.position(name) for name in group.split("&")] for group in linear.split("|") if group]
+    return tuple(frozenset(at for at in group if at is not None) for group in named if None not in group)
+
+
+def _div(call: Call) -> Spec:
+    exact = "mode" not in call.name
+    return pointwise_spec(call, named_sets(call, "self") if exact else ())
+
+
+def _cast(call: Call) -> Spec:
+    """A pending sum passes a cast that loses nothing: to a float at least as wide."""
+    before, after = call.operands[0].dtype, call.results[0].dtype  # type: ignore[union-attr]
+    wider = after.is_floating_point and (not before.is_floating_point or after.itemsize >= before.itemsize)
+    return pointwise_spec(call, [{0}] if wider or before == after else ())
+
+
+def _masked_fill(call: Call) -> Spec:
+    """Filling with zero is linear."""
+    zero = not isinstance(call["value"], bool) and call["value"] == 0
+    return pointwise_spec(call, [{0}] if zero else ())
+
+
+TABLE = table(
+    pointwise(
+        "abs acos acosh angle asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 "
+        "expm1 floor frac i0 isfinite isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not logit "
+        "nan_to_num polygamma rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square "
+        "tan tanh trunc special_bessel_j0 special_bessel_j1 special_entr special_erfcx special_i0e special_i1 "
+        "special_i1e special_log_ndtr special_ndtri"
+    ),
+    pointwise(
+        "celu clamp clamp_max clamp_min elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish relu6 selu "
+        "silu softplus softshrink threshold"
+    ),
+    pointwise(
+        "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
+        "leaky_relu_backward logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward "
+        "softplus_backward softshrink_backward tanh_backward threshold_backward",
+        linear="grad_output|grad_out",
+    ),
+    pointwise("add sub rsub", linear="self&other"),
+    pointwise("mul", linear="self|other"),
+    pointwise("neg positive", linear="self"),
+    pointwise("detach clone alias lift_fresh_copy", moves=True),
+    pointwise("copy", linear="src"),
+    pointwise("where", linear="self&other"),
+    pointwise("addcmul addcdiv lerp"),
+    pointwise(
+        "atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax "
+        "fmin fmod ge gcd gt heaviside hypot igamma igammac lcm ldexp le logaddexp logaddexp2 logical_and logical_or "
+        "logical_xor lt maximum minimum ne nextafter pow remainder special_xlog1py special_zeta true_divide xlogy"
+    ),
+    Rule("aten.div", _div, "... -> ...    linear in self"),
+    Rule("aten._to_copy", _cast, "... -> ...    linear in self"),
+    Rule("aten.masked_fill", _masked_fill, "... -> ...    linear in self where the value is 0"),
+)

@@ -1,0 +1,54 @@
+"""Reductions over dims: what is reduced leaves a pending sum, maximum, minimum or product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardc.rules.loops import WHOLE, Loops
+from shardc.rules.rule import Call, Rule, table
+from shardc.rules.spec import Dims, Spec
+
+
+def reduction(ops: str, kind: str, *, linear: bool = False) -> list[Rule]:
+    """One rule for each of ``ops``, whose split reduced factors leave ``kind`` pending (or are ``whole``)."""
+
+    def spec(call: Call) -> Spec:
+        return reduction_spec(call, kind, linear=linear)
+
+    said = f"... n -> ...    n: {kind}" + ("    linear in self" if linear else "")
+    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+
+
+def reduction_spec(call: Call, kind: str, *, linear: bool = False) -> Spec:
+    """Operand 0 reduced over the dims of argument ``dim`` (all of them where it is absent, None or empty)."""
+    loops = Loops(call)
+    shape = loops.shapes[0]
+    dims = reduced_dims(call, len(shape))
+    operand = tuple(loops.dim(f"d{i}", size, kind if i in dims else "") for i, size in enumerate(shape))
+    results = [_kept(operand, dims, len(made) == len(shape)) for made in loops.made]
+    return loops.spec([operand], results, linear=[{0}] if linear else ())
+
+
+def reduced_dims(call: Call, ndim: int) -> frozenset[int]:
+    names = {argument.name for argument in call.target._schema.arguments}
+    dim = call["dim"] if "dim" in names else None
+    if dim is None or dim == ():
+        return frozenset(range(ndim))
+    return frozenset(d % ndim if ndim else 0 for d in ((dim,) if isinstance(dim, int) else dim))
+
+
+def _kept(operand: Dims, dims: frozenset[int], keepdim: bool) -> Dims:
+    reduced: Sequence[tuple[str, ...]] = [()] if keepdim else []
+    return tuple(kept for i, factors in enumerate(operand) for kept in (reduced if i in dims else [factors]))
+
+
+TABLE = table(
+    reduction("sum nansum count_nonzero", "sum"),
+    reduction("amax", "max"),
+    reduction("amin", "min"),
+    reduction("any", "max"),
+    reduction("all", "min"),
+    reduction("prod", "product"),
+    # Which index wins, or a value that needs all elements at once: the reduced dim is gathered first.
+    reduction("argmax argmin max min median nanmedian mode kthvalue aminmax logsumexp mean var std var_mean std_mean", WHOLE),
+)

@@ -1,0 +1,131 @@
+"""Process groups under the names that the compiled graphs use, the same names on every rank.
+
+A graph names a group by its axes, ``"shardc:dp"`` or ``"shardc:dp,tp"`` (mesh order; axis parts such as
+``tp:1x2`` too), so every rank runs the same graph; each rank registers its own process group under that
+name. A second mesh of the process gets names with a tag, ``"shardc.1:dp"``: `Groups.rename` maps the
+names of the graph to the registered ones before lowering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc import _compat
+from shardc.errors import MeshError
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import GROUP_PREFIX
+
+Axes = tuple[str, ...]
+
+
+def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
+    """A DeviceMesh of the first ``mesh.ranks`` ranks of the world.
+
+    Raises:
+        MeshError: no process group is initialised, or the mesh is larger than the world.
+    """
+    if not dist.is_initialized():
+        raise MeshError(f"mesh {mesh} has no process group to run on", fix="call dist.init_process_group first")
+    if mesh.ranks > dist.get_world_size():
+        raise _larger_than_world(mesh)
+    return init_device_mesh(device_type, tuple(size for _, size in mesh.shape), mesh_dim_names=mesh.axes)
+
+
+class Groups:
+    """This rank's process groups of one DeviceMesh; made by `Groups.of`, shared by all programs on that mesh.
+
+    Attributes:
+        mesh: the abstract mesh.
+        rank: where this process stands on it: the row-major index of its coordinates, not its global rank.
+        rename: group name in a graph -> registered name, for the groups added so far.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, tag: int = 0) -> None:
+        self.mesh = Mesh.of(device_mesh)
+        self.rename: dict[str, str] = {}
+        self._device_mesh = device_mesh
+        self._prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
+        # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
+        self._global: list[int] = device_mesh.mesh.flatten().tolist()
+        if max(self._global) >= dist.get_world_size():
+            raise _larger_than_world(self.mesh)
+        if dist.get_rank() not in self._global:
+            raise MeshError(
+                f"rank {dist.get_rank()} is not on the mesh {self.mesh} of ranks {self._global}",
+                fix="compile on the ranks of the mesh only",
+            )
+        self.rank = self._global.index(dist.get_rank())
+
+    @classmethod
+    def of(cls, device_mesh: DeviceMesh) -> Groups:
+        """The groups of ``device_mesh``; every rank must first ask for its meshes in the same order.
+
+        Raises:
+            MeshError: no process group, a mesh without names or larger than the world, or this rank is not on it.
+        """
+        if not dist.is_initialized():
+            raise MeshError("there is no process group to run on", fix="call dist.init_process_group first")
+        known = _known.setdefault(dist.group.WORLD, {})
+        key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
+        if key not in known:
+            known[key] = cls(device_mesh, tag=len(known))
+        return known[key]
+
+    def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
+        """Makes the groups of ``axes_sets`` that are not there yet, in an order that depends on the set alone.
+
+        Every rank of the mesh must call this with the same axes sets. Returns `rename`.
+        """
+        ordered = {self._ordered(axes) for axes in axes_sets}
+        for axes in sorted(ordered, key=lambda axes: [self._place(axis) for axis in axes]):
+            name = ",".join(axes)
+            if GROUP_PREFIX + name in self.rename:
+                continue
+            c10d._register_process_group(self._prefix + name, self._make(axes))
+            self.rename[GROUP_PREFIX + name] = self._prefix + name
+        return self.rename
+
+    def ranks(self, axes: Axes) -> list[int]:
+        """The global ranks of this rank's group along ``axes``, in group order (first axis slowest)."""
+        return [self._global[rank] for rank in self.mesh.group(self._ordered(axes), self.rank)]
+
+    def coordinate(self, axes: Axes, device: torch.device | str | None = None) -> torch.Tensor:
+        """This rank's index along ``axes``, the first slowest: int64 [1] on ``device`` (the mesh's by default)."""
+        index = 0
+        for axis in axes:
+            index = index * self.mesh.size(axis) + self.mesh.index(axis, self.rank)
+        return torch.tensor([index], device=device or self._device_mesh.device_type)
+
+    def _ordered(self, axes: Axes) -> Axes:
+        return tuple(sorted(axes, key=self.mesh.order))
+
+    def _place(self, axis: str) -> tuple[int, int, int]:
+        return (*self.mesh.order(axis), self.mesh.size(axis))
+
+    def _make(self, axes: Axes) -> dist.ProcessGroup:
+        ranks = self.ranks(axes)
+        if len(axes) == 1 and axes[0] in self.mesh.axes:
+            group = self._device_mesh.get_group(axes[0])
+            if dist.get_process_group_ranks(group) == ranks:
+                return group
+        if ranks == list(range(dist.get_world_size())):
+            return dist.group.WORLD
+        return _compat.new_group(ranks)
+
+
+# The meshes of each world that have groups, by names, shape and ranks. It is the one record of which names
+# are taken in c10d's registry, which is global to the process too, and it goes away with its world.
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Groups]] = WeakKeyDictionary()
+
+
+def _larger_than_world(mesh: Mesh) -> MeshError:
+    return MeshError(
+        f"mesh {mesh} has {mesh.ranks} ranks, the world has {dist.get_world_size()}",
+        fix=f"start {mesh.ranks} processes, or make the mesh smaller",
+    )

@@ -1,0 +1,119 @@
+"""Initialisation shard by shard: the user's code runs on whole parameters that nobody holds.
+
+While it runs, every parameter and buffer of the model is a `Virtual`: it has the global shape on the CPU,
+and only this rank's shard of it has memory. In-place fills, elementwise ops and views reach the shard;
+random fills draw the whole stream in chunks (`shardc.runtime.draw`). The result equals, bit for bit, the
+same code run on one CPU device from the same generator state, whatever the device that the shards go to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardc.errors import InitError
+from shardc.ir.layout import Layout
+from shardc.runtime.storage import shard_tensor
+from shardc.runtime.truncated import shardwise_trunc_normal
+from shardc.runtime.virtual import Made, Virtual
+
+CHUNK_BYTES = 1 << 20
+InitFn = Callable[[nn.Module], object]
+
+
+def init_weights(
+    model: nn.Module,
+    fn: InitFn | None,
+    storages: Mapping[str, Layout],
+    rank: int,
+    *,
+    seed: int | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> dict[str, torch.Tensor]:
+    """Runs ``model.apply(fn)`` shard by shard; the model itself is left with the tensors that it has.
+
+    Args:
+        model: parameters and buffers at global shapes. Those on ``meta`` must be written by ``fn``; others keep
+            their values where it leaves them alone.
+        fn: what ``model.apply`` takes; None calls ``reset_parameters`` of every module that has it.
+        storages: storage layout of each parameter by qualified name; a tensor without one is kept whole.
+        rank: this rank on the layouts' mesh.
+        seed: seeds the CPU generator first. Without it, all ranks must come with the generator in one state.
+        chunk_bytes: the largest buffer of random values.
+
+    Returns:
+        The padded local CPU tensor of every parameter, and every buffer whole, by every name that it has.
+
+    Raises:
+        InitError: an op that cannot run shard by shard, or a tensor on ``meta`` that was left without values.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    with torch.no_grad(), shardwise_trunc_normal(), _virtual(model, storages, rank, chunk_bytes) as made:
+        model.apply(_reset_parameters if fn is None else fn)
+        return {name: _result(one, current, rank) for name, one, current in _current(model, made)}
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+Slots = dict[tuple[nn.Module, str, str], Made]
+
+
+@contextmanager
+def _virtual(model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_bytes: int) -> Iterator[Slots]:
+    """Every parameter and buffer replaced by a `Virtual`, and put back at the end."""
+    originals: dict[tuple[nn.Module, str, str], torch.Tensor] = {}
+    slots: Slots = {}
+    stand_ins: dict[int, tuple[Made, torch.Tensor]] = {}
+    for name, module, kind, key in _named_slots(model):
+        tensor = getattr(module, kind)[key]
+        if id(tensor) not in stand_ins:
+            made = Made.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
+            virtual = Virtual.whole(made)
+            if isinstance(tensor, nn.Parameter):
+                virtual = nn.Parameter(virtual, requires_grad=tensor.requires_grad)
+            stand_ins[id(tensor)] = made, virtual
+        originals[module, kind, key] = tensor
+        slots[module, kind, key], getattr(module, kind)[key] = stand_ins[id(tensor)]
+    try:
+        yield slots
+    finally:
+        for (module, kind, key), tensor in originals.items():
+            getattr(module, kind)[key] = tensor
+
+
+def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
+    """(qualified name, module, ``_parameters`` or ``_buffers``, key) of every tensor of the tree."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None:
+                    yield f"{prefix}.{key}" if prefix else key, module, kind, key
+
+
+def _current(model: nn.Module, slots: Slots) -> Iterator[tuple[str, Made, torch.Tensor]]:
+    for name, module, kind, key in _named_slots(model):
+        if (module, kind, key) not in slots:
+            raise InitError(f"the initialisation added {name!r}", fix="register it when the model is built")
+        yield name, slots[module, kind, key], getattr(module, kind)[key]
+
+
+def _result(made: Made, current: torch.Tensor, rank: int) -> torch.Tensor:
+    if isinstance(current, Virtual):
+        made.check_written()
+        return made.padded
+    # The initialisation put a tensor of its own in place.
+    if current.is_meta or tuple(current.shape) != made.shape or current.dtype != made.padded.dtype:
+        raise InitError(
+            f"the initialisation replaced {made.name!r}, {list(made.shape)} {made.padded.dtype}, by a tensor of shape "
+            f"{list(current.shape)}, {current.dtype} on {current.device}",
+            fix="give it a real tensor of the same shape and dtype",
+        )
+    return current.detach() if made.storage is None else shard_tensor(current, made.storage, rank)

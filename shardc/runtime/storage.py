@@ -1,0 +1,180 @@
+"""Parameters in their storage layout: padded local buffers, and the DTensors that the user sees of them.
+
+The layout's global shape may be larger than the parameter's: a dim that does not divide is padded at its
+end. The compiled graph works on the padded local tensor; the DTensor's local tensor is a view of it without
+the pad, so that no norm, optimizer or checkpoint ever meets the pad. Sizes follow ``torch.chunk`` as DTensor
+does: 10 elements over 4 ranks are 3, 3, 3, 1, the padded 12 over 4 cut at the end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shardc.errors import LayoutError
+from shardc.ir.layout import Layout
+from shardc.ir.placements import to_placements
+from shardc.runtime import strided_checkpoint
+
+# On a DTensor's local tensor: the padded buffer that it views.
+_PADDED = "shardc_padded"
+
+
+def held(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence[int]:
+    """The indices along ``dim`` that ``rank`` holds of a tensor of ``shape``, ascending, without the pad.
+
+    A `range` where they are contiguous.
+    """
+    digits, size = storage.dims[dim], shape[dim]
+    if all(digit.axis is not None for digit in digits[:-1]):
+        # Axes, then at most one local digit: one block, at the index that the axes' digits spell.
+        block = storage.shape[dim] // prod(storage.mesh.size(axis) for axis in storage.dim_axes(dim))
+        index = 0
+        for axis in storage.dim_axes(dim):
+            index = index * storage.mesh.size(axis) + storage.mesh.index(axis, rank)
+        return range(min(index * block, size), min((index + 1) * block, size))
+    index = storage.local_index(dim, rank)
+    return index[: bisect_left(index, size)]
+
+
+def unpadded_shape(storage: Layout, shape: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The local shape on ``rank`` without the pad; some dim may be 0."""
+    if storage.shape == tuple(shape):
+        return storage.local_shape
+    return tuple(len(held(storage, shape, dim, rank)) for dim in range(len(shape)))
+
+
+def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
+    """The elements ``index`` (ascending) along ``dim``: a view where they are contiguous, else a copy."""
+    if not index or index[-1] - index[0] + 1 == len(index):
+        return tensor.narrow(dim, index[0] if index else 0, len(index))
+    return tensor.index_select(dim, torch.tensor(index, device=tensor.device))
+
+
+def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tensor:
+    """The padded local tensor (``storage.local_shape``, pad zero, contiguous) of ``rank``; a copy.
+
+    Args:
+        whole: the whole tensor at its true shape, on any device.
+
+    Raises:
+        LayoutError: the ranks differ, or a dim is larger than the layout's.
+    """
+    _check_fits(storage, whole.shape)
+    shard = whole.detach()
+    for dim in range(whole.dim()):
+        shard = take(shard, dim, held(storage, whole.shape, dim, rank))
+    padded = (torch.empty if shard.shape == storage.local_shape else torch.zeros)(
+        storage.local_shape, dtype=whole.dtype, device=whole.device
+    )
+    cut(padded, shard.shape).copy_(shard)
+    return padded
+
+
+def cut(padded: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The view of ``padded`` with the first ``shape`` elements of each dim."""
+    for dim, size in enumerate(shape):
+        if padded.shape[dim] != size:
+            padded = padded.narrow(dim, 0, size)
+    return padded
+
+
+def to_parameter(
+    padded: torch.Tensor,
+    storage: Layout,
+    shape: Sequence[int],
+    device_mesh: DeviceMesh,
+    rank: int,
+    requires_grad: bool = True,
+) -> nn.Parameter:
+    """The DTensor parameter of global ``shape`` whose local tensor views ``padded`` without the pad.
+
+    Args:
+        padded: the padded local tensor of ``rank``, at ``storage.local_shape``.
+        rank: this process's rank on the mesh (`Groups.rank`).
+
+    Raises:
+        LayoutError: no DTensor placements mean this layout at this shape.
+    """
+    spec = parameter_spec(storage, shape, padded.dtype, device_mesh)
+    local = cut(padded, unpadded_shape(storage, shape, rank))
+    expected, _ = compute_local_shape_and_global_offset(shape, device_mesh, spec.placements, skip_offset=True)
+    if tuple(local.shape) != tuple(expected):
+        axes = {axis for dim, size in enumerate(shape) if storage.shape[dim] != size for axis in storage.dim_axes(dim)}
+        raise LayoutError(
+            f"{list(shape)} stored as {storage} is {list(local.shape)} on rank {rank}, which DTensor would "
+            f"cut to {list(expected)}",
+            fix=f"split the dim that does not divide over one axis only, not over {sorted(axes)}",
+        )
+    if not all(isinstance(held(storage, shape, dim, rank), range) for dim in range(len(shape))):
+        strided_checkpoint.install()
+    # nn.Parameter detaches, which makes the local tensor anew: mark that one.
+    param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
+    if local is not padded:
+        setattr(param._local_tensor, _PADDED, padded)
+    return param
+
+
+def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, device_mesh: DeviceMesh) -> DTensorSpec:
+    """The DTensorSpec of a contiguous tensor of global ``shape`` stored as ``storage``.
+
+    Raises:
+        LayoutError: ``shape`` does not fit the layout, or no placements mean the layout.
+    """
+    _check_fits(storage, shape)
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensorSpec(device_mesh, to_placements(storage), TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
+    """The padded local tensor of ``param`` (``storage.local_shape``), which the compiled graph takes.
+
+    No copy while the parameter views the buffer that it was made on; a copy with a zero pad where its local
+    tensor was replaced.
+
+    Raises:
+        LayoutError: ``param`` is not a DTensor, or its local tensor is larger than the layout's shard.
+    """
+    if not isinstance(param, DTensor):
+        raise LayoutError(
+            f"a parameter of shape {list(param.shape)} is a {type(param).__name__}, not a DTensor",
+            fix="load values into the module's own parameters instead of replacing them",
+        )
+    local = param._local_tensor
+    if local.shape == storage.local_shape:
+        return local.contiguous()
+    padded = getattr(local, _PADDED, None)
+    if padded is not None and _views(local, padded):
+        return padded
+    if any(have > room for have, room in zip(local.shape, storage.local_shape, strict=True)):
+        raise LayoutError(f"a parameter's local tensor is {list(local.shape)}, larger than its shard of {storage}")
+    padded = local.new_zeros(storage.local_shape)
+    cut(padded, local.shape).copy_(local)
+    return padded
+
+
+def grad_from_padded(padded: torch.Tensor, param: DTensor) -> DTensor:
+    """The gradient of ``param`` as a DTensor like it: a view of the padded local gradient without the pad."""
+    return DTensor(cut(padded, param._local_tensor.shape), param._spec, requires_grad=False)
+
+
+def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:
+    return (
+        local.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()
+        and local.storage_offset() == padded.storage_offset()
+        and local.stride() == padded.stride()
+        and local.dtype == padded.dtype
+    )
+
+
+def _check_fits(storage: Layout, shape: Sequence[int]) -> None:
+    if len(shape) != storage.ndim or any(size > room for size, room in zip(shape, storage.shape, strict=True)):
+        raise LayoutError(f"a tensor of shape {list(shape)} does not fit the storage layout {storage}")

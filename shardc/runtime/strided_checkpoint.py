@@ -1,0 +1,97 @@
+"""``torch.distributed.checkpoint`` of DTensors whose local tensor is several boxes of the global one.
+
+A DTensor tells a checkpoint of one box: its first element's offset and its local shape. That is wrong for a
+layout such as ``(3 32@tp)``, where the local tensor is three boxes (torch 2.13 then refuses to save, with
+"overlapping chunks"). Optimizer state is made by torch as DTensors like the parameter, so the answer has to
+stand on DTensor itself: `install` makes its three checkpoint hooks list every box. DTensors of one box, and
+all other uses of DTensor, are as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Box = tuple[tuple[slice, ...], ChunkStorageMetadata]
+
+_HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+_original = {name: getattr(DTensor, name) for name in _HOOKS}
+
+
+def install() -> None:
+    """Makes DTensor's checkpoint hooks right for several boxes; a second call changes nothing."""
+    for name, hook in zip(_HOOKS, (_write_items, _chunk_list, _tensor_shard), strict=True):
+        setattr(DTensor, name, hook)
+
+
+def _write_items(self: DTensor, fqn: str, value: Any) -> list[WriteItem]:
+    boxes = _boxes(self)
+    if len(boxes) == 1:
+        return _original["__create_write_items__"](self, fqn, value)
+    properties = TensorProperties.create_from_tensor(self._local_tensor)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+        )
+        for _, chunk in boxes
+    ]
+
+
+def _chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
+    boxes = _boxes(self)
+    return [chunk for _, chunk in boxes] if len(boxes) > 1 else _original["__create_chunk_list__"](self)
+
+
+def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
+    boxes = _boxes(self)
+    if len(boxes) == 1:
+        return _original["__get_tensor_shard__"](self, index)
+    return next(self._local_tensor[where] for where, chunk in boxes if chunk.offsets == index.offset)
+
+
+def _boxes(tensor: DTensor) -> list[Box]:
+    """Where each box lies in the local tensor, and where in the global one; one box for most layouts."""
+    if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
+        whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
+        return [((), whole)]
+    runs = [list(_runs(index)) for index in _held(tensor)]
+    return [
+        (
+            tuple(slice(at, at + size) for at, _, size in box),
+            ChunkStorageMetadata(torch.Size(start for _, start, _ in box), torch.Size(size for _, _, size in box)),
+        )
+        for box in product(*runs)
+    ]
+
+
+def _held(tensor: DTensor) -> list[torch.Tensor]:
+    """Per dim the global indices that this rank holds: the placements applied to the indices themselves."""
+    held = [torch.arange(size) for size in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "only ranks of the mesh save and load"
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_shard() or isinstance(placement, _StridedShard):
+            # Each dim's indices lie in a tensor of one dim, so the split is along its dim 0.
+            factor = {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
+            pieces, _ = type(placement)(0, **factor)._split_tensor(
+                held[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False
+            )
+            held[placement.dim] = pieces[coordinate[mesh_dim]]
+    return held
+
+
+def _runs(index: Sequence[int] | torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """(local start, global start, length) of each contiguous run of ``index``."""
+    values = torch.as_tensor(index)
+    breaks = [0, *(torch.nonzero(values.diff() != 1).flatten() + 1).tolist(), len(values)]
+    for start, stop in zip(breaks, breaks[1:], strict=False):
+        yield start, int(values[start]) if stop > start else 0, stop - start

@@ -1,0 +1,246 @@
+"""`Virtual`: a tensor of global shape on the CPU, of which only this rank's shard has memory."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from shardc.errors import InitError
+from shardc.ir.layout import Layout
+from shardc.runtime.draw import Piece, draw, shifted
+from shardc.runtime.storage import cut, held, shard_tensor, take, unpadded_shape
+
+aten = torch.ops.aten
+# Writes that do not depend on what was there, beside the random ones; in-place, elementwise, but not tagged so.
+_FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
+# Tensors made after a given one: real ones where they are small.
+_FACTORIES = {
+    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+    *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+}
+_FIX = (
+    "initialise with in-place fills and elementwise ops (torch.nn.init.normal_, uniform_, zeros_, ...), "
+    "or build the model on a real device"
+)
+
+
+@dataclass(eq=False)
+class Made:
+    """One parameter or buffer in the making.
+
+    Args:
+        name: its qualified name.
+        shape: its global shape.
+        storage: its storage layout, or None where it is kept whole.
+        held: per dim the global indices that this rank holds.
+        padded: the local tensor with the pad, ``local`` the view of it without.
+        limit: elements that a buffer of random values may have.
+        written: the views of it that were filled, as (offset, shape, strides).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    storage: Layout | None
+    held: tuple[Sequence[int], ...]
+    padded: torch.Tensor
+    local: torch.Tensor
+    limit: int
+    written: set[tuple[Any, ...]] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> Made:
+        """Zeros for a tensor on ``meta``; else its own values, which count as written."""
+        shape = tuple(tensor.shape)
+        if storage is None:
+            indices: tuple[Sequence[int], ...] = tuple(range(size) for size in shape)
+            padded = torch.zeros(shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
+            local = padded
+        else:
+            indices = tuple(held(storage, shape, dim, rank) for dim in range(len(shape)))
+            empty = torch.zeros(storage.local_shape, dtype=tensor.dtype)
+            padded = empty if tensor.is_meta else shard_tensor(tensor, storage, rank).cpu()
+            local = cut(padded, unpadded_shape(storage, shape, rank))
+        made = cls(name, shape, storage, indices, padded, local, limit)
+        if not tensor.is_meta:
+            made.mark(Virtual.whole(made))
+        return made
+
+    @property
+    def whole(self) -> bool:
+        """Whether this rank holds every element."""
+        return tuple(self.local.shape) == self.shape
+
+    def mark(self, view: Virtual) -> None:
+        self.written.add((view.storage_offset(), tuple(view.shape), view.stride()))
+
+    def check_written(self) -> None:
+        """Raises InitError where the fills do not cover the tensor (by the number of elements of the views)."""
+        if sum(prod(shape) for _, shape, _ in self.written) >= prod(self.shape):
+            return
+        extent = "only a part" if self.written else "nothing"
+        raise InitError(
+            f"{self.name!r} is on meta and the initialisation filled {extent} of it",
+            fix="fill it in the function given to init_weights, or in its module's reset_parameters()",
+        )
+
+
+class Virtual(torch.Tensor):
+    """A view of a `Made` at global shape. ``meta`` is its twin on the meta device: views are made on that."""
+
+    meta: torch.Tensor
+    made: Made
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, made: Made) -> Virtual:
+        view = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device="cpu"
+        )
+        view.meta, view.made = meta, made
+        return view
+
+    @classmethod
+    def whole(cls, made: Made) -> Virtual:
+        return cls(torch.empty(made.shape, dtype=made.padded.dtype, device="meta"), made)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Virtual({self.made.name}, {list(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        target = args[0]
+        if func.is_view and isinstance(target, Virtual):
+            views = func(*pytree.tree_map_only(Virtual, lambda view: view.meta, args), **kwargs)
+            return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.made), views)
+        views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Virtual)]
+        if all(view.made.whole for view in views):
+            return _on_whole(func, args, kwargs)
+        if func in _FACTORIES and isinstance(target, Virtual):
+            return _factory(func, target, args, kwargs)
+        if not isinstance(target, Virtual) or torch.Tag.inplace not in func.tags:
+            raise unsupported(func, views[0])
+        if torch.Tag.nondeterministic_seeded in func.tags and target.meta.is_contiguous():
+            fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731
+            draw(piece_of(func, target), fill, target.dtype, target.made.limit)
+            target.made.mark(target)
+        elif func in _FILLS or torch.Tag.pointwise in func.tags:
+            _elementwise(func, target, args, kwargs)
+        else:
+            raise unsupported(func, target)
+        return target
+
+
+def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Any op on tensors that this rank holds whole: run as it is."""
+
+    def local(view: Virtual) -> torch.Tensor:
+        return view.made.local.as_strided(view.shape, view.stride(), view.storage_offset())
+
+    result = func(*pytree.tree_map_only(Virtual, local, args), **pytree.tree_map_only(Virtual, local, kwargs))
+    written = [
+        arg
+        for arg, spec in zip(args, func._schema.arguments, strict=False)
+        if isinstance(arg, Virtual) and spec.is_write
+    ]
+    for view in written:
+        view.made.mark(view)
+    return args[0] if written and written[0] is args[0] else result
+
+
+def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """A real CPU tensor of no more elements than a buffer of random values has."""
+    meta = func(target.meta, *args[1:], **kwargs)
+    if meta.numel() > target.made.limit:
+        raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")
+    return func(target.meta, *args[1:], **{**kwargs, "device": torch.device("cpu")})
+
+
+def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """An in-place elementwise op on the shard; other tensors are cut like it."""
+    piece = piece_of(func, target)
+
+    def cut_like(other: torch.Tensor) -> torch.Tensor:
+        if isinstance(other, Virtual):
+            others = piece_of(func, other)
+            if (others.shape, others.held) != (piece.shape, piece.held):
+                raise unsupported(func, other)
+            assert others.local is not None
+            return others.local
+        if other.is_meta:
+            raise unsupported(func, target, "from a tensor on meta, which has no values")
+        if other.dim() == 0:
+            return other
+        shard = torch.broadcast_to(other, piece.shape)
+        for dim, index in enumerate(piece.held):
+            shard = take(shard, dim, index)
+        return shard
+
+    if piece.local is not None:
+        rest, kwargs = pytree.tree_map_only(torch.Tensor, cut_like, (tuple(args[1:]), dict(kwargs)))
+        func(piece.local, *rest, **kwargs)
+    if func in _FILLS:
+        target.made.mark(target)
+
+
+def piece_of(func: object, view: Virtual) -> Piece:
+    """What this rank holds of ``view``, found from its offset, shape and strides.
+
+    A dim of the view is a stretch of one dim of the parameter; the parameter's other dims are at one index.
+    """
+    made = view.made
+    stride = [prod(made.shape[dim + 1 :]) for dim in range(len(made.shape))]
+    starts, rest = [], view.storage_offset()
+    for step in stride:
+        start, rest = divmod(rest, max(step, 1))
+        starts.append(start)
+    sources: list[int | None] = []
+    for size, step in zip(view.shape, view.stride(), strict=True):
+        fitting = [d for d, s in enumerate(stride) if s == step and made.shape[d] > 1 and d not in sources]
+        if size == 1:
+            sources.append(None)
+        elif fitting and starts[fitting[0]] + size <= made.shape[fitting[0]]:
+            sources.append(fitting[0])
+        else:
+            raise unsupported(func, view, f"through a view of shape {list(view.shape)}, strides {list(view.stride())}")
+    lengths = {source: size for source, size in zip(sources, view.shape, strict=True) if source is not None}
+
+    local: torch.Tensor | None = made.local
+    indices: list[Sequence[int]] = []
+    for dim, index in enumerate(made.held):
+        low, high = bisect_left(index, starts[dim]), bisect_left(index, starts[dim] + lengths.get(dim, 1))
+        assert local is not None
+        local = local.narrow(dim, low, high - low)
+        indices.append(shifted(index[low:high], starts[dim]))
+    single = [dim for dim in range(len(made.shape)) if dim not in lengths]
+    if any(not indices[dim] for dim in single):
+        local = None
+    else:
+        local = local.permute(*lengths, *single)[(..., *[0] * len(single))]
+        for dim, source in enumerate(sources):
+            local = local.unsqueeze(dim) if source is None else local
+    return Piece(tuple(view.shape), tuple(range(1) if s is None else indices[s] for s in sources), local)
+
+
+def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
+    return InitError(
+        f"{func} cannot initialise {view.made.name!r} ({list(view.made.shape)}) {how}", source=_caller(), fix=_FIX
+    )
+
+
+def _caller() -> str:
+    """``file:line`` of the innermost frame outside of torch and shardc."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "shardc", "contextlib"):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,49 @@
+"""The training example end to end: real ranks, every plan, against one device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RESULT = re.compile(r"difference from one device: (\S+) in loss, (\S+) in parameters")
+LOSSES = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, ([\d,]+) tokens/s")
+
+
+def train(*flags: str) -> str:
+    """Run the example at its smallest size; what it prints."""
+    command = [sys.executable, "examples/train_decoder.py", "--size", "tiny", *flags]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def assert_equals_one_device(output: str, steps: int) -> None:
+    in_loss, in_parameters = (float(number) for number in RESULT.search(output).groups())
+    assert in_loss < 1e-4 and in_parameters < 1e-4, output
+    first, last, ran, _ = LOSSES.search(output).groups()
+    assert int(ran) == steps and float(last) < float(first), output
+
+
+@pytest.mark.parametrize("plan", ["ddp", "fsdp", "fsdp1", "fsdp2", "hsdp", "tp", "tp+sp", "fsdp+tp"])
+def test_plan_on_two_ranks_equals_one_device(plan: str) -> None:
+    output = train("--plan", plan, "--nproc", "2", "--backend", "eager", "--steps", "5", "--check")
+    assert_equals_one_device(output, steps=5)
+
+
+def test_two_axes_on_four_ranks_equal_one_device() -> None:
+    mesh = ("--mesh", "dp=2,tp=2", "--nproc", "4")
+    output = train("--plan", "fsdp+tp", *mesh, "--backend", "eager", "--steps", "5", "--check")
+    assert_equals_one_device(output, steps=5)
+
+
+def test_inductor_equals_one_device_and_samples() -> None:
+    output = train("--plan", "fsdp", "--nproc", "2", "--steps", "5", "--check")
+    assert_equals_one_device(output, steps=5)
+    assert "sampled: def " in output

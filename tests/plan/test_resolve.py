@@ -1,0 +1,295 @@
+# ruff: noqa: E501
+"""Plans against a mesh and parameters: the whole table of layouts, the warnings, and each error's whole text."""
+
+from __future__ import annotations
+
+import warnings
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tabulate import tabulate
+
+from shardc.errors import PlanError, ShardcWarning
+from shardc.ir.mesh import Mesh
+from shardc.plan import ParamPlan, Plan, ddp, fsdp, hsdp, resolve_params, tp
+
+MESH = Mesh(rep=2, dp=2, tp=2)
+MODEL: dict[str, tuple[tuple[int, ...], int]] = {
+    "tok.weight": ((10, 4), 4),
+    "layers.0.up.weight": ((16, 4), 4),
+    "layers.0.up.bias": ((16,), 4),
+    "layers.0.down.weight": ((4, 16), 4),
+    "layers.0.down.bias": ((4,), 4),
+    "norm.weight": ((3,), 4),
+    "conv.weight": ((8, 6, 3, 3), 4),
+    "scale": ((), 4),
+    "empty": ((0, 4), 4),
+}
+TP = tp("tp", colwise=["*.up"], rowwise=["*.down", "conv"], vocab=["tok"])
+
+
+def table(plans: dict[str, ParamPlan]) -> str:
+    rows = [
+        (name, p.storage, p.compute, p.level, p.storage_cause or "-", p.compute_cause or "-")
+        for name, p in plans.items()
+    ]
+    return f"\n{tabulate(rows, tablefmt='plain')}\n"
+
+
+def resolve(plan: Plan, mesh: Mesh = MESH) -> str:
+    return table(resolve_params(plan, mesh, MODEL))
+
+
+def test_nothing_said() -> None:
+    assert (
+        resolve(ddp("dp"))
+        == """
+tok.weight            [10,4]     [10,4]     0  -  -
+layers.0.up.weight    [16,4]     [16,4]     0  -  -
+layers.0.up.bias      [16]       [16]       0  -  -
+layers.0.down.weight  [4,16]     [4,16]     0  -  -
+layers.0.down.bias    [4]        [4]        0  -  -
+norm.weight           [3]        [3]        0  -  -
+conv.weight           [8,6,3,3]  [8,6,3,3]  0  -  -
+scale                 []         []         0  -  -
+empty                 [0,4]      [0,4]      0  -  -
+"""
+    )
+
+
+def test_tp() -> None:
+    assert (
+        resolve(TP)
+        == """
+tok.weight            [10@tp,4]     [10@tp,4]     0  tp("tp", vocab=["tok"])       tp("tp", vocab=["tok"])
+layers.0.up.weight    [16@tp,4]     [16@tp,4]     0  tp("tp", colwise=["*.up"])    tp("tp", colwise=["*.up"])
+layers.0.up.bias      [16@tp]       [16@tp]       0  tp("tp", colwise=["*.up"])    tp("tp", colwise=["*.up"])
+layers.0.down.weight  [4,16@tp]     [4,16@tp]     0  tp("tp", rowwise=["*.down"])  tp("tp", rowwise=["*.down"])
+layers.0.down.bias    [4]           [4]           0  -                             -
+norm.weight           [3]           [3]           0  -                             -
+conv.weight           [8,6@tp,3,3]  [8,6@tp,3,3]  0  tp("tp", rowwise=["conv"])    tp("tp", rowwise=["conv"])
+scale                 []            []            0  -                             -
+empty                 [0,4]         [0,4]         0  -                             -
+"""
+    )
+
+
+def test_fsdp_over_tp_with_a_threshold() -> None:
+    # norm.weight has 12 bytes; layers.0.down.bias has 16.
+    assert (
+        resolve(fsdp("dp", level=2, threshold=16) | TP)
+        == """
+tok.weight            [10@tp,4@dp]     [10@tp,4]     2  fsdp("dp", level=2, threshold=16)                   tp("tp", vocab=["tok"])
+layers.0.up.weight    [16@(tp,dp),4]   [16@tp,4]     2  fsdp("dp", level=2, threshold=16)                   tp("tp", colwise=["*.up"])
+layers.0.up.bias      [16@(tp,dp)]     [16@tp]       2  fsdp("dp", level=2, threshold=16)                   tp("tp", colwise=["*.up"])
+layers.0.down.weight  [4@dp,16@tp]     [4,16@tp]     2  fsdp("dp", level=2, threshold=16)                   tp("tp", rowwise=["*.down"])
+layers.0.down.bias    [4@dp]           [4]           2  fsdp("dp", level=2, threshold=16)                   -
+norm.weight           [3]              [3]           2  fsdp("dp", level=2, threshold=16): 12 B stay whole  -
+conv.weight           [8@dp,6@tp,3,3]  [8,6@tp,3,3]  2  fsdp("dp", level=2, threshold=16)                   tp("tp", rowwise=["conv"])
+scale                 []               []            2  fsdp("dp", level=2, threshold=16): 4 B stay whole   -
+empty                 [0,4]            [0,4]         2  fsdp("dp", level=2, threshold=16): 0 B stay whole   -
+"""
+    )
+
+
+def test_hsdp_pads_what_does_not_divide() -> None:
+    plans = resolve_params(hsdp(shard="dp", replicate="rep"), Mesh(rep=2, dp=4), MODEL)
+    assert (
+        table(plans)
+        == """
+tok.weight            [10,4@dp]     [10,4]     3  hsdp(shard="dp", replicate="rep", level=3)  -
+layers.0.up.weight    [16@dp,4]     [16,4]     3  hsdp(shard="dp", replicate="rep", level=3)  -
+layers.0.up.bias      [16@dp]       [16]       3  hsdp(shard="dp", replicate="rep", level=3)  -
+layers.0.down.weight  [4@dp,16]     [4,16]     3  hsdp(shard="dp", replicate="rep", level=3)  -
+layers.0.down.bias    [4@dp]        [4]        3  hsdp(shard="dp", replicate="rep", level=3)  -
+norm.weight           [4@dp]        [3]        3  hsdp(shard="dp", replicate="rep", level=3)  -
+conv.weight           [8@dp,6,3,3]  [8,6,3,3]  3  hsdp(shard="dp", replicate="rep", level=3)  -
+scale                 []            []         3  -                                           -
+empty                 [0,4]         [0,4]      3  -                                           -
+"""
+    )
+    assert {name: plan.padded for name, plan in plans.items() if plan.padded != MODEL[name][0]} == {"norm.weight": (4,)}
+
+
+def test_several_axes_are_bound_in_order() -> None:
+    params = {"a": ((12, 8), 4), "b": ((10, 3), 4), "c": ((5,), 4), "d": ((6,), 4), "e": ((8, 2), 4)}
+    assert (
+        table(resolve_params(fsdp(("x", "y")), Mesh(x=2, y=4), params))
+        == """
+a  [12@x,8@y]    [12,8]  3  fsdp(("x", "y"), level=3)  -
+b  [16@(x,y),3]  [10,3]  3  fsdp(("x", "y"), level=3)  -
+c  [8@(x,y)]     [5]     3  fsdp(("x", "y"), level=3)  -
+d  [8@(x,y)]     [6]     3  fsdp(("x", "y"), level=3)  -
+e  [8@(x,y),2]   [8,2]   3  fsdp(("x", "y"), level=3)  -
+"""
+    )
+
+
+def test_storage_goes_where_a_raw_entry_says() -> None:
+    params = {"a": ((8, 8), 4), "b": ((8, 8), 4), "c": ((6, 8), 4)}
+    plan = fsdp("dp") | Plan(params={"a": (None, ("tp", "dp")), "b": "(2 _@tp), _"})
+    assert (
+        table(resolve_params(plan, MESH, params))
+        == """
+a  [8,8@(tp,dp)]  [8,8@tp]      3  params["a"] = (None, ("tp", "dp"))  params["a"] = (None, ("tp", "dp"))
+b  [8@(dp,tp),8]  [(2 4@tp),8]  3  fsdp("dp", level=3)                 params["b"] = "(2 _@tp), _"
+c  [6@dp,8]       [6,8]         3  fsdp("dp", level=3)                 -
+"""
+    )
+
+
+def test_without_an_fsdp_entry_a_raw_entry_is_the_compute_layout_too() -> None:
+    plan = ddp("rep") | Plan(params={"a": ("dp", None)})
+    assert (
+        table(resolve_params(plan, MESH, {"a": ((8, 8), 4)}))
+        == """
+a  [8@dp,8]  [8@dp,8]  0  params["a"] = ("dp", None)  params["a"] = ("dp", None)
+"""
+    )
+
+
+def test_the_last_that_speaks_of_a_parameter_wins() -> None:
+    params = {"a.weight": ((8, 8), 4), "b.weight": ((8, 8), 4), "c.weight": ((8, 8), 4), "d.weight": ((8, 8), 4)}
+    plan = (
+        tp("tp", colwise=["*"])
+        | tp("tp", rowwise=["b"])
+        | tp("dp", rowwise=["c"])
+        | Plan(params={"d.*": "~, _@dp"})
+        | Plan(params={"a.weight": (None, None)})
+    )
+    assert (
+        table(resolve_params(plan, MESH, params))
+        == """
+a.weight  [8,8]        [8,8]        0  params["a.weight"] = (None, None)                    params["a.weight"] = (None, None)
+b.weight  [8,8@tp]     [8,8@tp]     0  tp("tp", colwise=["*"]) | tp("tp", rowwise=["b"])    tp("tp", colwise=["*"]) | tp("tp", rowwise=["b"])
+c.weight  [8@tp,8@dp]  [8@tp,8@dp]  0  tp("tp", colwise=["*"]) | tp("dp", rowwise=["c"])    tp("tp", colwise=["*"]) | tp("dp", rowwise=["c"])
+d.weight  [8@tp,8@dp]  [8@tp,8@dp]  0  tp("tp", colwise=["*"]) | params["d.*"] = "~, _@dp"  tp("tp", colwise=["*"]) | params["d.*"] = "~, _@dp"
+"""
+    )
+
+
+def test_globs_match_other_names_of_a_tied_parameter() -> None:
+    plans = resolve_params(tp("tp", colwise=["head"]), MESH, {"tok.weight": ((8, 4), 4)}, {"head.weight": "tok.weight"})
+    assert (
+        table(plans)
+        == """
+tok.weight  [8@tp,4]  [8@tp,4]  0  tp("tp", colwise=["head"])  tp("tp", colwise=["head"])
+"""
+    )
+
+
+def test_axes_of_size_one() -> None:
+    mesh = Mesh(rep=1, dp=1, tp=1)
+    everywhere = hsdp() | TP | Plan(params={"norm.weight": ("tp",)})
+    assert {str(p.storage) for p in resolve_params(everywhere, mesh, MODEL).values()} == {
+        f"[{','.join(map(str, shape))}]" for shape, _ in MODEL.values()
+    }
+
+
+WARNINGS = {
+    "tp": (
+        tp("tp", colwise=["a"]),
+        {"a.weight": ((7, 8), 4)},
+        "dim 0 of parameter 'a.weight' of shape (7, 8) does not divide over axis 'tp' of size 2; the parameter stays "
+        'whole on tp\n  plan entry: tp("tp", colwise=["a"])',
+        """
+a.weight  [7,8]  [7,8]  0  tp("tp", colwise=["a"])  tp("tp", colwise=["a"])
+""",
+    ),
+    "raw": (
+        fsdp("dp") | Plan(params={"a": ("dp", None)}),
+        {"a": ((7, 3), 4)},
+        "dim 0 of parameter 'a' of shape (7, 3): 7 elements do not divide over axis 'dp' of size 2; the dim stays whole "
+        'on dp\n  plan entry: params["a"] = ("dp", None)\n  fix: make the size a multiple of 2, or leave dp off',
+        """
+a  [8@dp,3]  [7,3]  3  fsdp("dp", level=3)  params["a"] = ("dp", None)
+""",
+    ),
+    "storage": (
+        fsdp("dp") | tp("tp", colwise=["a"]),
+        {"a.weight": ((6,), 4)},
+        "no dim of parameter 'a.weight' of shape (6,) divides over axis 'dp' of size 2, and each is already split for "
+        'compute as [6@tp]; its storage stays whole on dp\n  plan entry: fsdp("dp", level=3)',
+        """
+a.weight  [6@tp]  [6@tp]  3  fsdp("dp", level=3): no dim divides, stays whole  tp("tp", colwise=["a"])
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WARNINGS)
+def test_what_is_done_where_a_dim_does_not_divide(case: str) -> None:
+    plan, params, text, layouts = WARNINGS[case]
+    with pytest.warns(ShardcWarning) as caught:
+        plans = resolve_params(plan, MESH, params)
+    assert [str(warning.message) for warning in caught] == [text]
+    assert table(plans) == layouts
+
+
+ERRORS = {
+    '\'layers.*.wq.weight\' matches no parameter\n  plan entry: params["layers.*.wq.weight"] = ("tp", None)\n'
+    "  fix: did you mean 'layers.0.down.weight' or 'layers.0.up.weight' or 'layers.0.down.bias'?": (
+        Plan(params={"layers.*.wq.weight": ("tp", None)})
+    ),
+    "'zzz' matches no parameter\n  plan entry: params[\"zzz\"] = \"_\"\n  fix: there are 'tok.weight', "
+    "'layers.0.up.weight', 'layers.0.up.bias', 'layers.0.down.weight', 'layers.0.down.bias', 'norm.weight', "
+    "'conv.weight', 'scale' and 1 more": Plan(params={"zzz": "_"}),
+    '\'*.upp\' matches no module with a weight\n  plan entry: tp("tp", colwise=["*.upp"])\n'
+    "  fix: did you mean 'layers.0.up'?": tp("tp", colwise=["*.upp"]),
+    "parameter 'norm.weight' of shape (3,) has no dim 1 for rowwise to split\n"
+    '  plan entry: tp("tp", rowwise=["norm"])\n  fix: match only modules whose weight is a matrix': (
+        tp("tp", rowwise=["norm"])
+    ),
+    'unknown mesh axis \'model\'; the mesh is rep=2 dp=2 tp=2\n  plan entry: tp("model", colwise=["*.up"])\n'
+    "  fix: use one of ['rep', 'dp', 'tp']": tp("model", colwise=["*.up"]),
+    'unknown mesh axis \'tpp\'; the mesh is rep=2 dp=2 tp=2\n  plan entry: activations["m"] = ("tpp",)\n'
+    "  fix: did you mean 'tp'?": Plan(activations={"m": ("tpp",)}),
+    'axis \'dp\' is given to TP and to fsdp("dp", level=3)\n  plan entry: tp("dp", colwise=["*.up"])\n'
+    "  fix: use one axis for the batch and another for TP": fsdp("dp") | tp("dp", colwise=["*.up"]),
+    'the plan has fsdp entries of levels 2 and 3\n  plan entry: fsdp("dp", level=3) | fsdp("rep", level=2)\n'
+    "  fix: give all of them the same level": fsdp("dp") | fsdp("rep", level=2),
+    "parameter 'tok.weight' cannot lie as a pending reduction {sum:tp}\n"
+    '  plan entry: params["tok.weight"] = "_, _{sum:tp}"\n  fix: split it, or leave it whole': (
+        Plan(params={"tok.weight": "_, _{sum:tp}"})
+    ),
+    "spec (\"tp\",) has 1 dims, parameter 'tok.weight' of shape (10, 4) has 2\n"
+    '  plan entry: params["tok.weight"] = ("tp",)\n  fix: give one item for each dim of the tensor': (
+        Plan(params={"tok.weight": ("tp",)})
+    ),
+}
+
+
+@pytest.mark.parametrize("text", ERRORS)
+def test_errors(text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve_params(ERRORS[text], MESH, MODEL)
+    assert str(caught.value) == text
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)),
+    style=st.sampled_from(["colwise", "rowwise", "none"]),
+    threshold=st.sampled_from([0, 40]),
+)
+def test_storage_is_compute_split_further(
+    shape: tuple[int, ...], sizes: tuple[int, int, int], style: str, threshold: int
+) -> None:
+    mesh = Mesh(dp=sizes[0], cp=sizes[1], tp=sizes[2])
+    plan = fsdp(("dp", "cp"), threshold=threshold)
+    if len(shape) >= 2 and style != "none":
+        plan |= tp("tp", **{style: ["m"]})
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        out = resolve_params(plan, mesh, {"m.weight": (shape, 4)})["m.weight"]
+    assert out.compute.shape == shape and out.storage.shape == out.padded
+    assert not {"dp", "cp"} & set(out.compute.bound)
+    assert set(out.storage.bound) - {"dp", "cp"} == set(out.compute.bound)
+    grown = [dim for dim, (size, pad) in enumerate(zip(shape, out.padded, strict=True)) if size != pad]
+    assert all(out.padded[dim] >= shape[dim] and not out.compute.dim_axes(dim) for dim in grown)
+    whole = not shape or prod(shape) == 0 or prod(shape) * 4 < threshold
+    split = [axis for axis in ("dp", "cp") if mesh.size(axis) > 1 and not whole]
+    missing = set(split) - set(out.storage.bound)
+    assert not missing or warned

@@ -1,0 +1,137 @@
+"""The shape of the project: who imports whom, how long files are, and that the README's code and commands are real."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "shardc"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+ENTRY = {"__init__", "__main__", "api", "cli"}  # what ties the stages together may import any of them
+ALLOWED = {
+    "errors": set(),
+    "_compat": {"errors"},
+    "ir": {"errors"},
+    "rules": {"errors", "ir", "_compat"},
+    "plan": {"errors", "ir", "_compat"},
+    "analysis": {"errors", "ir", "_compat"},
+    "capture": {"errors", "ir", "_compat"},
+    "lower": {"errors", "ir", "_compat"},
+    "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
+    "runtime": {"errors", "ir", "_compat"},
+}
+NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}
+
+
+def unit(path: Path) -> str:
+    """The part of the package that a file belongs to: its folder, or its own name."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it: ``from a import b`` gives ``a.b``."""
+    here = ("shardc", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: len(here) - node.level + 1]) if node.level else ""
+            prefix = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{prefix}.{alias.name}" for alias in node.names)
+
+
+def fenced(language: str, path: Path) -> list[str]:
+    """The code blocks of one language in a Markdown file."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_each_unit_imports_only_what_it_may() -> None:
+    known = set(ALLOWED) | ENTRY
+    wrong = []
+    for path in SOURCES:
+        owner = unit(path)
+        assert owner in known, f"{path} belongs to no unit with import rules"
+        for name in imported(path):
+            parts = name.split(".")
+            if parts[0] != "shardc" or owner in ENTRY:
+                continue
+            target = parts[1] if len(parts) > 1 else "__init__"
+            if target != owner and target not in ALLOWED[owner]:
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+def test_private_torch_stays_near_torch() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in SOURCES
+        if unit(path) not in NEAR_TORCH
+        for name in imported(path)
+        if name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(("folder", "limit"), [("shardc", 400), ("tests", 500), ("examples/models", 250)])
+def test_files_stay_short(folder: str, limit: int) -> None:
+    lengths = {path: len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py")}
+    assert lengths, f"no Python file under {folder}"
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > limit} == {}
+
+
+def test_examples_are_under_80_lines() -> None:
+    lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
+    assert "train_decoder.py" in lengths
+    assert {name: n for name, n in lengths.items() if n >= 80} == {}
+
+
+def test_no_file_is_named_after_nothing() -> None:
+    vague = {"utils.py", "helpers.py", "common.py", "misc.py"}
+    assert [path for path in (*SOURCES, *(ROOT / "examples").rglob("*.py")) if path.name in vague] == []
+
+
+def test_readme_python_blocks_run(tmp_path: Path) -> None:
+    blocks = fenced("python", ROOT / "README.md")
+    assert blocks, "the README shows no Python"
+    for number, block in enumerate(blocks):
+        script = tmp_path / f"readme_{number}.py"
+        script.write_text(block)
+        done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+
+def test_readme_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    asked = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()))
+    assert {"demo", "test"} <= asked <= targets
+
+
+def test_readme_dump_is_what_the_command_prints() -> None:
+    """A ``console`` block holds one ``$ python ...`` line and all that it prints."""
+    blocks = fenced("console", ROOT / "README.md")
+    assert blocks, "the README shows no command with its output"
+    for block in blocks:
+        command, _, expected = block.partition("\n")
+        assert command.startswith("$ python "), command
+        done = subprocess.run(
+            [sys.executable, *shlex.split(command.removeprefix("$ python "))],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.rstrip() == expected.rstrip()
+
+
+def test_demo_is_the_decoder_example() -> None:
+    recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "examples/train_decoder.py --plan fsdp --nproc 2" in recipe
