@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
 def sample(module: nn.Module, prompt: bytes, *, count: int, length: int, copies: int, heat: float = 0.7) -> Tensor:
-    """``prompt`` and ``count`` sampled bytes after it, ``i64[n]``, the same on every rank.
+    """``prompt`` and ``count`` sampled bytes after it, ``i64[n]``, the same on every rank; outputs must come back whole.
 
     The window has a fixed ``length``, so that one compiled program serves every step: causal attention never looks
     at what comes after the last byte. It is repeated ``copies`` times, a number that the plan's batch axes divide.
@@ -21,9 +20,7 @@ def sample(module: nn.Module, prompt: bytes, *, count: int, length: int, copies:
         window = text[-length:]
         tokens = torch.zeros(copies, length, dtype=torch.int64)
         tokens[:, : len(window)] = window
-        logits = module(*module.shard_inputs(tokens))
-        if isinstance(logits, DTensor):
-            logits = logits.full_tensor()
+        logits = module(module.shard_inputs(tokens))
         odds = torch.softmax(logits[0, len(window) - 1] / heat, dim=-1)
         text = torch.cat([text, torch.multinomial(odds, 1, generator=dice)])
     module.train()

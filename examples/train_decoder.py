@@ -46,7 +46,8 @@ def main() -> None:
 
     with torch.device("meta"):
         model = Llama(config)
-    module = shardc.compile(model, mesh, PLANS[args.plan](), loss=loss, backend=args.backend)
+    plan = PLANS[args.plan]() | shardc.Plan(outputs="...")  # every rank gets the whole logits when it samples
+    module = shardc.compile(model, mesh, plan, loss=loss, backend=args.backend)
     torch.manual_seed(0)
     module.init_weights(None)
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)

@@ -69,6 +69,7 @@ class Program:
         self.backward: fx.GraphModule | None = None
         self.inference: fx.GraphModule | None = None
         self._graphs: dict[str, fx.Graph] = {}
+        self._root = captured.graph
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -86,7 +87,7 @@ class Program:
 
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
         """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause."""
-        return dump(self.graph(stage), self.mesh, origins=origins)
+        return dump(fx.GraphModule(self._root, self.graph(stage)), self.mesh, origins=origins)
 
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the text of every stage as ``NN_stage.txt``; returns the paths."""

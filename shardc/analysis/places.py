@@ -58,7 +58,9 @@ class Places:
         sizes: ranks along each part.
         places: every place that the search knows; location ``k + 1`` is ``places[k]``.
         source, target: the location of each part.
-        parks: for each part the locations, neither source nor target, where it may stand for a while.
+        parks: for each part the locations, other than its target, where it may stand for a while: those that
+            are in the way of no target first.
+        neutral: bit mask of the locations that are in the way of no target.
     """
 
     mesh: Mesh
@@ -69,6 +71,7 @@ class Places:
     source: tuple[int, ...]
     target: tuple[int, ...]
     parks: tuple[tuple[int, ...], ...]
+    neutral: int
     clashes: tuple[int, ...]
     """``clashes[k]``: bit mask of the locations that cannot be bound beside location ``k`` (itself included)."""
     rivals: tuple[tuple[int, ...], ...]
@@ -144,6 +147,9 @@ def common_places(src: Layout, dst: Layout) -> Places:
     number |= {code: code for code in range(-len(REDUCE_OPS), 1)}
     start = tuple(number[source.get(part, WHOLE)] for part in parts)
     goal = tuple(number[target.get(part, WHOLE)] for part in parts)
+    clashes = (0, *(sum(1 << (j + 1) for j, q in enumerate(places) if not p.fits(q)) for p in places))
+    wanted = sum(1 << at for at in set(goal) if at > WHOLE)
+    neutral = sum(1 << at for at, mask in enumerate(clashes) if at and not mask & wanted)
     return Places(
         mesh=mesh,
         shape=src.shape,
@@ -156,7 +162,8 @@ def common_places(src: Layout, dst: Layout) -> Places:
             tuple(at + 1 for at, place in enumerate(places) if place.radix == size and at + 1 != goal[k])
             for k, size in enumerate(sizes)
         ),
-        clashes=(0, *(sum(1 << (j + 1) for j, q in enumerate(places) if not p.fits(q)) for p in places)),
+        neutral=neutral,
+        clashes=clashes,
         rivals=tuple(tuple(j for j, q in enumerate(parts) if q != p and mesh.overlap(p, q)) for p in parts),
     )
 

@@ -233,7 +233,12 @@ class _Search:
         goal = self.places.target[part]
         if goal > WHOLE and not blocked >> goal & 1 and self._rivals_whole(state, part):
             return [goal]
-        return [at for at in self.places.parks[part] if not blocked >> at & 1]
+        return self._free_parks(part, blocked)
+
+    def _free_parks(self, part: int, blocked: int) -> list[int]:
+        """Where ``part`` may wait now: one place that is in nobody's way does for all of them."""
+        free = [at for at in self.places.parks[part] if not blocked >> at & 1]
+        return [at for at in free if self.places.neutral >> at & 1][:1] or free
 
     def _bindings(self, state: State, parts: list[int], blocked: int) -> Iterator[dict[int, int]]:
         """Every way to bind some of ``parts`` at free places."""

@@ -16,11 +16,11 @@ One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse``
 
 NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``,
 ``.``, ``-``, ``/`` and ``$``. ROLE is left out where it is the NAME (empty, for an output), INDEX where it
-is 0. ``as`` says which layout an op or the outside wants of a value that has another. ``?`` marks a tensor without a layout in a program where others have one; ``no layouts``
-says that none has (bare sizes mean a whole tensor otherwise). WORD is ``None``, ``True``, ``False``, ``inf``,
-``nan``, a dtype, a device, a memory format or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in
-``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A constant shows its name and, where it is small, what it
-holds. ``#`` after a line starts a comment; a comment
+is 0. ``?`` marks a tensor without a layout in a program where others have one; ``no layouts`` says that none
+has (bare sizes mean a whole tensor otherwise). ``as`` says which layout an op, or the outside, wants of a value
+that has another. WORD is ``None``, ``True``, ``False``, ``inf``, ``nan``, a dtype, a device, a memory format or
+a ``torch.layout``. AXES (the keyword ``axis`` of the ops in ``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``.
+A constant shows its name and, where it is small, what it holds. ``#`` after a line starts a comment; a comment
 ``# module | source | cause`` is the node's origin.
 """
 

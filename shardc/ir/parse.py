@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
 
+import shardc.ir.comm  # noqa: F401  (defines an op that programs call)
 from shardc.errors import LayoutError, MeshError, TextError
 from shardc.ir import grammar
 from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, set_info
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import MARKERS
+from shardc.ir.reader import STRING, Reader
 from shardc.ir.tally import tally
 
 TENSOR = re.compile(r"(\w+)(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
 LAYOUT = re.compile(r"\[[^\]]*\](?:\{[^}]*\})?")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf\b)")
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 WORD = re.compile(r"[A-Za-z_][\w.:]*")
 AXIS = re.compile(r"\w+(?::\d+x\d+)?")
 ROLE = re.compile(r"(\w+)(?: #(\d+))?(?: (?!%)([\w.$/-]+|\"(?:[^\"\\]|\\.)*\"))?(?: |$)")
@@ -51,81 +51,12 @@ def parse_mesh(text: str) -> Mesh:
 Made = Value | tuple[Value | None, ...] | None
 
 
-class _Reader:
-    """Reads one line from left to right."""
-
-    def __init__(self, line: str, number: int) -> None:
-        self.line, self.number, self.at = line, number, 0
-
-    def fail(self, expected: str) -> NoReturn:
-        rest = self.line[self.at :].strip()
-        raise TextError(
-            f"line {self.number}: expected {expected}, found {repr(rest) if rest else 'the end of the line'}",
-            program=f"{self.line}\n{' ' * self.at}^",
-        )
-
-    def skip(self) -> None:
-        while self.line.startswith(" ", self.at):
-            self.at += 1
-
-    def take(self, literal: str) -> bool:
-        """Whether ``literal`` comes next; steps over it if so."""
-        self.skip()
-        found = self.line.startswith(literal, self.at)
-        self.at += len(literal) * found
-        return found
-
-    def expect(self, literal: str) -> None:
-        if not self.take(literal):
-            self.fail(repr(literal))
-
-    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        self.skip()
-        found = pattern.match(self.line, self.at)
-        self.at = found.end() if found else self.at
-        return found
-
-    def end(self) -> None:
-        """The line ends here, or in a comment."""
-        self.skip()
-        if self.at < len(self.line) and self.line[self.at] != "#":
-            self.fail("the end of the line")
-
-    def listed(self, close: str, one: Callable[[], Any]) -> list[Any]:
-        """What ``one`` reads, separated by commas, up to ``close``."""
-        out: list[Any] = []
-        while not self.take(close):
-            if out:
-                self.expect(",")
-            out.append(one())
-        return out
-
-    def word(self) -> str | None:
-        """A bare or a quoted word."""
-        if quoted := self.match(STRING):
-            return str(json.loads(quoted[0]))
-        bare = self.match(grammar.BARE)
-        return bare[0] if bare else None
-
-    def integer(self, what: str) -> int:
-        found = self.match(re.compile(r"\d+"))
-        return int(found[0]) if found else self.fail(what)
-
-    def origin(self, phase: str) -> Origin:
-        """What the comment at the end says, if it says where the op comes from."""
-        parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
-        if len(parts) != 3:
-            return Origin(phase=phase)
-        module, source, cause = ("" if part == "-" else part for part in parts)
-        return Origin(module, source, phase, cause)
-
-
 class _Parser:
     """Reads a program line by line into a graph."""
 
     def __init__(self, text: str) -> None:
         numbered = ((n, line.rstrip()) for n, line in enumerate(text.splitlines(), 1))
-        self.readers = [_Reader(line, n) for n, line in numbered if line.strip() and not line.lstrip().startswith("#")]
+        self.readers = [Reader(line, n) for n, line in numbered if line.strip() and not line.lstrip().startswith("#")]
         if not self.readers:
             raise TextError("line 1: expected 'mesh', found nothing", fix="start with a line like: mesh dp=2 tp=2")
         self.mesh = self._mesh(self.readers.pop(0))
@@ -135,9 +66,9 @@ class _Parser:
         self.values: dict[str, fx.Node] = {}
         self.outputs: list[tuple[Role, Any]] = []
         self.wants: list[tuple[Value, Layout | None]] = []  # of the tensors that the line uses
-        self.comm: list[_Reader] = []
+        self.comm: list[Reader] = []
 
-    def _mesh(self, reader: _Reader) -> Mesh:
+    def _mesh(self, reader: Reader) -> Mesh:
         reader.expect("mesh")
         axes: list[tuple[str, int]] = []
         while found := reader.match(re.compile(r"(\w+)=(\d+)")):
@@ -173,7 +104,7 @@ class _Parser:
 
     # --- lines
 
-    def _placeholder(self, reader: _Reader) -> None:
+    def _placeholder(self, reader: Reader) -> None:
         bare = reader.take("%")
         kind, role_name, index = ("", None, 0) if bare else self._role(reader)
         if not bare:
@@ -186,7 +117,7 @@ class _Parser:
         node.target = node.name
         self._define(node, Info(name, value, self._origin(reader, "forward"), role))
 
-    def _output(self, reader: _Reader) -> None:
+    def _output(self, reader: Reader) -> None:
         kind, name, index = self._role(reader)
         reader.expect("=")
         made = self._argument(reader)
@@ -195,7 +126,7 @@ class _Parser:
         self.wants.clear()
         self.outputs.append((Role(kind, name or "", index, want), made))
 
-    def _line(self, reader: _Reader, phase: str) -> None:
+    def _line(self, reader: Reader, phase: str) -> None:
         reader.expect("%")
         name = self._new_name(reader)
         reader.expect(":")
@@ -218,7 +149,7 @@ class _Parser:
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_identifier(name))
         self._define(node, Info(name, value, self._origin(reader, phase), needs=needs))
 
-    def _constant(self, reader: _Reader, name: str, value: Made, phase: str) -> None:
+    def _constant(self, reader: Reader, name: str, value: Made, phase: str) -> None:
         target = reader.word() or reader.fail("the name of the constant")
         held = self._argument(reader) if reader.take(",") else None
         reader.expect(")")
@@ -232,7 +163,7 @@ class _Parser:
         node = self.graph.create_node("get_attr", target, name=_identifier(name))
         self._define(node, Info(name, value, self._origin(reader, phase)))
 
-    def _origin(self, reader: _Reader, phase: str) -> Origin:
+    def _origin(self, reader: Reader, phase: str) -> Origin:
         reader.end()
         return reader.origin(phase)
 
@@ -250,7 +181,7 @@ class _Parser:
 
     # --- parts of a line
 
-    def _role(self, reader: _Reader) -> tuple[str, str | None, int]:
+    def _role(self, reader: Reader) -> tuple[str, str | None, int]:
         """(kind, name or None, index)."""
         found = reader.match(ROLE)
         if not found:
@@ -260,7 +191,7 @@ class _Parser:
             name = json.loads(name)
         return kind, name, int(index or 0)
 
-    def _new_name(self, reader: _Reader) -> str:
+    def _new_name(self, reader: Reader) -> str:
         start = reader.at
         name = reader.word()
         if name is None or name in self.values:
@@ -268,7 +199,7 @@ class _Parser:
             reader.fail("a name" if name is None else f"a new name (%{name} is defined above)")
         return name
 
-    def _known(self, reader: _Reader) -> fx.Node:
+    def _known(self, reader: Reader) -> fx.Node:
         """The node of the name after a ``%``."""
         start = reader.at
         name = reader.word()
@@ -277,7 +208,7 @@ class _Parser:
             reader.fail("the name of a value that is defined above")
         return self.values[name]
 
-    def _use(self, reader: _Reader) -> fx.Node:
+    def _use(self, reader: Reader) -> fx.Node:
         """A value as an argument, and the layout that is wanted of it, if the line says one."""
         node = self._known(reader)
         made = info(node).value
@@ -286,7 +217,7 @@ class _Parser:
             self.wants.append((made, self._layout(reader, reader.match(LAYOUT), 0) if wanted else None))
         return node
 
-    def _needs(self, reader: _Reader) -> tuple[Layout, ...] | None:
+    def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
         """The layouts that the line's op wants of its tensors, if it says one that differs from what is there."""
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
@@ -296,7 +227,7 @@ class _Parser:
             reader.fail("'as' and a layout for every tensor that has none")
         return tuple(layout for layout in needs if layout is not None)
 
-    def _layout(self, reader: _Reader, found: re.Match[str] | None, group: int) -> Layout:
+    def _layout(self, reader: Reader, found: re.Match[str] | None, group: int) -> Layout:
         """The layout that ``group`` of what was just read says."""
         if found is None:
             reader.fail("a layout such as [16@dp,8]")
@@ -306,7 +237,7 @@ class _Parser:
             reader.at = found.start()
             reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
 
-    def _type(self, reader: _Reader) -> Made:
+    def _type(self, reader: Reader) -> Made:
         if reader.take("("):
             return tuple(reader.listed(")", lambda: self._type(reader)))
         if reader.take("None"):
@@ -320,7 +251,7 @@ class _Parser:
         layout = self._layout(reader, found, 2)
         return Value(dtype, layout.shape, layout if self.placed and found[3] is None else None)
 
-    def _op(self, reader: _Reader) -> Any:
+    def _op(self, reader: Reader) -> Any:
         start = reader.at
         found = reader.match(WORD)
         target = grammar.op_of(found[0]) if found else None
@@ -329,7 +260,7 @@ class _Parser:
             reader.fail("an op such as mm, sum.dim_IntList or all_gather")
         return target
 
-    def _arguments(self, reader: _Reader, target: Any) -> tuple[list[Any], dict[str, Any]]:
+    def _arguments(self, reader: Reader, target: Any) -> tuple[list[Any], dict[str, Any]]:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
 
@@ -348,7 +279,7 @@ class _Parser:
         reader.listed(")", one)
         return args, kwargs
 
-    def _axes(self, reader: _Reader) -> str:
+    def _axes(self, reader: Reader) -> str:
         def one() -> str:
             start = reader.at
             found = reader.match(AXIS)
@@ -359,7 +290,7 @@ class _Parser:
 
         return ",".join(reader.listed(")", one)) if reader.take("(") else one()
 
-    def _argument(self, reader: _Reader) -> Any:
+    def _argument(self, reader: Reader) -> Any:
         if reader.take("%"):
             return self._use(reader)
         if reader.take("["):

@@ -21,7 +21,7 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
-from shardc.ir.graph import Value, info
+from shardc.ir.graph import info, value
 from shardc.ir.mesh import Mesh
 
 GROUP_PREFIX = "shardc:"
@@ -75,12 +75,14 @@ def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
     return sorted(rows, key=lambda row: (row.kind, [mesh.order(a) for a in row.axis.split(",")]))
 
 
-def wire_bytes(kind: str, ranks: int, buffer: int) -> int:
-    """Bytes that each of ``ranks`` ranks sends for a collective whose larger buffer has ``buffer`` bytes a rank."""
-    if kind in ("permute_ranks", "broadcast"):
-        return buffer if ranks > 1 else 0
+def wire_elements(kind: str, ranks: int, held: int) -> int:
+    """Elements that each of ``ranks`` ranks sends, holding ``held`` of them before the collective."""
+    if kind == "all_gather":
+        return (ranks - 1) * held
+    if kind == "permute_ranks" or kind == "broadcast":
+        return held if ranks > 1 else 0
     passes = 2 if kind == "all_reduce" else 1
-    return -(-passes * (ranks - 1) * buffer // ranks)
+    return -(-passes * (ranks - 1) * held // ranks)
 
 
 def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
@@ -121,12 +123,16 @@ def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int
         if axes is None:
             raise VerifyError(f"%{info(node).name} communicates over {group!r}, no group of the mesh {mesh}")
         ranks = prod(mesh.size(axis) for axis in axes)
-        sources = node.args[0] if isinstance(node.args[0], list | tuple) else (node.args[0],)
-        sent = sum(_local_bytes(info(source).value) for source in sources)
-        yield kind, ",".join(axes), wire_bytes(kind, ranks, sent * ranks if kind == "all_gather" else sent)
+        yield kind, ",".join(axes), sum(wire_elements(kind, ranks, _held(x)) * value(x).itemsize for x in _moved(node))
 
 
-def _local_bytes(value: object) -> int:
-    """Bytes that each rank holds of a tensor, given at its layout or at its local shape."""
-    assert isinstance(value, Value), f"a collective moves {value}, not a tensor"
-    return value.itemsize * (prod(value.shape) if value.layout is None else value.layout.local_numel)
+def _moved(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a collective moves: one, or the list that a coalesced one takes."""
+    moved: Any = node.args[0]
+    return list(moved) if isinstance(moved, list | tuple) else [moved]
+
+
+def _held(node: fx.Node) -> int:
+    """Elements of a tensor that each rank holds, by its layout or by its local shape."""
+    made = value(node)
+    return prod(made.shape) if made.layout is None else made.layout.local_numel

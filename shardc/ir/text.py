@@ -10,11 +10,12 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
-from shardc.ir.graph import KEY, Info, Origin, Role, Value, info, outputs
+from shardc.ir.graph import KEY, Info, Origin, Role, Value, info, outputs, value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import tally
 
+NONE_WANTED: Iterator[Layout | None] = iter(())
 Line = tuple[str, fx.Node | None]
 
 
@@ -43,7 +44,7 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
             raise VerifyError(f"the node {node.name!r} carries no Info", program=node.format_node())
-    placed = any(value.layout is not None for node in nodes[:-1] for value in tensors(info(node)))
+    placed = any(made.layout is not None for node in nodes[:-1] for made in tensors(info(node)))
     unplaced = "?" if placed else ""
     out: list[Line] = [(f"mesh {mesh}".rstrip(), None)]
     if not placed:
@@ -69,7 +70,7 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
 def tensors(record: Info) -> list[Value]:
     """The tensors that a node makes."""
     made = record.value if isinstance(record.value, tuple) else (record.value,)
-    return [value for value in made if value is not None]
+    return [one for one in made if one is not None]
 
 
 def placeholder_text(record: Info, unplaced: str) -> str:
@@ -124,7 +125,7 @@ def is_default(known: dict[str, Any], name: str, arg: Any) -> bool:
     return name in known and type(arg) is type(known[name]) and arg == known[name]
 
 
-def argument_text(arg: Any, wants: Iterator[Layout | None] = iter(())) -> str:
+def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
     """An argument: a node by its name, a list of arguments, or a constant.
 
     ``wants`` are the layouts in which the tensors among the arguments are wanted, in order.
@@ -132,7 +133,7 @@ def argument_text(arg: Any, wants: Iterator[Layout | None] = iter(())) -> str:
     if isinstance(arg, fx.Node):
         record = info(arg)
         want = next(wants, None) if isinstance(record.value, Value) else None
-        other = want is not None and want != record.value.layout
+        other = want is not None and want != value(arg).layout
         return f"{grammar.name_text(record.name)} as {want}" if other else grammar.name_text(record.name)
     if isinstance(arg, list | tuple):
         return f"[{', '.join(argument_text(one, wants) for one in arg)}]"

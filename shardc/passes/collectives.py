@@ -37,6 +37,7 @@ class Collectives:
     """
 
     cost: CostModel = CostModel()
+    name = "collectives"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         reshards = [node for node in gm.graph.nodes if node.target is ops.reshard]

@@ -9,11 +9,13 @@ from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal
 
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.placements import from_placements
 from shardc.plan.forms import DimSpec, DimsSpec, Form, freeze, is_placements, read, show
 
 Uneven = Literal["error", "drop"]
@@ -66,7 +68,7 @@ def to_layout(
     dims = tensor.fill(read_as)
     base = (base or Layout.whole(mesh, shape)).unbind(read_as.axes)
     digits = [base.dims[at] if dim.keep else tensor.digits(at, dim) for at, dim in enumerate(dims)]
-    return Layout(mesh, digits, read_as.partial)
+    return Layout(mesh, digits, [(axis, op) for axis, op in read_as.partial if mesh.size(axis) > 1])
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ class _Tensor:
         for axis, placement in zip(self.mesh.axes, form, strict=True):
             if isinstance(placement, Partial):
                 partial.append((axis, placement.reduce_op))
-            elif isinstance(placement, Shard):
+            elif isinstance(placement, Shard | _StridedShard):
                 if not -ndim <= placement.dim < ndim:
                     raise PlanError(
                         f"{show(form)} shards dim {placement.dim}, {self} has {ndim} dims",
@@ -151,11 +153,13 @@ class _Tensor:
                         fix="shard a dim that the tensor has",
                     )
                 axes[placement.dim].append(axis)
-            elif not isinstance(placement, Replicate):
-                return self._from_placements()
+        if any(isinstance(placement, _StridedShard) for placement in form):
+            return self._from_placements()
         return DimsSpec(tuple(DimSpec(((None, tuple(names)),)) for names in axes), None, tuple(partial))
 
     def _from_placements(self) -> Layout:
-        from shardc.ir.placements import from_placements
-
-        return from_placements(self.mesh, self.shape, self.form)
+        assert isinstance(self.form, tuple)
+        try:
+            return from_placements(self.mesh, self.shape, self.form)
+        except LayoutError as error:
+            raise LayoutError(f"{self}: {error.what}", plan_entry=self.entry, fix=error.fix) from None

@@ -1,0 +1,70 @@
+"""The rules: one table a family, and the lookups by op and by call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+from shardc.rules import attention, contraction, convolution, factory, indexing, movement, pointwise, reduction
+from shardc.rules.notation import rule
+from shardc.rules.rule import Call, Localize, Local, Rule, table
+from shardc.rules.spec import Spec
+
+FAMILIES = (pointwise, contraction, reduction, movement, indexing, attention, convolution, factory)
+RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
+_registered: dict[str, Rule] = {}
+
+
+def find_rule(target: Any) -> Rule | None:
+    """The rule of an op overload: that of the overload if it has one, else that of all its overloads."""
+    overload = str(target)
+    packet = overload.rpartition(".")[0]
+    for name in (overload, packet):
+        if (found := _registered.get(name) or RULES.get(name)) is not None:
+            return found
+    return None
+
+
+@lru_cache(maxsize=65536)
+def spec_of(call: Call) -> Spec | None:
+    """The factors of ``call``, or None where its op has no rule.
+
+    Raises:
+        RuleError: where the op's rule does not fit the call's shapes.
+    """
+    found = find_rule(call.target)
+    return None if found is None else found.spec(call)
+
+
+def register_rule(
+    op: Any,
+    text: str,
+    *,
+    reduction: Mapping[str, str] | None = None,
+    linear: str = "",
+    localize: Localize = Local.same,
+) -> Rule:
+    """Gives a custom op a rule, in place of any that it had.
+
+    Args:
+        op: the op: an overload, or its name (``"mylib::scale"`` for all its overloads).
+        text: the notation, e.g. ``"i k, k j -> i j"``: operands in schema order, one name a factor.
+        reduction: what the split of a factor leaves pending: ``"sum"``, ``"max"``, ``"min"``, ``"product"``, or
+            ``"whole"`` for a factor that must not be split. A factor that some result lacks and that is not
+            named here is never split.
+        linear: operand sets that carry a pending sum, by position: ``"0|1"`` either, ``"0&1"`` both together.
+        localize: how the op is spelled on shards; by default the same op with the same arguments.
+
+    Raises:
+        RuleError: where the text cannot be read; at a call, where it does not fit the op's shapes.
+    """
+    name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
+    made = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))
+    _registered[made.op] = made
+    spec_of.cache_clear()
+    return made
+
+
+__all__ = ["FAMILIES", "RULES", "Call", "Local", "Rule", "Spec", "find_rule", "register_rule", "rule", "spec_of", "table"]

@@ -2,58 +2,85 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shardc.rules.loops import FREE, WHOLE, Loops
 from shardc.rules.rule import Call, Rule, table
-from shardc.rules.spec import Dims, Factors, Spec
+from shardc.rules.spec import Dims, Spec
 
 
-class _Attention:
-    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f``, with ``h = g * r`` heads."""
+class _Heads:
+    """The dims of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` heads."""
 
-    def __init__(self, call: Call, loops: Loops, *, backward: bool) -> None:
-        def shape(name: str) -> tuple[int, ...]:
-            at = call.position(name)
-            assert at is not None
-            return loops.shapes[at]
+    def __init__(self, loops: Loops, *, backward: bool) -> None:
+        self.loops = loops
+        call = loops.call
+        query, key, value = (loops.shapes[loops.names.index(name)] for name in ("query", "key", "value"))
+        # Backward sums over queries and over the heads that share a key, and over whatever a bias was broadcast to.
+        # A kernel that drops out draws by position in the whole tensor.
+        kind = WHOLE if call["dropout_p"] else "sum" if backward else FREE
+        self.queries = query[2]
+        self.b, g = loops.dim("b", query[0], kind), loops.dim("g", key[1], kind)
+        h = (*g, *loops.dim("r", query[1] // key[1], kind))
+        q = loops.dim("q", query[2], WHOLE if call["is_causal"] or self._pads_rows() else kind)
+        k, e, f = loops.dim("k", key[2], WHOLE), loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
+        self.query, self.key, self.value = (self.b, h, q, e), (self.b, g, k, e), (self.b, g, k, f)
+        self.output, self.scores = (self.b, h, q, f), (self.b, h, q, k)
 
-        query, key, value = shape("query"), shape("key"), shape("value")
-        sums = "sum" if backward else FREE
-        b, self.g = loops.dim("b", query[0]), loops.dim("g", key[1])
-        # Key and value gradients sum over the queries and over the heads that share a key.
-        self.h = (*self.g, *loops.dim("r", query[1] // key[1], sums))
-        self.q = loops.dim("q", query[2], WHOLE if call["is_causal"] else sums)
-        self.k = loops.dim("k", key[2], WHOLE)
-        e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
-        self.b = b
-        self.query: Dims = (b, self.h, self.q, e)
-        self.key: Dims = (b, self.g, self.k, e)
-        self.value: Dims = (b, self.g, self.k, f)
-        self.output: Dims = (b, self.h, self.q, f)
+    def _pads_rows(self) -> bool:
+        """Whether the kernel's log-sum-exp has more rows than there are queries."""
+        lse = [s for n, s in zip(self.loops.names, self.loops.shapes, strict=True) if n == "logsumexp"]
+        return any(shape[2] != self.queries for shape in lse or self.loops.made[1:2] if len(shape) > 2)
 
-    def mask(self, shape: tuple[int, ...]) -> Dims:
-        """The dims of a mask or bias that broadcasts to ``b h q k``."""
-        full: list[Factors] = [self.b, self.h, self.q, self.k][4 - len(shape) :]
+    def row(self, shape: Sequence[int]) -> Dims:
+        """One number a query; some kernels add a dim of size 1, pad the rows, or give none at all."""
+        q = self.output[2] if shape[2] == self.queries else self.loops.dim("rows", shape[2], WHOLE)
+        return (*self.output[:2], q, *[()] * (len(shape) - 3))
+
+    def bias(self, shape: Sequence[int]) -> Dims:
+        """A mask or bias that broadcasts to the scores."""
+        full = self.scores[len(self.scores) - len(shape) :]
         return tuple(() if size == 1 else factors for size, factors in zip(shape, full, strict=True))
 
-    def named(self, loops: Loops, name: str, shape: tuple[int, ...]) -> Dims:
-        """The dims of the operand given as argument ``name``."""
+    def operand(self, name: str, shape: Sequence[int]) -> Dims:
         if name in ("attn_mask", "attn_bias"):
-            return self.mask(shape)
+            return self.bias(shape)
         if name == "logsumexp":
-            return self.row(loops, shape)
-        known = {"query": self.query, "key": self.key, "value": self.value}
-        if name in known:
-            return known[name]
+            return self.row(shape)
         if name in ("out", "grad_out", "grad_out_"):
             return self.output
-        return loops.dims(name, shape, WHOLE)
+        known = {"query": self.query, "key": self.key, "value": self.value}
+        return known[name] if name in known else self.loops.dims(name, shape, WHOLE)
 
-    def row(self, loops: Loops, shape: tuple[int, ...]) -> Dims:
-        """The dims of one number a query, which some kernels pad or follow with a dim of size 1."""
-        q = self.q if len(shape) < 3 or shape[2] == self.size_q(loops) else loops.dim("q.padded", shape[2], WHOLE)
-        return (self.b, self.h, q, *(() for _ in shape[3:]))
+    def operands(self) -> list[Dims]:
+        return [self.operand(n, shape) for n, shape in zip(self.loops.names, self.loops.shapes, strict=True)]
 
-    def size_q(self, loops: Loops) -> int:
-        at = loops.call.position("query")
-        assert at is not None
-        return loops.shapes[at][2]
+
+def _forward(call: Call) -> Spec:
+    loops = Loops(call)
+    heads = _Heads(loops, backward=False)
+    state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.made[2:])]
+    results = [heads.output, heads.row(loops.made[1]), *state]
+    # Two products of queries and keys.
+    return loops.spec(heads.operands(), results, flops=4, aside=range(2, len(results)))
+
+
+def _backward(call: Call) -> Spec:
+    loops = Loops(call)
+    heads = _Heads(loops, backward=True)
+    known = [heads.query, heads.key, heads.value]
+    given = [dims for dims, result in zip(known, call.results, strict=False) if result is not None]
+    bias = [heads.bias(v.shape) for v in call.results[3:] if v is not None]
+    return loops.spec(heads.operands(), [*given, *bias], flops=10)
+
+
+_KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")
+_TEXT = "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k e f: whole; q: whole where causal"
+
+TABLE = table(
+    *(Rule(f"aten._scaled_dot_product_{kernel}", _forward, _TEXT) for kernel in _KERNELS),
+    *(
+        Rule(f"aten._scaled_dot_product_{kernel}_backward", _backward, f"backward of {_TEXT}    g r q: sum")
+        for kernel in _KERNELS
+    ),
+)

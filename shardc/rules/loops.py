@@ -21,6 +21,7 @@ class Loops:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.shapes = [v.shape for v in call.operands]
+        self.names = [name for name, _ in call.named_operands()]
         self.made = [v.shape for v in call.results if v is not None]
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}
@@ -52,6 +53,7 @@ class Loops:
         linear: Iterable[Iterable[int]] = (),
         moves: bool = False,
         flops: int = 1,
+        aside: Iterable[int] = (),
     ) -> Spec:
         """The `Spec`; raises RuleError where the factors do not make up the call's shapes."""
         spec = Spec(
@@ -63,6 +65,7 @@ class Loops:
             tuple(frozenset(group) for group in linear),
             moves,
             flops,
+            frozenset(aside),
         )
         spec.check(self.shapes, self.made, self.call.name)
         return spec

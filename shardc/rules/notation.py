@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from shardc.errors import RuleError
-from shardc.rules.rule import Call, Localize, Rule, Local
+from shardc.rules.rule import Call, Local, Localize, Rule
 from shardc.rules.spec import Dims, Spec
 
 
@@ -28,7 +28,7 @@ def rule(
     """A rule in notation.
 
     Args:
-        op: the op, without ``aten.`` where it is aten's.
+        op: the op, without ``aten.`` where it is aten's, ``mylib::scale`` otherwise.
         text: the notation.
         linear: operand sets that carry a pending sum, by position: ``"0|1"`` either, ``"0&1"`` both together.
         moves: the op only moves operand 0.
@@ -39,7 +39,7 @@ def rule(
     Raises:
         RuleError: at a call whose shapes the notation does not fit.
     """
-    name = op if op.startswith(("aten.", "shardc.")) or "::" in op else f"aten.{op}"
+    name = op.replace("::", ".") if "::" in op else f"aten.{op.removeprefix('aten.')}"
     operands, results = parse(text)
     sets = tuple(frozenset(int(i) for i in group.split("&")) for group in linear.split("|") if group)
 

@@ -36,6 +36,7 @@ class Spec:
             the operands of one set are partial over it.
         moves: the op only moves data, so it carries any pending reduction of operand 0.
         flops_per_point: floating-point operations for each point of the loop nest.
+        aside: results that no factor's split changes (a kernel's random state): the same on every rank.
     """
 
     operands: tuple[Dims, ...]
@@ -46,6 +47,7 @@ class Spec:
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
     flops_per_point: int = 1
+    aside: frozenset[int] = frozenset()
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
 
@@ -66,7 +68,9 @@ class Spec:
             return False
         if factor in self._reduce:
             return True
-        return all(any(factor in dim for dim in result) for result in self.results)
+        return all(
+            any(factor in dim for dim in result) for at, result in enumerate(self.results) if at not in self.aside
+        )
 
     def check(self, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], what: str) -> None:
         """Raises RuleError where the factors do not make up the shapes."""
@@ -148,8 +152,8 @@ def results_of(
 ) -> tuple[Layout, ...]:
     """The layouts of the results when the factors have ``assignment`` and ``carried`` partials pass through."""
     out = []
-    for dims in spec.results:
-        present = {f for factors in dims for f in factors}
+    for at, dims in enumerate(spec.results):
+        present = {f for factors in dims for f in factors} if at not in spec.aside else assignment.keys()
         pending = list(carried)
         for factor, digits in assignment.items():
             if factor not in present:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Layout
@@ -44,7 +45,8 @@ def apply(spec: Any, shape: tuple[int, ...] = (16, 8), **options: Any) -> str:
         ("..., _@tp", "[16,8@tp]"),
         ("...", "[16,8]"),
         ("_, _{sum:tp}", "[16,8]{sum:tp}"),
-        ("_@dp, _{sum:tp, max:one}", "[16@dp,8]{sum:tp,max:one}"),
+        ("_@dp, _{sum:tp, max:one}", "[16@dp,8]{sum:tp}"),
+        ((_StridedShard(0, split_factor=2), Replicate(), Replicate()), "[(2 8@dp),8]"),
         (Layout.parse("[16@dp,8]", MESH), "[16@dp,8]"),
     ],
 )
@@ -130,6 +132,20 @@ ERRORS: list[tuple[Any, tuple[int, ...], type[Exception], str]] = [
         PlanError,
         "(Shard(2), Replicate(), Replicate()) shards dim 2, parameter 'w' of shape (16, 8) has 2 dims\n"
         "  plan entry: e\n  fix: shard a dim that the tensor has",
+    ),
+    (
+        (_StridedShard(2, split_factor=2), Replicate(), Replicate()),
+        (16, 8),
+        PlanError,
+        "(_StridedShard(2, split_factor=2), Replicate(), Replicate()) shards dim 2, parameter 'w' of shape (16, 8) has "
+        "2 dims\n  plan entry: e\n  fix: shard a dim that the tensor has",
+    ),
+    (
+        (_StridedShard(0, split_factor=3), Replicate(), Replicate()),
+        (16, 8),
+        LayoutError,
+        "parameter 'w' of shape (16, 8): _S(0, 3) on dp cannot split a tensor of shape (16, 8): 16 local elements, 3 "
+        "pieces of 2\n  plan entry: e\n  fix: shapes must divide; uneven tensors are padded in storage",
     ),
     (
         "32@dp, 8",
@@ -230,7 +246,7 @@ def layouts(draw: st.DrawFn) -> Layout:
                 size *= MESH.size(axis)
             subs.append((size, mine))
         dims.append(subs)
-    partial = {axis: draw(st.sampled_from(["sum", "max"])) for axis in axes[at:] if draw(st.booleans())}
+    partial = {axis: draw(st.sampled_from(["sum", "max"])) for axis in axes[at:] if axis != "one" and draw(st.booleans())}
     return Layout.of_sub_dims(MESH, dims, partial)
 
 

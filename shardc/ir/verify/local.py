@@ -17,9 +17,9 @@ from shardc.ir.verify.subject import Broken, Subject
 def types(subject: Subject) -> Broken:
     """Shapes are local: no tensor has a layout, and what is stored and what comes back have one shape."""
     for node in subject.nodes[:-1]:
-        for value in text.tensors(info(node)):
-            if value.layout is not None:
-                yield node, f"a local tensor has a layout: {value}"
+        for one in text.tensors(info(node)):
+            if one.layout is not None:
+                yield node, f"a local tensor has a layout: {one}"
     for role, made in outputs(subject.gm.graph):
         value = info(made).value if isinstance(made, fx.Node) else None
         kept = subject.kept(role.kind, role.name)

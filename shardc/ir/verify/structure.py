@@ -11,7 +11,7 @@ from torch import fx
 
 from shardc.ir import grammar
 from shardc.ir.graph import KEY, ROLES, Info, Value, info
-from shardc.ir.tally import NAMESPACE
+from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.verify.subject import Broken, Check, Subject
 
 
@@ -91,7 +91,7 @@ def legal(*allowed: Callable[..., Any], namespaces: tuple[str, ...] | None = Non
             target: Any = node.target
             if not grammar.is_torch_op(target):
                 yield node, f"{getattr(target, '__name__', target)} is not legal here"
-            elif namespaces is None and target.namespace == NAMESPACE:
+            elif namespaces is None and target.namespace in (NAMESPACE, OWN_NAMESPACE):
                 yield node, "a collective of torch is not legal before localize"
             elif namespaces is not None and target.namespace not in namespaces:
                 yield node, f"an op of {target.namespace!r} is not legal here"

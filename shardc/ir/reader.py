@@ -1,0 +1,84 @@
+"""Reads one line of the text form from left to right, and says where and why where it cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from shardc.errors import TextError
+from shardc.ir import grammar
+from shardc.ir.graph import Origin
+
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+INTEGER = re.compile(r"\d+")
+
+
+class Reader:
+    """Reads one line from left to right."""
+
+    def __init__(self, line: str, number: int) -> None:
+        self.line, self.number, self.at = line, number, 0
+
+    def fail(self, expected: str) -> NoReturn:
+        rest = self.line[self.at :].strip()
+        raise TextError(
+            f"line {self.number}: expected {expected}, found {repr(rest) if rest else 'the end of the line'}",
+            program=f"{self.line}\n{' ' * self.at}^",
+        )
+
+    def skip(self) -> None:
+        while self.line.startswith(" ", self.at):
+            self.at += 1
+
+    def take(self, literal: str) -> bool:
+        """Whether ``literal`` comes next; steps over it if so."""
+        self.skip()
+        found = self.line.startswith(literal, self.at)
+        self.at += len(literal) * found
+        return found
+
+    def expect(self, literal: str) -> None:
+        if not self.take(literal):
+            self.fail(repr(literal))
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        self.skip()
+        found = pattern.match(self.line, self.at)
+        self.at = found.end() if found else self.at
+        return found
+
+    def end(self) -> None:
+        """The line ends here, or in a comment."""
+        self.skip()
+        if self.at < len(self.line) and self.line[self.at] != "#":
+            self.fail("the end of the line")
+
+    def listed(self, close: str, one: Callable[[], Any]) -> list[Any]:
+        """What ``one`` reads, separated by commas, up to ``close``."""
+        out: list[Any] = []
+        while not self.take(close):
+            if out:
+                self.expect(",")
+            out.append(one())
+        return out
+
+    def word(self) -> str | None:
+        """A bare or a quoted word."""
+        if quoted := self.match(STRING):
+            return str(json.loads(quoted[0]))
+        bare = self.match(grammar.BARE)
+        return bare[0] if bare else None
+
+    def integer(self, what: str) -> int:
+        found = self.match(INTEGER)
+        return int(found[0]) if found else self.fail(what)
+
+    def origin(self, phase: str) -> Origin:
+        """What the comment at the end says, if it says where the op comes from."""
+        parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
+        if len(parts) != 3:
+            return Origin(phase=phase)
+        module, source, cause = ("" if part == "-" else part for part in parts)
+        return Origin(module, source, phase, cause)

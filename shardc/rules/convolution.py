@@ -1,0 +1,84 @@
+"""Convolution and pooling: batch and channels are factors, places in the image stay whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.spec import Dims, Spec
+
+
+class _Image:
+    """The dims of input ``n (g c) X``, weight ``(g o) c K`` (``(g c) o K`` transposed) and output ``n (g o) Y``."""
+
+    def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:
+        call = loops.call
+        groups, transposed = call["groups"], call["transposed"]
+        n = loops.dim("n", x[0], kinds.get("n", FREE))
+        g = loops.dim("g", groups)
+        c = loops.dim("c", x[1] // groups, kinds.get("c", FREE))
+        o = loops.dim("o", y[1] // groups, kinds.get("o", FREE))
+        self.channels = (*g, *o)
+        self.x = (n, (*g, *c), *loops.dims("x", x[2:], WHOLE))
+        self.y = (n, self.channels, *loops.dims("y", y[2:], WHOLE))
+        kernel = loops.dims("k", w[2:], WHOLE)
+        self.w = ((*g, *c), o, *kernel) if transposed else (self.channels, c, *kernel)
+
+
+def _forward(call: Call) -> Spec:
+    loops = Loops(call)
+    biased = len(loops.shapes) == 3
+    # Every rank would add the bias to its term of a pending sum.
+    image = _Image(loops, loops.shapes[0], loops.shapes[1], loops.made[0], c=WHOLE if biased else "sum")
+    operands = [image.x, image.w, *([(image.channels,)] if biased else [])]
+    return loops.spec(operands, [image.y], linear=() if biased else [{0}, {1}], flops=2)
+
+
+def _backward(call: Call) -> Spec:
+    loops = Loops(call)
+    y, x, w = loops.shapes
+    # The bias gradient is no sum over c, and the same on every rank that has a part of c.
+    image = _Image(loops, x, w, y, n="sum", o="sum", c=WHOLE if call["output_mask"][2] else FREE)
+    made: list[Dims] = [image.x, image.w, (image.channels,)]
+    results = [dims for dims, result in zip(made, call.results, strict=True) if result is not None]
+    return loops.spec([image.y, image.x, image.w], results, linear=[{0}], flops=4)
+
+
+def _local_groups(local: Local) -> Any:
+    """The same with as many groups as the local channels make up."""
+    weight = local.operand_layout("weight").local_shape
+    if not local.call["transposed"]:
+        channels = local.operand_layout("input").local_shape[1]
+    elif local.call.position("grad_output") is None:
+        channels = local.results[0].local_shape[1]
+    else:
+        channels = local.operand_layout("grad_output").local_shape[1]
+    return local.same(groups=channels // weight[1])
+
+
+def windowed(ops: str, places: int) -> list[Rule]:
+    """Rules for ops on windows of the last ``places`` dims, alike for every leading index; forward and backward."""
+
+    def spec(call: Call) -> Spec:
+        loops = Loops(call)
+        lead = len(loops.shapes[0]) - places
+
+        def dims(shape: tuple[int, ...]) -> Dims:
+            free = tuple(loops.dim(f"n{i}", size) for i, size in enumerate(shape[:lead]))
+            return (*free, *(loops.dim(f"x{i}.{size}", size, WHOLE) for i, size in enumerate(shape[lead:])))
+
+        return loops.spec([dims(shape) for shape in loops.shapes], [dims(shape) for shape in loops.made])
+
+    said = "n... x... -> n... y...    x y: whole"
+    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+
+
+_TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
+
+TABLE = table(
+    Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
+    Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
+    windowed("max_pool2d_with_indices max_pool2d_with_indices_backward", 2),
+    windowed("avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward", 2),
+)

@@ -1,0 +1,49 @@
+"""Factories: tensors made from numbers alone; their factors stand in the result only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.positions import positions, split
+from shardc.rules.rule import Call, Local, Rule, sized, table
+from shardc.rules.spec import Spec
+
+aten = torch.ops.aten
+
+
+def _constant(call: Call) -> Spec:
+    """Every element alike: any part of it is as good as another."""
+    loops = Loops(call)
+    return loops.spec([loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)], [loops.dims("d", loops.made[0])])
+
+
+def _arange(call: Call) -> Spec:
+    loops = Loops(call)
+    # Integers are the same however they are computed.
+    kind = WHOLE if call.results[0].dtype.is_floating_point else FREE  # type: ignore[union-attr]
+    return loops.spec([], [loops.dims("d", loops.made[0], kind)])
+
+
+def _arange_local(local: Local) -> Any:
+    layout = local.results[0]
+    if not split(layout, 0):
+        return local.same()
+    named = {a.name for a in local.call.target._schema.arguments}
+    start, step = (local.call["start"] if "start" in named else 0), (local.call["step"] if "step" in named else 1)
+    value = local.call.results[0]
+    assert value is not None
+    call = local.builder.call
+    at = positions(local, layout, 0, local.call["device"])
+    at = call(aten.add.Scalar, call(aten.mul.Scalar, at, step), start)
+    return at if value.dtype == torch.int64 else call(aten._to_copy.default, at, dtype=value.dtype)
+
+
+TABLE = table(
+    *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("full", "zeros", "ones", "empty.memory_format")),
+    *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("new_full", "new_zeros", "new_ones", "new_empty")),
+    Rule("aten.scalar_tensor", _constant, "-> "),
+    Rule("aten.arange", _arange, "-> n", _arange_local),
+)

@@ -1,0 +1,70 @@
+"""What each collective does to the tensors of one group, in group order: the meaning that lockstep runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+COMBINE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
+
+
+def reduce(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The reduction of ``terms`` in their order."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = COMBINE[op](total, term)
+    return total / len(terms) if op == "avg" else total.clone()
+
+
+def all_gather(shards: list[torch.Tensor], size: int) -> list[torch.Tensor]:
+    _check_size(shards, size)
+    whole = torch.cat(shards) if shards[0].ndim else torch.stack(shards)
+    return [whole.clone() for _ in shards]
+
+
+def reduce_scatter(terms: list[torch.Tensor], op: str, size: int) -> list[torch.Tensor]:
+    _check_size(terms, size)
+    assert terms[0].shape[0] % size == 0, f"{tuple(terms[0].shape)} cannot be scattered over {size} ranks"
+    return [part.clone() for part in reduce(terms, op).chunk(size)]
+
+
+def all_reduce(terms: list[torch.Tensor], op: str) -> list[torch.Tensor]:
+    total = reduce(terms, op)
+    return [total.clone() for _ in terms]
+
+
+def all_to_all(shards: list[torch.Tensor], receives: Sequence[int], sends: Sequence[int]) -> list[torch.Tensor]:
+    pieces = [shard.split(list(sends)) for shard in shards]
+    out = [torch.cat([piece[k] for piece in pieces]) for k in range(len(shards))]
+    assert all(result.shape[0] == sum(receives) for result in out), f"sends {sends} do not make receives {receives}"
+    return out
+
+
+def broadcast(copies: list[torch.Tensor], src: int) -> list[torch.Tensor]:
+    return [copies[src].clone() for _ in copies]
+
+
+def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> list[torch.Tensor]:
+    return [shards[list(destinations).index(k)].clone() for k in range(len(shards))]
+
+
+def _check_size(tensors: list[torch.Tensor], size: int) -> None:
+    assert size == len(tensors), f"a group of {len(tensors)} ranks was called one of {size}"
+
+
+# By the name of torch's op, less the suffixes of its variants.
+COLLECTIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
+    "all_gather_into_tensor": all_gather,
+    "reduce_scatter_tensor": reduce_scatter,
+    "all_reduce": all_reduce,
+    "all_to_all_single": all_to_all,
+    "broadcast": broadcast,
+    "permute_ranks": permute_ranks,
+}

@@ -1,0 +1,111 @@
+"""A global tensor as the shards that the ranks of a mesh hold, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.runtime.exchange import reduce
+
+NEUTRAL = {"sum": 0, "product": 1}
+
+
+def flat_index(mesh: Mesh, axes: Sequence[str], rank: int) -> int:
+    """The index of ``rank`` along ``axes``, the first varying slowest."""
+    index = 0
+    for axis in axes:
+        index = index * mesh.size(axis) + mesh.index(axis, rank)
+    return index
+
+
+def shard(x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """The shards of global ``x``; along a partial axis the first rank holds the value, the rest nothing to add."""
+    mesh = layout.mesh
+    shards = [x[indices(layout, rank)].clone() for rank in range(mesh.ranks)]
+    for axis, op in layout.partial:
+        for rank in range(mesh.ranks):
+            if op in NEUTRAL and mesh.index(axis, rank):
+                shards[rank] = torch.full_like(shards[rank], NEUTRAL[op])
+    return shards
+
+
+def scatter_terms(x: torch.Tensor, layout: Layout, generator: torch.Generator) -> list[torch.Tensor]:
+    """As `shard`, with random integers as the terms of pending reductions."""
+    mesh, terms = layout.mesh, [x]
+    for axis, op in layout.partial:
+        terms = [part for term in terms for part in _split_term(term, op, mesh.size(axis), generator)]
+    return [terms[_term(layout, rank)][indices(layout, rank)].clone() for rank in range(mesh.ranks)]
+
+
+def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
+    """The global tensor that ``shards`` are of, pending reductions done.
+
+    Raises:
+        AssertionError: replicas that differ, or a shard of a wrong shape.
+    """
+    mesh = layout.mesh
+    terms = prod(mesh.size(axis) for axis, _ in layout.partial)
+    copies: dict[int, list[torch.Tensor]] = {}
+    for rank, local in enumerate(shards):
+        assert tuple(local.shape) == layout.local_shape, f"rank {rank} holds {tuple(local.shape)}, not that of {layout}"
+        replica = _replica(layout, rank)
+        if replica not in copies:
+            copies[replica] = [local.new_zeros(layout.shape) for _ in range(terms)]
+        copies[replica][_term(layout, rank)][indices(layout, rank)] = local
+    first, *others = (_reduced(whole, layout) for whole in copies.values())
+    for other in others:
+        assert torch.equal(first, other), f"replicas of {layout} differ"
+    return first
+
+
+@lru_cache(maxsize=65536)
+def indices(layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
+    """Index tensors, one a dim, that pick the shard of ``rank`` out of the global tensor."""
+    out = []
+    for dim in range(layout.ndim):
+        shape = [1] * layout.ndim
+        shape[dim] = -1
+        out.append(torch.tensor(layout.local_index(dim, rank), dtype=torch.int64).reshape(shape))
+    return tuple(out)
+
+
+def _term(layout: Layout, rank: int) -> int:
+    """Which term of the pending reductions ``rank`` holds."""
+    return flat_index(layout.mesh, [axis for axis, _ in layout.partial], rank)
+
+
+@lru_cache(maxsize=65536)
+def _replica(layout: Layout, rank: int) -> int:
+    """Which replica ``rank`` is part of: how many ranks before it hold the same shard and term."""
+    mesh = layout.mesh
+    here = [mesh.index(axis, rank) for axis in layout.axes]
+    return sum([mesh.index(axis, other) for axis in layout.axes] == here for other in range(rank))
+
+
+def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:
+    for axis, op in reversed(layout.partial):
+        size = layout.mesh.size(axis)
+        terms = [reduce(terms[k : k + size], op) for k in range(0, len(terms), size)]
+    return terms[0]
+
+
+def _split_term(x: torch.Tensor, op: str, count: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """``count`` tensors whose reduction is ``x``."""
+
+    def noise(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, x.shape, generator=generator).to(x.dtype)
+
+    if op in ("sum", "avg"):
+        others = [noise(-8, 8) for _ in range(count - 1)]
+        total = x * count if op == "avg" else x
+        return [total - sum(others, torch.zeros_like(x)), *others]
+    if op == "product":
+        signs = [noise(0, 2) * 2 - 1 for _ in range(count - 1)]
+        return [x * torch.stack(signs).prod(0), *signs]
+    worse = [x - noise(0, 8) if op == "max" else x + noise(0, 8) for _ in range(count - 1)]
+    return [*worse, x]
