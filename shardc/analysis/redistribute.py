@@ -160,16 +160,22 @@ class _Search:
         return self.numel // prod(size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE)
 
     def _bound(self, state: State) -> float:
-        """A lower bound of the seconds from ``state`` to the target: what is not held must be received."""
-        strangers = [
-            size
-            for size, at, goal in zip(self.places.sizes, state, self.places.target, strict=True)
-            if at != goal and at != WHOLE
-        ]
-        if not strangers:
+        """A lower bound of the seconds from ``state`` to the target."""
+        strangers, terms, kept = 1, 1, 1
+        for size, at, goal in zip(self.places.sizes, state, self.places.target, strict=True):
+            if at == goal:
+                kept *= size if at < WHOLE else 1
+            elif at != WHOLE:
+                strangers *= size
+                terms *= size if at < WHOLE else 1
+        if strangers == 1:
             return 0.0
-        pending = any(at < WHOLE and at != goal for at, goal in zip(state, self.places.target, strict=True))
-        missing = 0 if pending else self.wanted - self.wanted // prod(strangers)
+        # What is not held must be received.
+        missing = self.wanted - self.wanted // strangers
+        if terms > 1:
+            # Each value is the end of a tree of ``terms`` ranks, and then goes to all who hold it.
+            values, ranks = self.numel * kept, self.places.mesh.ranks
+            missing = (values * (terms - 2) + ranks * self.wanted) // ranks
         return self.cost.least_seconds(missing * self.itemsize)
 
     # --- moves
@@ -196,7 +202,7 @@ class _Search:
         yield from self._all_to_alls(state, bound, blocked)
         yield from self._permutes(state, bound)
         yield from self._reductions(state, pending, blocked)
-        yield from self._parked_slices(state, blocked)
+        yield from self._parked_slices(state, blocked, bool(pending))
 
     def _set(self, state: State, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[_Move, State]:
         after = tuple(changes.get(k, at) for k, at in enumerate(state))
@@ -249,7 +255,7 @@ class _Search:
                     yield dict(zip(members, targets, strict=True))
 
     def _all_to_alls(self, state: State, bound: list[int], blocked: int) -> Iterator[tuple[_Move, State]]:
-        movable = [k for k in bound if self.places.target[k] != WHOLE]
+        movable = [k for k in bound if self.places.target[k] > WHOLE]
         for changes in self._bindings(state, movable, blocked):
             yield self._set(state, "all_to_all", changes)
 
@@ -283,13 +289,16 @@ class _Search:
                 if all(all(r in changes or state[r] == WHOLE for r in self.places.rivals[k]) for k in cycle):
                     yield self._set(state, "permute_ranks", changes)
 
-    def _parked_slices(self, state: State, blocked: int) -> Iterator[tuple[_Move, State]]:
-        """A part that is whole splits the value for a while, so that what follows moves less."""
+    def _parked_slices(self, state: State, blocked: int, pending: bool) -> Iterator[tuple[_Move, State]]:
+        """A part that is whole splits the value for a while, so that what follows moves less.
+
+        That pays for a part that waits for its target; another must be gathered again, which pays only
+        where it takes its share of a reduction.
+        """
         for k, at in enumerate(state):
-            if at == WHOLE and self._rivals_whole(state, k):
-                for park in self.places.parks[k]:
-                    if not blocked >> park & 1:
-                        yield self._set(state, "shard", {k: park})
+            if at == WHOLE and (pending or self.places.target[k] > WHOLE) and self._rivals_whole(state, k):
+                for park in self._free_parks(k, blocked):
+                    yield self._set(state, "shard", {k: park})
 
 
 def _subsets(items: list[int]) -> Iterator[tuple[int, ...]]:

@@ -7,7 +7,7 @@ value the local tensor is a shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -169,10 +169,11 @@ class NameScope:
         self._used: dict[str, int] = {}
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> NameScope:
+    def of(cls, graph: fx.Graph, but: Container[fx.Node] = ()) -> NameScope:
+        """The names of ``graph`` as taken, those of the nodes in ``but`` as free."""
         scope = cls()
         for node in graph.nodes:
-            if KEY in node.meta:
+            if KEY in node.meta and node not in but:
                 scope._used.setdefault(info(node).name, 0)
         return scope
 

@@ -40,8 +40,8 @@ class Collectives:
     name = "collectives"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        reshards = [node for node in gm.graph.nodes if node.target is ops.reshard]
-        names = NameScope.of(gm.graph)
+        reshards = dict.fromkeys(node for node in gm.graph.nodes if node.target is ops.reshard)
+        names = NameScope.of(gm.graph, but=reshards)
         for node in reshards:
             self._spell(node, names)
         gm.recompile()

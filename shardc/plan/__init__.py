@@ -11,7 +11,7 @@ from shardc.plan.ports import (
 )
 from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.spec import to_layout
-from shardc.plan.value import Plan, ddp, fsdp, hsdp, tp
+from shardc.plan.value import Plan, ddp, fsdp, hsdp, precision, tp
 
 __all__ = [
     "ActivationPin",
@@ -23,6 +23,7 @@ __all__ = [
     "grad_mode",
     "hsdp",
     "parse_plan",
+    "precision",
     "resolve_activations",
     "resolve_inputs",
     "resolve_outputs",

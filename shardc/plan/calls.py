@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardc.plan.entries import STYLES, Activation, Ddp, Entry, Fsdp, Param, Port, Setting, Tp, show_axes
+from shardc.plan.entries import STYLES, Activation, Ddp, Entry, Fsdp, Param, Port, Precision, Setting, Tp, show_axes
 from shardc.plan.forms import Form, quote, show
 
 Call = tuple[str, dict[str, Any]]
@@ -28,7 +28,7 @@ def runs(entries: Iterable[Entry]) -> list[list[Entry]]:
 
 def _place(entry: Entry) -> tuple[tuple[str, ...] | None, int]:
     """(what must agree within one call, where the entry stands among its arguments); None stands alone."""
-    if isinstance(entry, Ddp | Fsdp):
+    if isinstance(entry, Ddp | Fsdp | Precision):
         return None, 0
     if isinstance(entry, Tp):
         return ("tp", entry.axis), STYLES.index(entry.style)
@@ -53,6 +53,8 @@ def to_call(run: list[Entry]) -> Call:
         if first.replicate:
             return "hsdp", {"shard": _one(first.shard), "replicate": _one(first.replicate), **options}
         return "fsdp", {"axis": _one(first.shard), **options}
+    if isinstance(first, Precision):
+        return "precision", first.said
     if isinstance(first, Tp):
         styles = {style: [e.glob for e in run if isinstance(e, Tp) and e.style == style] for style in STYLES}
         return "tp", {"axis": first.axis} | {style: globs for style, globs in styles.items() if globs}
@@ -114,4 +116,6 @@ def to_row(entry: Entry) -> tuple[str, str, str]:
         return entry.kind.removesuffix("s"), entry.path or "all", show(entry.spec)
     if isinstance(entry, Activation):
         return "activation", entry.target, show(entry.spec)
+    if isinstance(entry, Precision):
+        return "precision", "all", ", ".join(f"{name} {value}" for name, value in entry.said.items())
     return "setting", entry.name, str(entry.value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import torch
+
 from shardc.errors import PlanError
-from shardc.plan.forms import Form, freeze, is_one, quote, show
+from shardc.plan.forms import Form, quote, show
 
 STYLES = ("colwise", "rowwise", "vocab")
 REDUCTIONS = ("mean", "sum")
@@ -144,7 +145,7 @@ class Activation:
     """A tensor at a module's border lies as ``spec`` says.
 
     Args:
-        target: a module glob and which of its tensors, as `split_target` reads it.
+        target: a module glob and which of its tensors, as `shardc.plan.targets.split_target` reads it.
     """
 
     target: str
@@ -175,7 +176,51 @@ class Setting:
         return f"{self.name}={quote(self.value) if isinstance(self.value, str) else repr(self.value)}"
 
 
-Entry = Ddp | Fsdp | Tp | Param | Port | Activation | Setting
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes that parameters, gradients, outputs and buffers travel and compute in; None leaves them as they are.
+
+    Args:
+        param: parameters are cast to it before their gather.
+        reduce: gradients are reduced in it (``param`` where None).
+        output: floating-point outputs are cast to it.
+        buffers: floating-point buffers are cast to it.
+        keep_low_precision_grads: leave reduced gradients in ``reduce`` rather than cast them back.
+        full_precision_eval: compute in the parameters' own dtype while the module is in eval mode.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    full_precision_eval: bool = False
+
+    def __post_init__(self) -> None:
+        for name in DTYPE_FIELDS:
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise PlanError(
+                    f"{name}={dtype!r} is not a floating-point dtype",
+                    plan_entry="precision(...)",
+                    fix=f"write {name}=torch.bfloat16",
+                )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("precision",)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The fields that are not at their defaults."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
+    def __str__(self) -> str:
+        return f"precision({', '.join(f'{name}={value!r}' for name, value in self.said.items())})"
+
+
+DTYPE_FIELDS = ("param", "reduce", "output", "buffers")
+Entry = Precision | Ddp | Fsdp | Tp | Param | Port | Activation | Setting
 Data = Ddp | Fsdp
 
 
@@ -190,73 +235,6 @@ def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
         if not isinstance(name, str):
             raise PlanError(f"{name!r} is not the name of a mesh axis", plan_entry=entry, fix='name axes like "dp"')
     return names
-
-
-@dataclass(frozen=True)
-class Target:
-    """Which tensor of which modules an activation entry is about.
-
-    Args:
-        glob: over module names.
-        where: "input", "output", or None where the entry does not say.
-        index: position among the inputs or outputs, or the keyword that passes an input.
-        explicit: whether ``where`` cannot be part of a module's name.
-    """
-
-    glob: str
-    where: str | None = None
-    index: int | str = 0
-    explicit: bool = False
-
-
-def split_target(target: str) -> Target:
-    """``layers.*.attn`` is the first output of those modules; ``layers.*.attn.input`` and ``layers.*.attn:input``
-    the first input; ``layers.*.attn:input[1]`` the second, ``:input[mask]`` the one passed by that keyword.
-
-    Only ``:`` or an index makes it explicit: with a dot, the module could itself be called ``input`` or ``output``.
-    """
-    match = re.fullmatch(r"(.*?)([.:]|^)(input|output)(?:\[(\w+)\])?", target)
-    if not match:
-        return Target(target)
-    glob, separator, where, index = match.groups()
-    position: int | str = int(index) if index and index.isdigit() else index or 0
-    return Target(glob, where, position, separator == ":" or index is not None)
-
-
-def port_entries(kind: str, value: Any) -> list[Port]:
-    """The entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
-    return [Port(kind, path, freeze(spec, f"{kind}={value!r}")) for path, spec in flatten(value, kind)]
-
-
-def activation_entries(target: str, value: Any) -> list[Activation]:
-    """The entries of ``Plan(activations={target: value})``: a spec, a list or a dict by keyword."""
-    entry = f"activations[{quote(target)}] = {value!r}"
-    base = target if split_target(target).where else f"{target}:output"
-    out = []
-    for path, spec in flatten(value, entry):
-        if "." in path:
-            raise PlanError("an activation's specs are nested", plan_entry=entry, fix="give one list or one dict")
-        out.append(Activation(f"{base}[{path}]" if path else target, freeze(spec, entry)))
-    return out
-
-
-def flatten(value: Any, entry: str, path: str = "") -> list[tuple[str, Any]]:
-    """(dotted path, spec of one tensor) for each spec in a pytree of specs; None says nothing."""
-    if value is None:
-        return []
-    if is_one(value):
-        return [(path, value)]
-    if isinstance(value, dict):
-        items = [(str(name), item) for name, item in value.items()]
-    elif isinstance(value, list | tuple):
-        items = [(str(index), item) for index, item in enumerate(value)]
-    else:
-        raise PlanError(
-            f"{value!r} is neither a spec nor a list or dict of specs",
-            plan_entry=entry,
-            fix='write ("dp", None), (Shard(0), Replicate()) or "@dp, _"',
-        )
-    return [leaf for name, item in items for leaf in flatten(item, entry, f"{path}.{name}" if path else name)]
 
 
 def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:

@@ -8,8 +8,9 @@
     "..., _@tp"                    as many whole dims in front as there are; "~..." leaves them as they are
     "~, _@tp, _"                   `~` leaves the dim as the base layout has it
     "_, _{sum:tp}"                 a pending sum over tp
+    {"tp": Shard(-1)}              what DTensor would do on this axis; other axes as the base layout has them
 
-A *form* is a spec as the user wrote it, made hashable: a string, or a tuple of axes or placements.
+A *form* is a spec as the user wrote it, made hashable: a string, a tuple of axes or placements, or `OnAxes`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.distributed.tensor import Partial, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -26,8 +27,15 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from shardc.errors import PlanError
 from shardc.ir.layout import REDUCE_OPS, Layout, parse_dim, split_top
 
-Form = str | tuple[Any, ...]
-_LAYOUT_SYNTAX = re.compile(r"[@~()\s,\d]|^_$|\.\.\.")
+
+@dataclass(frozen=True)
+class OnAxes:
+    """A placement for each of some axes; the other axes stay as the base layout has them."""
+
+    placements: tuple[tuple[str, Placement], ...]
+
+
+Form = str | tuple[Any, ...] | OnAxes
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ def freeze(spec: Any, entry: str = "") -> Form:
         form: Form = spec
     elif isinstance(spec, list | tuple) and spec and all(isinstance(item, Placement) for item in spec):
         return tuple(spec)
+    elif isinstance(spec, OnAxes):
+        return spec
+    elif isinstance(spec, dict) and is_one(spec):
+        return OnAxes(tuple(spec.items()))
     elif isinstance(spec, list | tuple):
         form = tuple(_freeze_dim(item, spec, entry) for item in spec)
     else:
@@ -78,10 +90,13 @@ def freeze(spec: Any, entry: str = "") -> Form:
 def is_one(spec: Any) -> bool:
     """Whether ``spec`` is the spec of one tensor, rather than a list or a dict of such.
 
-    A tuple is one where it can be read as one; a list is one only if it names at most one axis for each dim.
+    A tuple is one where it can be read as one; a list is one only if it names at most one axis for each dim; a dict is
+    one if its values are placements.
     """
-    if isinstance(spec, str | Layout):
+    if isinstance(spec, str | Layout | OnAxes):
         return True
+    if isinstance(spec, dict):
+        return bool(spec) and all(isinstance(value, Placement) for value in spec.values())
     if not isinstance(spec, list | tuple):
         return False
     if spec and all(isinstance(item, Placement) for item in spec):
@@ -93,7 +108,7 @@ def is_one(spec: Any) -> bool:
 
 
 def _is_name(item: Any) -> bool:
-    return isinstance(item, str) and not _LAYOUT_SYNTAX.search(item)
+    return isinstance(item, str) and item.isidentifier() and item != "_"
 
 
 def _is_axis(item: Any) -> bool:
@@ -124,6 +139,8 @@ def show(form: Form) -> str:
     """``form`` as Python source."""
     if isinstance(form, str):
         return quote(form)
+    if isinstance(form, OnAxes):
+        return "{" + ", ".join(f"{quote(axis)}: {show_placement(item)}" for axis, item in form.placements) + "}"
     items = [_show_item(item) for item in form]
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
@@ -150,20 +167,21 @@ def show_placement(placement: Placement) -> str:
     return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
 
 
-def is_placements(form: Form) -> bool:
+def is_placements(form: Form) -> TypeGuard[tuple[Placement, ...]]:
     """Whether ``form`` is DTensor placements, which mean something with a mesh only."""
     return isinstance(form, tuple) and bool(form) and all(isinstance(item, Placement) for item in form)
 
 
 @lru_cache(maxsize=4096)
 def read(form: Form, entry: str = "") -> DimsSpec:
-    """What ``form`` says, which is not placements.
+    """What ``form`` says, which is a string or a tuple of axes.
 
     Raises:
         PlanError: a string that is not a layout.
     """
     if isinstance(form, str):
         return _read_text(form, entry)
+    assert isinstance(form, tuple)
     groups = (() if axis is None else axis if isinstance(axis, tuple) else (axis,) for axis in form)
     return DimsSpec(tuple(DimSpec(((None, axes),)) for axes in groups))
 
@@ -220,12 +238,14 @@ def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
 
 def spec_axes(form: Form) -> tuple[str, ...]:
     """The axes that ``form`` names (placements name none)."""
+    if isinstance(form, OnAxes):
+        return tuple(axis for axis, _ in form.placements)
     return () if is_placements(form) else read(form).axes
 
 
 def leaves_dims(form: Form) -> bool:
     """Whether ``form`` leaves some dims as they are."""
-    if is_placements(form):
-        return False
+    if isinstance(form, OnAxes) or is_placements(form):
+        return isinstance(form, OnAxes)
     spec = read(form)
     return any(dim.keep for dim in (*spec.dims, *filter(None, [spec.leading])))

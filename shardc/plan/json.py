@@ -4,7 +4,8 @@
       {"fsdp": {"axis": "dp", "level": 3}},
       {"Plan": {"params": {"head.weight": ["tp", null]}, "inputs": {"tokens": "@dp, _"}}}]}
 
-A spec is a list (axes for each dim), a string (a layout), or ``{"placements": ["Shard(0)", "Replicate()"]}``.
+A spec is a list (axes for each dim), a string (a layout), or ``{"placements": ["Shard(0)", "Replicate()"]}``
+(``{"placements": {"tp": "Shard(0)"}}`` for some axes only).
 """
 
 from __future__ import annotations
@@ -12,15 +13,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
-from shardc.plan.forms import Form, show_placement
+from shardc.plan.entries import DTYPE_FIELDS, Precision
+from shardc.plan.forms import Form, OnAxes, is_placements, show_placement
 
 VERSION = 1
 SPEC_ARGUMENTS = ("params", "inputs", "outputs", "activations")
@@ -29,6 +33,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "fsdp": ("axis", "level", "threshold"),
     "hsdp": ("shard", "replicate", "level", "threshold"),
     "tp": ("axis", "colwise", "rowwise", "vocab"),
+    "precision": tuple(field.name for field in fields(Precision)),
     "Plan": (*SPEC_ARGUMENTS, "reduce", "grad_scale", "dtensor_outputs"),
 }
 
@@ -42,11 +47,13 @@ def encode(calls: Iterable[Call]) -> str:
 def _encode_argument(key: str, value: Any) -> Any:
     if key in SPEC_ARGUMENTS:
         return {at: _encode_form(form) for at, form in value.items()}
-    return value
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
 
 def _encode_form(form: Form) -> Any:
-    if isinstance(form, tuple) and any(isinstance(item, Placement) for item in form):
+    if isinstance(form, OnAxes):
+        return {"placements": {axis: show_placement(item) for axis, item in form.placements}}
+    if is_placements(form):
         return {"placements": [show_placement(item) for item in form]}
     return form
 
@@ -93,12 +100,16 @@ def _check_keys(found: dict[str, Any], known: tuple[str, ...], path: str, what: 
 def _decode_argument(key: str, value: Any, path: str) -> Any:
     if key in SPEC_ARGUMENTS:
         return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
+    if key in DTYPE_FIELDS and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
+        return getattr(torch, value)
     return tuple(value) if key in ("axis", "shard", "replicate") and isinstance(value, list) else value
 
 
 def _decode_form(form: Any, path: str) -> Any:
     if isinstance(form, dict):
         _check_keys(form, ("placements",), path, "a spec")
+        if isinstance(form.get("placements"), dict):
+            return {axis: _decode_placement(item, path) for axis, item in form["placements"].items()}
         return tuple(_decode_placement(item, path) for item in _of(list, form.get("placements"), path, "placements"))
     if isinstance(form, list):
         return tuple(tuple(item) if isinstance(item, list) else item for item in form)

@@ -10,8 +10,18 @@ from shardc.errors import PlanError
 
 
 def matching(glob: str, names: Iterable[str]) -> list[str]:
-    """The names that ``glob`` matches: ``*`` matches any text, dots too; ``?`` one character; ``[01]`` one of them."""
-    return [name for name in names if name == glob or (name and fnmatchcase(name, glob))]
+    """The names that ``glob`` matches: ``*`` matches any text, dots too; ``?`` one character; ``[01]`` one of them.
+
+    A glob that starts with ``./`` matches part by part: no ``*`` in it reaches over a dot.
+    """
+    return [name for name in names if name == glob or (name and _matches(glob, name))]
+
+
+def _matches(glob: str, name: str) -> bool:
+    if not glob.startswith("./"):
+        return fnmatchcase(name, glob)
+    parts, globs = name.split("."), glob[2:].split(".")
+    return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
 def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[str]:
@@ -34,7 +44,7 @@ def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[s
 
 def near_names(glob: str, names: list[str]) -> list[str]:
     """Up to three names that are like ``glob``, the likest first; numbers and stars count as the same."""
-    wanted = _plain(glob).removeprefix("*.")
+    wanted = _plain(glob).removeprefix("./").removeprefix("*.")
     depth = wanted.count(".") + 1
     scores = {}
     for name in names:

@@ -10,10 +10,11 @@ from math import prod
 from shardc.errors import LayoutError, PlanError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.entries import Activation, Data, Port, split_target
+from shardc.plan.entries import Activation, Data, Port
 from shardc.plan.forms import Form
 from shardc.plan.match import matching, must_match, near_names, shorten
 from shardc.plan.spec import to_layout
+from shardc.plan.targets import split_target
 from shardc.plan.value import Plan
 
 

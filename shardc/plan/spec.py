@@ -16,7 +16,7 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import from_placements
-from shardc.plan.forms import DimSpec, DimsSpec, Form, freeze, is_placements, read, show
+from shardc.plan.forms import DimSpec, DimsSpec, Form, OnAxes, freeze, is_placements, read, show
 
 Uneven = Literal["error", "drop"]
 
@@ -57,6 +57,9 @@ def to_layout(
     """
     form = freeze(spec, entry)
     tensor = _Tensor(mesh, tuple(shape), form, what, entry, uneven)
+    base = base or Layout.whole(mesh, shape)
+    if isinstance(form, OnAxes):
+        return tensor.on_axes(form, base.without_partial())
     if is_placements(form):
         read_as = tensor.read_placements()
         if isinstance(read_as, Layout):
@@ -66,7 +69,7 @@ def to_layout(
     for axis in read_as.axes:
         check_axis(axis, mesh, entry)
     dims = tensor.fill(read_as)
-    base = (base or Layout.whole(mesh, shape)).unbind(read_as.axes)
+    base = base.unbind(read_as.axes)
     digits = [base.dims[at] if dim.keep else tensor.digits(at, dim) for at, dim in enumerate(dims)]
     return Layout(mesh, digits, [(axis, op) for axis, op in read_as.partial if mesh.size(axis) > 1])
 
@@ -122,18 +125,50 @@ class _Tensor:
             out.append(Digit(left))
         return out
 
-    def _report_uneven(self, dim: int, left: int, axis: str) -> None:
+    def _report_uneven(self, dim: int, left: int, axis: str, pieces: int = 1) -> None:
         size = self.mesh.size(axis)
-        text = f"dim {dim} of {self}: {left} elements do not divide over axis {axis!r} of size {size}"
-        fix = f"make the size a multiple of {size}, or leave {axis} off"
+        inside = f" inside each of {pieces} pieces" if pieces > 1 else ""
+        text = f"dim {dim} of {self}: {left} elements do not divide over axis {axis!r} of size {size}{inside}"
+        fix = f"make the size a multiple of {size * pieces}, or leave {axis} off"
         if self.uneven == "error":
             raise LayoutError(text, plan_entry=self.entry, fix=fix)
         error = LayoutError(f"{text}; the dim stays whole on {axis}", plan_entry=self.entry, fix=fix)
         warnings.warn(str(error), ShardcWarning, stacklevel=4)
 
+    def on_axes(self, form: OnAxes, base: Layout) -> Layout:
+        """``base`` with each axis of ``form`` placed anew, as major as it can below the pieces of its split factor."""
+        layout = base.unbind(axis for axis, _ in form.placements if axis in self.mesh)
+        for axis, placement in form.placements:
+            check_axis(axis, self.mesh, self.entry)
+            if isinstance(placement, Partial):
+                layout = layout.with_partial([axis] if self.mesh.size(axis) > 1 else [], placement.reduce_op)
+            elif isinstance(placement, Shard | _StridedShard):
+                layout = self._bind(layout, self._dim(placement), axis, getattr(placement, "split_factor", 1))
+        return layout
+
+    def _bind(self, layout: Layout, dim: int, axis: str, pieces: int) -> Layout:
+        size = self.mesh.size(axis)
+        for at, (radix, bound) in enumerate(layout.dims[dim]):
+            if bound is None and radix % (pieces * size) == 0:
+                cut = (Digit(pieces), Digit(size, axis), Digit(radix // (pieces * size)))
+                digits = [*layout.dims[dim][:at], *cut, *layout.dims[dim][at + 1 :]]
+                return layout.replace(dims=[*layout.dims[:dim], digits, *layout.dims[dim + 1 :]])
+        self._report_uneven(dim, layout.local_shape[dim], axis, pieces)
+        return layout
+
+    def _dim(self, placement: Shard | _StridedShard) -> int:
+        if not -len(self.shape) <= placement.dim < len(self.shape):
+            raise PlanError(
+                f"{show(self.form)} shards dim {placement.dim}, {self} has {len(self.shape)} dims",
+                plan_entry=self.entry,
+                fix="shard a dim that the tensor has",
+            )
+        return placement.dim % len(self.shape)
+
     def read_placements(self) -> DimsSpec | Layout:
         """DTensor placements as dims: one placement for each mesh axis, earlier axes major."""
-        form, ndim = self.form, len(self.shape)
+        form = self.form
+        assert isinstance(form, tuple)
         if len(form) != len(self.mesh.axes):
             raise PlanError(
                 f"{show(form)} has {len(form)} placements, the mesh {self.mesh} has {len(self.mesh.axes)} axes",
@@ -146,13 +181,7 @@ class _Tensor:
             if isinstance(placement, Partial):
                 partial.append((axis, placement.reduce_op))
             elif isinstance(placement, Shard | _StridedShard):
-                if not -ndim <= placement.dim < ndim:
-                    raise PlanError(
-                        f"{show(form)} shards dim {placement.dim}, {self} has {ndim} dims",
-                        plan_entry=self.entry,
-                        fix="shard a dim that the tensor has",
-                    )
-                axes[placement.dim].append(axis)
+                axes[self._dim(placement)].append(axis)
         if any(isinstance(placement, _StridedShard) for placement in form):
             return self._from_placements()
         return DimsSpec(tuple(DimSpec(((None, tuple(names)),)) for names in axes), None, tuple(partial))

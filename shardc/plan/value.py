@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
 
 from shardc.errors import PlanError
@@ -18,15 +19,15 @@ from shardc.plan.entries import (
     Entry,
     Fsdp,
     Param,
+    Precision,
     Setting,
     Tp,
-    activation_entries,
     axis_names,
     distinct,
-    port_entries,
 )
 from shardc.plan.forms import freeze, quote
 from shardc.plan.json import decode, encode
+from shardc.plan.targets import activation_entries, port_entries
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -115,6 +116,11 @@ class Plan:
         said = {e.name: e.value for e in self.entries if isinstance(e, Setting)}
         return said.get(name, Setting.DEFAULTS[name])
 
+    @property
+    def precision(self) -> Precision:
+        """The dtypes that the plan says; all None where it says none."""
+        return next((entry for entry in self.entries if isinstance(entry, Precision)), Precision())
+
     # --- text
 
     def __str__(self) -> str:
@@ -201,4 +207,27 @@ def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), voca
     return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
 
 
-CONSTRUCTORS: dict[str, Callable[..., Plan]] = {"ddp": ddp, "fsdp": fsdp, "hsdp": hsdp, "tp": tp, "Plan": Plan}
+def precision(
+    param: torch.dtype | None = None,
+    reduce: torch.dtype | None = None,
+    output: torch.dtype | None = None,
+    buffers: torch.dtype | None = None,
+    keep_low_precision_grads: bool = False,
+    full_precision_eval: bool = False,
+) -> Plan:
+    """Mixed precision; the arguments are those of `shardc.plan.entries.Precision`.
+
+    The order is fixed: gradients are cast to ``reduce``, reduced over the shard axes, then over the replicate axes,
+    cast back to the parameter's dtype, and scaled.
+    """
+    return Plan.of([Precision(param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval)])
+
+
+CONSTRUCTORS: dict[str, Callable[..., Plan]] = {
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "hsdp": hsdp,
+    "tp": tp,
+    "precision": precision,
+    "Plan": Plan,
+}

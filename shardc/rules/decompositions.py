@@ -6,7 +6,7 @@ sharded dim; contractions, attention, embeddings, convolutions and pooling stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -23,21 +23,20 @@ FROM_TORCH = tuple(
         "_native_batch_norm_legit_no_training native_batch_norm native_batch_norm_backward "
         "_batch_norm_with_update_functional batch_norm_backward "
         "_softmax _log_softmax _softmax_backward_data _log_softmax_backward_data _safe_softmax "
-        "nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward mse_loss mse_loss_backward "
+        "nll_loss_forward nll_loss2d_forward mse_loss mse_loss_backward "
         "smooth_l1_loss smooth_l1_loss_backward huber_loss huber_loss_backward "
         "binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits "
         "gelu gelu_backward silu silu_backward sigmoid_backward tanh_backward threshold threshold_backward "
         "leaky_relu leaky_relu_backward elu elu_backward hardtanh hardtanh_backward hardswish hardswish_backward "
         "hardsigmoid hardsigmoid_backward softplus softplus_backward mish mish_backward logsumexp glu glu_backward "
         "native_dropout_backward logit_backward _unsafe_view addcmul addcdiv lerp "
-        "select_backward slice_backward diagonal_backward baddmv addr std std_mean "
+        "diagonal_backward baddmv addr std std_mean "
         "rsub masked_fill hardshrink softshrink clamp_min clamp_max logaddexp xlogy "
         "upsample_nearest2d pixel_shuffle rot90 trace dot mv vdot linalg_vector_norm norm dist "
         "unfold_backward frac lift_fresh new_full new_ones new_zeros new_empty zeros_like ones_like "
         "empty_like stack fill zeros ones"
     ).split()
 )
-
 
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -77,6 +76,71 @@ def _chunk(x: Tensor, chunks: int, dim: int = 0) -> Any:
     return aten.split.Tensor(x, size, dim)
 
 
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Any:
+    """The bias apart: a product whose sum is pending must not have it added once a rank."""
+    if bias is None:
+        return NotImplemented
+    product = aten.convolution.default(x, weight, None, *geometry)
+    return aten.add.Tensor(product, aten.view.default(bias, [-1] + [1] * (weight.ndim - 2)))
+
+
+def _convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int, output_mask: Sequence[bool],
+) -> Any:  # fmt: skip
+    if not output_mask[2]:
+        return NotImplemented
+    over = [0, *range(2 + x.ndim - weight.ndim, grad.ndim)]
+    bias = aten.sum.dim_IntList(grad, [d for d in over if d != 1])
+    if not (output_mask[0] or output_mask[1]):
+        return None, None, bias
+    geometry = (stride, padding, dilation, transposed, output_padding, groups)
+    made = aten.convolution_backward.default(grad, x, weight, None, *geometry, [output_mask[0], output_mask[1], False])
+    return made[0], made[1], bias
+
+
+def _nll_loss_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total: Tensor
+) -> Tensor:
+    """By comparing class numbers, which splits over classes; scattering would not."""
+    at = 0 if x.ndim < 2 else 1
+    shape = [-1] + [1] * (x.ndim - at - 1)
+    classes = aten.view.default(aten.arange.default(x.shape[at], device=x.device, dtype=torch.int64), shape)
+    target = aten.unsqueeze.default(target, at)
+    if reduction == _MEAN:
+        grad = aten.div.Tensor(grad, total)
+    if x.ndim > grad.ndim > 0:
+        grad = aten.unsqueeze.default(grad, at)
+    if weight is not None:
+        grad = aten.mul.Tensor(grad, aten.view.default(weight, shape))
+    hit = aten.logical_and.default(aten.eq.Tensor(target, classes), aten.ne.Scalar(target, ignore_index))
+    return aten.where.self(hit, aten.neg.default(grad), aten.full.default([], 0, dtype=grad.dtype, device=grad.device))
+
+
+def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, step: int) -> Tensor:
+    if step != 1:
+        return NotImplemented
+    dim %= grad.ndim
+    before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
+    return _pad_dim(grad, dim, before, sizes[dim] - before - grad.shape[dim])
+
+
+def _select_backward(grad: Tensor, sizes: Any, dim: int, index: int) -> Tensor:
+    dim %= len(sizes)
+    index %= sizes[dim]
+    return _pad_dim(aten.unsqueeze.default(grad, dim), dim, index, sizes[dim] - index - 1)
+
+
+def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
+    return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
+
+
+def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
+    return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
+
+
+_MEAN = 1
+
 OWN: dict[Any, Callable[..., Any]] = {
     aten.mean.default: lambda x, *, dtype=None: _mean(x, dtype=dtype),
     aten.mean.dim: _mean,
@@ -84,4 +148,11 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.var.correction: _var,
     aten.addmm.default: _addmm,
     aten.chunk.default: _chunk,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.nll_loss2d_backward.default: _nll_loss_backward,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+    aten.full_like.default: _full_like,
 }

@@ -18,7 +18,7 @@ from shardc.ir.graph import DTYPE_NAMES, ROLES, Info, Origin, Role, Value, info,
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse, parse_mesh
-from shardc.ir.tally import Row, tally, wire_bytes
+from shardc.ir.tally import Row, tally, wire_elements
 from shardc.ir.text import dump
 
 MESH = Mesh(dp=2, tp=2)
@@ -131,7 +131,7 @@ outputs:
   output out = %to
 comm:
   all_gather(dp,tp) x1 688128 B/rank
-  all_gather(tp) x1 0 B/rank
+  all_gather(tp:2x2) x1 98304 B/rank
   all_reduce(dp) x1 512 B/rank
 """
 
@@ -255,12 +255,13 @@ def test_a_node_without_a_record_is_an_error() -> None:
 # --- the tally
 
 
-def test_the_tally_is_wire_bytes_per_rank() -> None:
-    assert [wire_bytes(kind, 4, 1000) for kind in ("all_gather", "reduce_scatter", "all_to_all")] == [750, 750, 750]
-    assert wire_bytes("all_reduce", 4, 1000) == 1500
-    assert wire_bytes("all_reduce", 3, 4) == 6  # 5 1/3, rounded up
-    assert wire_bytes("permute_ranks", 4, 1000) == 1000
-    assert [wire_bytes(kind, 1, 1000) for kind in ("all_gather", "all_reduce", "permute_ranks")] == [0, 0, 0]
+def test_the_tally_counts_what_each_rank_sends() -> None:
+    assert wire_elements("all_gather", 4, 1000) == 3000
+    assert [wire_elements(kind, 4, 1000) for kind in ("reduce_scatter", "all_to_all")] == [750, 750]
+    assert wire_elements("all_reduce", 4, 1000) == 1500
+    assert wire_elements("all_reduce", 3, 1) == 2  # 4/3, rounded up
+    assert wire_elements("permute_ranks", 4, 1000) == 1000
+    assert [wire_elements(kind, 1, 1000) for kind in ("all_gather", "all_reduce", "permute_ranks")] == [0, 0, 0]
 
 
 def test_the_tally_of_a_program_is_the_same_before_and_after_it_is_local() -> None:

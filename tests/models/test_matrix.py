@@ -36,8 +36,8 @@ def masked(targets: torch.Tensor) -> torch.Tensor:
     return targets
 
 
-def token_batch(config: Any, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.randint(config.vocab, (BATCH, length + 1))
+def token_batch(vocab: int, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(vocab, (BATCH, length + 1))
     return tokens[:, :-1].contiguous(), masked(tokens[:, 1:].contiguous())
 
 
@@ -91,16 +91,16 @@ def cases() -> list[Case]:
 def batch_of(name: str, args: tuple[torch.Tensor, ...], model: nn.Module) -> tuple[torch.Tensor, ...]:
     """Global inputs and targets of one step."""
     if name in ("llama", "gpt2"):
-        return token_batch(model.config)
+        return token_batch(model(args[0]).shape[-1])
     x = torch.randn(BATCH, *args[0].shape[1:], dtype=torch.float64)
     out = model(x)
     target = torch.randn_like(out) if name == "mlp" else torch.randint(out.shape[-1], (BATCH,))
     return x, target.detach()
 
 
-def largest_relative(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative error, to the size of the whole tensor."""
-    scale = theirs.abs().max().clamp_min(1e-12)
+def largest_relative(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 1e-12) -> float:
+    """Error relative to the largest element, or to ``floor`` where the whole tensor is smaller."""
+    scale = theirs.abs().max().clamp_min(floor)
     return ((ours - theirs).abs().max() / scale).item() if theirs.numel() else 0.0
 
 
@@ -127,11 +127,13 @@ def test_equals_one_device(case: Case) -> None:
         ours = sim(x, y)
         assert largest_relative(ours, value.detach()) < 1e-9, f"loss of step {at}"
         sim.backward()
+        # Some gradients are zero in exact arithmetic (a key bias under softmax): their noise is not an error.
+        floor = 1e-6 * max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
         for name in names:
             theirs = model.get_parameter(name).grad
             assert (name in sim.grads) == (theirs is not None), f"{name} has a gradient on one side only"
             if theirs is not None:
-                assert largest_relative(sim.grad(name), theirs) < 1e-9, f"gradient of {name} in step {at}"
+                assert largest_relative(sim.grad(name), theirs, floor) < 1e-9, f"gradient of {name} in step {at}"
         reference.step()
         step()
     for name in names:

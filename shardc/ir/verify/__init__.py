@@ -10,42 +10,48 @@ from __future__ import annotations
 from torch import fx
 
 from shardc.errors import VerifyError
-from shardc.ir import ops, text
-from shardc.ir.graph import KEY, info
+from shardc.ir import grammar, ops, text
+from shardc.ir.graph import KEY, Info, info
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.verify import layouts, local, structure
-from shardc.ir.verify.subject import Agrees, Check, Subject
+from shardc.ir.verify.identity import Program, changed
+from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
-PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins, layouts.moves)
-RESHARDED = (*PLACED, layouts.agreement, layouts.whole_outputs)
+PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
+DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
+AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 LOCAL_NAMESPACES = ("aten", "prims", NAMESPACE, OWN_NAMESPACE)
 LOCAL = (*GRAPH, structure.legal(namespaces=LOCAL_NAMESPACES), local.types, local.groups, local.waits)
-
-PADS = (ops.pad, ops.unpad)
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "canonicalize": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
-    "seed": (*GRAPH, structure.legal(ops.tag, *PADS), layouts.shapes, layouts.pins),
-    "propagate": (*PLACED, structure.legal(ops.tag, *PADS)),
-    "reshard": (*RESHARDED, structure.legal(ops.tag, ops.reshard, *PADS)),
-    "simplify": (*RESHARDED, structure.legal(ops.tag, ops.reshard, *PADS)),
-    "collectives": (*RESHARDED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, *PADS)),
+    "seed": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
+    "propagate": DECIDED,
+    "objective": DECIDED,
+    "reshard": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
+    "simplify": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
+    "collectives": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
     "localize": LOCAL,
     "partition": LOCAL,
 }
+# The stages whose passes move data and change no value: what was computed before is computed after.
+MOVING = ("seed", "propagate", "reshard", "simplify", "collectives")
 
 
-def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = lambda node: None) -> None:
+def verify(
+    gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules, before: Program | None = None
+) -> None:
     """Checks ``gm`` against the spec of ``stage``.
 
     Args:
         gm: the graph as ``stage`` left it.
         mesh: the mesh that it is for.
         stage: a key of `SPECS`.
-        agrees: for an op node, why its operands' layouts do not give its results' layouts, or None.
+        agrees: why an op's operands, at the layouts given or at their own, do not give its results' layouts.
+        before: what the graph computed before the stage, for the stages in `MOVING`.
 
     Raises:
         VerifyError: with the stage, what is broken, and the line of the dump with two lines around it.
@@ -53,9 +59,17 @@ def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = lambda n
     subject = Subject(gm, mesh, agrees)
     for check in SPECS[stage]:
         for node, reason in check(subject):
-            shown = f"%{info(node).name}" if KEY in node.meta else f"the node {node.name!r}"
-            where = "the outputs" if node.op == "output" else shown
-            raise VerifyError(f"after {stage}: {where}: {reason}", program=window(gm, mesh, node))
+            raise broken(subject, stage, node, reason)
+    if before is not None and stage in MOVING and (found := changed(before, gm)) is not None:
+        raise broken(subject, stage, *found)
+
+
+def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
+    """The error that ``node`` is broken after ``stage``."""
+    where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
+    if node.op != "output" and isinstance(node.meta.get(KEY), Info):
+        where = grammar.name_text(info(node).name)
+    return VerifyError(f"after {stage}: {where}: {reason}", program=window(subject.gm, subject.mesh, node))
 
 
 def window(gm: fx.GraphModule, mesh: Mesh, node: fx.Node, around: int = 2) -> str:

@@ -13,15 +13,16 @@ from shardc.ir.verify.subject import Broken, Subject
 
 
 def pins(subject: Subject) -> Broken:
-    """Parameters, buffers, inputs and tangents have their storage layout, without a pending reduction."""
+    """Parameters, buffers and inputs have the layout in which they come in, without a pending reduction."""
     for node in subject.nodes:
-        if node.op != "placeholder":
+        role = info(node).role if node.op == "placeholder" else None
+        value = info(node).value if role is not None and role.kind != "tangent" else None
+        if not isinstance(value, Value):
             continue
-        value = info(node).value
-        if isinstance(value, Value) and value.layout is None:
+        if value.layout is None:
             yield node, "a placeholder has no layout"
-        elif isinstance(value, Value) and value.layout is not None and value.layout.partial:
-            yield node, f"a placeholder has a pending reduction {value.layout.partial_text()}"
+        elif value.layout.partial:
+            yield node, f"a placeholder has a pending reduction, {value.layout.partial_text()}"
 
 
 def present(subject: Subject) -> Broken:
@@ -42,14 +43,24 @@ def shapes(subject: Subject) -> Broken:
                 yield node, f"its layout {value.layout} is not of its shape {list(value.shape)}"
 
 
+def decisions(subject: Subject) -> Broken:
+    """The layouts that every op wants of its operands give exactly those of its results."""
+    for node in _computing(subject):
+        if (reason := subject.agrees(node, info(node).needs)) is not None:
+            yield node, reason
+
+
 def agreement(subject: Subject) -> Broken:
     """The layouts of every op's operands give exactly those of its results."""
-    for node in subject.calls:
-        if node.target is operator.getitem or node.target in ops.MARKERS.values():
-            continue
-        reason = subject.agrees(node)
-        if reason is not None:
+    for node in _computing(subject):
+        if (reason := subject.agrees(node, None)) is not None:
             yield node, reason
+
+
+def _computing(subject: Subject) -> list[fx.Node]:
+    """The ops that compute: neither data movement nor the picking of a result."""
+    moving = (operator.getitem, *ops.MARKERS.values())
+    return [node for node in subject.calls if node.target not in moving]
 
 
 def moves(subject: Subject) -> Broken:
@@ -76,7 +87,7 @@ def _broken_move(node: fx.Node, source: Value, made: Value) -> str | None:
     if node.target not in (*ops.COLLECTIVES, *ops.LOCAL_MOVES):
         return None
     assert source.layout is not None and made.layout is not None
-    axes = str(node.kwargs["axis"]).split(",")
+    axes = [axis for axis in str(node.kwargs["axis"]).split(",") if axis]
     return broken_step(node.target, source.layout, made.layout, axes, str(node.kwargs.get("op", "sum")))
 
 
@@ -98,14 +109,16 @@ def _broken_pad(node: fx.Node, source: Value, made: Value) -> str | None:
     return None
 
 
-def whole_outputs(subject: Subject) -> Broken:
-    """No output has a pending reduction; a gradient and an updated buffer lie as what they are of."""
+def results(subject: Subject) -> Broken:
+    """An output lies as the outside wants it; a gradient or an updated buffer, if nothing is said, as what it is of."""
     last = subject.nodes[-1]
     for role, made in outputs(subject.gm.graph):
         value = info(made).value if isinstance(made, fx.Node) else None
         if not isinstance(value, Value) or value.layout is None:
             continue
-        if value.layout.partial:
+        kept = subject.kept(role.kind, role.name)
+        wanted = role.layout or (kept and kept.layout)
+        if value.layout.partial and role.layout is None:
             yield last, f"{role.kind} {role.name} has a pending reduction: {value}"
-        elif (kept := subject.kept(role.kind, role.name)) is not None and kept.layout != value.layout:
-            yield last, f"{role.kind} {role.name} is {value}, what it is of is stored as {kept}"
+        elif wanted is not None and wanted != value.layout:
+            yield last, f"{role.kind} {role.name} is {value}, and is wanted as {wanted}"

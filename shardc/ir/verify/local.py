@@ -23,8 +23,9 @@ def types(subject: Subject) -> Broken:
     for role, made in outputs(subject.gm.graph):
         value = info(made).value if isinstance(made, fx.Node) else None
         kept = subject.kept(role.kind, role.name)
-        if isinstance(value, Value) and kept is not None and kept.shape != value.shape:
-            yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, what it is of is stored as {kept}"
+        wanted = role.layout.local_shape if role.layout is not None else kept.shape if kept is not None else None
+        if isinstance(value, Value) and wanted is not None and wanted != value.shape:
+            yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, and is wanted as {list(wanted)}"
 
 
 def groups(subject: Subject) -> Broken:

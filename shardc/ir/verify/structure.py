@@ -35,17 +35,19 @@ def records(subject: Subject) -> Broken:
 def order(subject: Subject) -> Broken:
     """Placeholders, then ops whose arguments are above them, then one output with a role for each value."""
     above: set[fx.Node] = set()
+    calls = False
     last = subject.nodes[-1]
     for node in subject.nodes:
-        if node.op == "placeholder" and any(other.op != "placeholder" for other in above):
+        if node.op == "placeholder" and calls:
             yield node, "a placeholder stands below an op"
-        elif node.op not in ("placeholder", "call_function", "output"):
+        elif node.op not in ("placeholder", "get_attr", "call_function", "output"):
             yield node, f"a {node.op} node is not legal"
         elif missing := [source for source in node.all_input_nodes if source not in above]:
             yield node, f"it uses {missing[0].name!r}, which is not above it"
         elif (node.op == "output") != (node is last):
             yield node, "the output must be the last node, and there must be one"
         above.add(node)
+        calls |= node.op == "call_function"
     roles = last.meta.get(ROLES, ())
     if len(roles) != len(last.args[0]):  # type: ignore[arg-type]
         yield last, f"{len(last.args[0])} outputs have {len(roles)} roles"  # type: ignore[arg-type]

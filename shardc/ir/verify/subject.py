@@ -9,10 +9,15 @@ from functools import cached_property
 from torch import fx
 
 from shardc.ir.graph import Value, info
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 
-Agrees = Callable[[fx.Node], str | None]
+Agrees = Callable[[fx.Node, tuple[Layout, ...] | None], str | None]
 Broken = Iterator[tuple[fx.Node, str]]
+
+
+def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
+    """Takes every op's layouts for good: for graphs whose ops have no rules."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""``dump``: the annotated graph of a model after any pass, without devices or processes."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import shardc
+from shardc.cli import target
+from shardc.errors import InputError
+
+DEFAULT_STAGE = "collectives"
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("dump", help="print the graph after a stage of the compiler")
+    target.add_arguments(parser)
+    parser.add_argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})")
+    parser.add_argument("--origins", action="store_true", help="end each line with its module, source and cause")
+    parser.add_argument("--out", metavar="DIR", help="write the text of every stage to DIR")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the stage asked for; with ``--out``, writes all of them and prints where."""
+    found, mesh, plan, loss = target.resolve(options)
+    program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
+    if options.stage is not None and options.stage not in program.stages:
+        raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
+    if options.out is not None:
+        for path in program.save(options.out):
+            print(path)
+    if options.stage is not None or options.out is None:
+        print(program.text(options.stage or DEFAULT_STAGE, origins=options.origins), end="")

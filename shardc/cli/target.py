@@ -1,0 +1,140 @@
+"""What commands are given: a model by the function that makes it, a mesh, a plan."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from shardc.errors import InputError, MeshError
+from shardc.ir.mesh import Mesh
+from shardc.plan import Plan, parse_plan
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to look at.
+
+    Args:
+        name: the target as the user wrote it.
+        module: the module whose names plans and losses may use.
+        model: the model.
+        args: example arguments of one call, at global shapes.
+    """
+
+    name: str
+    module: ModuleType
+    model: nn.Module | Callable[..., Any]
+    args: tuple[Any, ...]
+
+    def named(self, name: str, what: str) -> Any:
+        """What the target's module calls ``name``."""
+        return _attribute(self.module, name, self.name.rpartition(":")[0], what)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to compile."""
+    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
+    parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
+    parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")
+    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
+
+
+def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[..., Any] | None]:
+    """The target, mesh, plan and loss that the arguments of `add_arguments` say.
+
+    Raises:
+        InputError, MeshError, PlanError: names the argument and what is wrong with it.
+    """
+    mesh = mesh_of(options.mesh)
+    target = load(options.target)
+    plan = parse_plan(options.plan, vars(target.module))
+    return target, mesh, plan, None if options.loss is None else target.named(options.loss, "loss")
+
+
+def mesh_of(text: str) -> Mesh:
+    """The mesh that ``dp=2,tp=4`` says.
+
+    >>> mesh_of("dp=2,tp=4")
+    Mesh(dp=2, tp=4)
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not size.isdecimal():
+            raise MeshError(f"--mesh {text}: {part.strip()!r} is no axis and size", fix="write it as dp=2,tp=4")
+        if name in axes:
+            raise MeshError(f"--mesh {text}: axis {name!r} comes twice")
+        axes[name] = int(size)
+    return Mesh(axes)
+
+
+def load(text: str) -> Target:
+    """Calls the function that ``path.py:function`` or ``module:function`` names.
+
+    Raises:
+        InputError: there is no such file, module or function, or it fails, or makes no (model, arguments).
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise InputError(f"target {text!r} names no function", fix="write it as path.py:function or module:function")
+    module = _run(where, lambda: _module(where))
+    function = _attribute(module, name, where, "function")
+    if not callable(function):
+        raise InputError(f"{where}: {name} is a {type(function).__name__}, not a function")
+    made = _run(f"{where}:{name}()", function)
+    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+        raise InputError(f"{where}: {name}() returns no pair", fix="return (model, example_args)")
+    model, args = made
+    return Target(text, module, model, tuple(args) if isinstance(args, tuple | list) else (args,))
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    path = Path(where)
+    if not path.is_file():
+        raise InputError(f"target: there is no file {where}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up
+    if (folder := str(path.parent.resolve())) not in sys.path:
+        sys.path.append(folder)  # as for a script: its neighbours can be imported
+    spec.loader.exec_module(module)
+    return module
+
+
+def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
+    if not hasattr(module, name):
+        own = [key for key, made in vars(module).items() if callable(made) and not key.startswith("_")]
+        near = get_close_matches(name, own)
+        fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no functions'}"
+        raise InputError(f"{where} has no {what} {name!r}", fix=fix)
+    return getattr(module, name)
+
+
+def _run(what: str, function: Callable[[], Any]) -> Any:
+    """What the user's code makes; its errors as one line that says where."""
+    try:
+        return function()
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        own = [
+            f
+            for f in traceback.extract_tb(error.__traceback__)[1:]
+            if f.filename != __file__ and "importlib" not in f.filename
+        ]
+        place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+        raise InputError(f"{what} fails: {place}{type(error).__name__}: {error}") from None

@@ -1,0 +1,62 @@
+"""The verifier between passes: `shardc.ir.verify` with the rules of the ops."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Value
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.verify import verify
+from shardc.ir.verify.identity import Program, program
+from shardc.passes.calls import call_of, operands_of
+from shardc.rules import spec_of
+from shardc.rules.spec import Spec, from_results, infer
+
+
+def check(gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None) -> Program:
+    """Verifies ``gm`` after ``stage``; returns what it computes, to pass as ``before`` at the next stage.
+
+    Raises:
+        VerifyError: with the stage, what is broken, and where.
+    """
+    verify(gm, mesh, stage, agrees, before)
+    return program(gm)
+
+
+def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
+    """Why the rule of ``node``'s op does not give its results' layouts, or None where it does.
+
+    Args:
+        operands: the layouts of its operands; by default those that they have.
+    """
+    if operands is None:
+        operands = tuple(ir.layout(x) for x in operands_of(node))
+    made = ir.info(node).value
+    values = made if isinstance(made, tuple) else (made,)
+    results = tuple(value.layout for value in values if isinstance(value, Value) and value.layout is not None)
+    spec = spec_of(call_of(node))
+    if spec is None:
+        axes = [layout for layout in (*operands, *results) if layout.axes]
+        return f"the op has no rule and must be whole, not {axes[0]}" if axes else None
+    return _disagreement(spec, operands, results)
+
+
+@lru_cache(maxsize=65536)
+def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layout, ...]) -> str | None:
+    if len(operands) != len(spec.operands):
+        return f"the rule has {len(spec.operands)} operands, the op has {len(operands)}"
+    if not operands:
+        made = from_results(spec, results[0].mesh, 0, results[0])
+        return None if made is not None and made.results == results else f"the op cannot make {_shown(results)}"
+    given = infer(spec, operands)
+    if isinstance(given, str):
+        return given
+    return None if given == results else f"its operands at {_shown(operands)} give {_shown(given)}"
+
+
+def _shown(layouts: tuple[Layout, ...]) -> str:
+    return ", ".join(map(str, layouts))

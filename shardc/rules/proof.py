@@ -1,0 +1,193 @@
+"""Rules proved by running: each strategy that a rule offers, on shards, against the dense op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations, product
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardc.ir.graph import Value
+from shardc.ir.layout import Digit, Digits, Layout, canonical
+from shardc.ir.mesh import Mesh
+from shardc.rules.rule import Builder, Call, Local, Rule
+from shardc.rules.spec import Spec, Strategy, infer, place, results_of
+
+MOVED, COMPUTED = 1e-12, 1e-9  # largest relative error of data movement and of arithmetic in float64
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an op with real arguments, tensors in float64 or integers.
+
+    Args:
+        op: the op overload.
+        args, kwargs: its arguments.
+        defined: whether its result's values are (those of ``empty`` are not).
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    defined: bool = True
+
+    def dense(self) -> list[Tensor | None]:
+        """What the op makes of the whole tensors."""
+        made = self.op(*self.args, **self.kwargs)
+        many = isinstance(made, (tuple, list))
+        return [x if isinstance(x, Tensor) else None for x in (made if many else (made,))]
+
+    def call(self, results: Sequence[Tensor | None]) -> Call:
+        kwargs = tuple(sorted((name, _as_value(x)) for name, x in self.kwargs.items()))
+        return Call(self.op, tuple(map(_as_value, self.args)), kwargs, tuple(map(_as_value, results)))
+
+    def __str__(self) -> str:
+        shown = [f"{_as_value(x)}" for x in self.args] + [f"{name}={_as_value(x)}" for name, x in self.kwargs.items()]
+        return f"{self.op}({', '.join(shown)})"
+
+
+def _as_value(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return Value(x.dtype, tuple(x.shape))
+    return tuple(map(_as_value, x)) if isinstance(x, (list, tuple)) else x
+
+
+class Ranks(Builder, Protocol):
+    """Every rank of a mesh in one process, as `shardc.runtime.lockstep.Lockstep`."""
+
+    mesh: Mesh
+
+    def scatter_terms(self, x: Tensor, layout: Layout, generator: torch.Generator) -> Any: ...
+
+    def assemble(self, values: Sequence[Tensor], layout: Layout) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How many strategies of a sample were tried, and what went wrong in each that failed."""
+
+    tried: int
+    wrong: tuple[str, ...]
+
+
+def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Sequence[Mesh]) -> Proof:
+    """Runs ``sample`` under every strategy of ``rule`` on each of ``meshes``."""
+    dense = sample.dense()
+    call = sample.call(dense)
+    spec = rule.spec(call)
+    tried, wrong = 0, []
+    for mesh in meshes:
+        for strategy in offered(spec, mesh):
+            tried += 1
+            error = run(rule, sample, call, spec, dense, strategy, ranks(mesh))
+            if error is not None:
+                shown = ", ".join(map(str, strategy.operands)) + " -> " + ", ".join(map(str, strategy.results))
+                wrong.append(f"{sample}\n  on {mesh}: {shown}\n  {error}")
+    return Proof(tried, tuple(wrong))
+
+
+# --- the strategies of a spec
+
+
+def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
+    """Every strategy that uses all axes of ``mesh``: splits of factors at either end, and pending reductions carried."""
+    for uses in product(_uses(spec), repeat=len(mesh.axes)):
+        carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if not isinstance(use, str)]
+        if len({op for _, op, _ in carried}) > 1:
+            continue
+        split: dict[str, list[str]] = {}
+        for axis, use in zip(mesh.axes, uses, strict=True):
+            if isinstance(use, str):
+                split.setdefault(use, []).append(axis)
+        for cuts in product(*(_cuts(mesh, spec.size(factor), axes) for factor, axes in split.items())):
+            assignment = dict(zip(split, cuts, strict=True))
+            operands = tuple(
+                Layout(mesh, place(spec, mesh, dims, assignment), [(a, op) for a, op, at in carried if i in at])
+                for i, dims in enumerate(spec.operands)
+            )
+            yield Strategy(operands, results_of(spec, mesh, assignment, [(a, op) for a, op, _ in carried]))
+
+
+def _uses(spec: Spec) -> list[str | tuple[str, frozenset[int]]]:
+    """What an axis can do: split a factor, or carry a (reduce op) that operands at (positions) have pending."""
+    carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
+    if spec.moves:
+        carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
+    return [*(factor for factor, _ in spec.sizes if spec.splittable(factor)), *carried]
+
+
+def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
+    """The digits of a factor of ``size`` split over ``axes``, in each order, the local part at each place."""
+    split = prod(mesh.size(axis) for axis in axes)
+    if size % split:
+        return []
+    cuts = set()
+    for order in permutations(axes):
+        bound = [Digit(mesh.size(axis), axis) for axis in order]
+        for at in range(len(bound) + 1):
+            cuts.add(canonical(mesh, [*bound[:at], Digit(size // split), *bound[at:]]))
+    return sorted(cuts, key=str)
+
+
+# --- one of them, run
+
+
+def run(
+    rule: Rule, sample: Sample, call: Call, spec: Spec, dense: Sequence[Tensor | None], strategy: Strategy, ranks: Ranks
+) -> str | None:
+    """What is wrong with ``strategy``, or None."""
+    inferred = infer(spec, strategy.operands) if strategy.operands else strategy.results
+    known = {axis for layout in strategy.operands for axis in layout.axes}
+    if isinstance(inferred, str) or (known == set(ranks.mesh.axes) and inferred != strategy.results):
+        return f"inferred {inferred}"
+    layouts = iter(strategy.operands)
+    generator = torch.Generator().manual_seed(0)
+
+    def shard(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return ranks.scatter_terms(x, next(layouts), generator)
+        return [shard(one) for one in x] if isinstance(x, (list, tuple)) else x
+
+    args, kwargs = {}, {}
+    for at, argument in enumerate(sample.op._schema.arguments):
+        if at < len(sample.args):
+            args[at] = shard(sample.args[at])
+        elif argument.name in sample.kwargs:
+            kwargs[argument.name] = shard(sample.kwargs[argument.name])
+    local = Local(ranks, call, spec, strategy.operands, strategy.results, tuple(args.values()), kwargs)
+    try:
+        made = rule.localize(local)
+        return _difference(sample, spec, dense, made, strategy.results, ranks)
+    except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _difference(
+    sample: Sample, spec: Spec, dense: Sequence[Tensor | None], made: Any, layouts: Sequence[Layout], ranks: Ranks
+) -> str | None:
+    """How the assembled results differ from the dense ones; ``made`` is for each rank a tensor or a list of them."""
+    many = isinstance(made[0], (tuple, list))
+    places = [i for i, x in enumerate(dense) if x is not None]
+    for at, place_of, layout in zip(range(len(places)), places, layouts, strict=True):
+        expected = dense[place_of]
+        assert expected is not None
+        if at in spec.aside:
+            continue
+        got = ranks.assemble([one[place_of] if many else one for one in made], layout)
+        if got.dtype != expected.dtype or got.shape != expected.shape:
+            return f"result {place_of} is {got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}"
+        if sample.defined and not close(got, expected, MOVED if spec.moves else COMPUTED):
+            return f"result {place_of} differs: {got.flatten()[:8].tolist()}, not {expected.flatten()[:8].tolist()}"
+    return None
+
+
+def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether the largest difference is at most ``tolerance`` of the largest value (exactly equal for integers)."""
+    if not expected.is_floating_point() and not expected.is_complex():
+        return torch.equal(got, expected)
+    scale = expected.abs().max().item() if expected.numel() else 0.0
+    return torch.allclose(got, expected, rtol=0, atol=tolerance * max(scale, 1.0), equal_nan=True)
