@@ -26,11 +26,12 @@ PLANS = {
 
 
 def default_mesh(plan: str, ranks: int) -> str:
-    """Axis sizes for ``plan`` on ``ranks`` ranks: plans over two axes put 2 ranks on the second."""
+    """Axis sizes for ``plan`` on ``ranks`` ranks: of a plan over two axes, ``rep`` or ``tp`` gets 2 ranks if it can."""
+    few = 2 if ranks % 2 == 0 else 1
     if plan == "hsdp":
-        return f"rep=2,dp={ranks // 2}"
+        return f"rep={few},dp={ranks // few}"
     if plan == "fsdp+tp":
-        return f"dp={ranks // 2},tp=2"
+        return f"dp={ranks // few},tp={few}"
     return f"tp={ranks}" if plan.startswith("tp") else f"dp={ranks}"
 
 
@@ -41,19 +42,13 @@ def under_torchrun(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={ranks}",
-        "--",
-    ]
-    os.execv(sys.executable, [sys.executable, *launch, *sys.argv])
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *options, "--", *sys.argv])
 
 
-def join_mesh(plan: str, axes: str | None) -> DeviceMesh:
-    """Join the process group and make the mesh of ``axes``, such as ``"dp=2,tp=2"``; one thread per rank."""
+def join_mesh(plan: str, axes: str | None, ranks: int) -> DeviceMesh:
+    """The mesh of ``axes``, such as ``"dp=2,tp=2"``, over torchrun's ranks, or ``ranks`` if none runs."""
+    under_torchrun(ranks)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     axes = axes or default_mesh(plan, dist.get_world_size())

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 @torch.no_grad()
 def sample(module: nn.Module, prompt: bytes, *, count: int, length: int, copies: int, heat: float = 0.7) -> Tensor:
-    """``prompt`` and ``count`` sampled bytes after it, ``i64[n]``, the same on every rank; outputs must come back whole.
+    """``prompt`` and ``count`` bytes sampled after it, ``i64[n]``; the plan must return outputs whole.
 
     The window has a fixed ``length``, so that one compiled program serves every step: causal attention never looks
     at what comes after the last byte. It is repeated ``copies`` times, a number that the plan's batch axes divide.

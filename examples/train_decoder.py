@@ -12,7 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from models.llama import Llama, LlamaConfig, loss
-from ranks import PLANS, join_mesh, under_torchrun
+from ranks import PLANS, join_mesh
 from sample import sample
 from single import parameter_difference, train
 from text import batch, show, standard_library
@@ -37,9 +37,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--check", action="store_true", help="train the same on one device and compare")
     args = parser.parse_args()
-    under_torchrun(args.nproc)
 
-    mesh = join_mesh(args.plan, args.mesh)
+    mesh = join_mesh(args.plan, args.mesh, args.nproc)
     say = print if dist.get_rank() == 0 else (lambda *text: None)
     config, size, length, lr = SIZES[args.size]
     batches = partial(batch, standard_library(), size=size, length=length)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import MeshError
 
@@ -32,3 +36,15 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 def trunc_normal_rejects() -> bool:
     """Whether ``nn.init.trunc_normal_`` samples by rejection (2.13) or inverts the distribution in place (before)."""
     return "erfinv_" not in nn.init._no_grad_trunc_normal_.__code__.co_names
+
+
+def dtensor_spec(device_mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta) -> DTensorSpec:
+    """A DTensorSpec whose placements, strided ones too, split the tensor from the first mesh dim to the last.
+
+    By default torch 2.13 takes strided placements for an order of mesh dims, and where they are none (two of them
+    inside of a sub-dim) gathers the elements in a wrong order.
+    """
+    options = {}
+    if "use_strided_shard_as_shard_order" in {field.name for field in fields(DTensorSpec)}:
+        options["use_strided_shard_as_shard_order"] = False
+    return DTensorSpec(device_mesh, placements, meta, **options)

@@ -153,10 +153,12 @@ def build_program(
             return natural, ""
         return to_layout(said[0], mesh, natural.shape, natural, what=f"output {name!r}", entry=said[1]), said[1]
 
+    seen: list[Any] = [None]
+
     def hook(stage: str, gm: fx.GraphModule) -> None:
         program.keep(stage, gm.graph)
         if options.verify:
-            check(gm, mesh, stage)
+            seen[0] = check(gm, mesh, stage, seen[0])
 
     gm = captured.graph
     hook("capture", gm)
@@ -166,7 +168,8 @@ def build_program(
             passes.Seed(mesh, seeded, inputs, frozenset(by_tag)),
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
-                {name: p.storage for name, p in params.items()}, reduce, options.strict,
+                {name: p.storage for name, p in params.items()}, {name: p.compute for name, p in params.items()},
+                reduce, options.strict,
             ),
             passes.Objective(axes, reduce, grad_scale),
             passes.Reshard(),

@@ -142,7 +142,9 @@ def common_places(src: Layout, dst: Layout) -> Places:
     parts = tuple(sorted({*source, *target, *idle}, key=lambda part: (mesh.order(part), mesh.size(part))))
     sizes = tuple(mesh.size(part) for part in parts)
     places = [p for p in dict.fromkeys([*source.values(), *target.values()]) if isinstance(p, Place)]
-    places += [p for p in _parks(src.shape, places, sizes) if p not in places]
+    ends = [p for p in source.values() if isinstance(p, Place)], [p for p in target.values() if isinstance(p, Place)]
+    parked = [park for taken in (places, *ends) for park in _parks(src.shape, taken, sizes)]
+    places += [p for p in dict.fromkeys(parked) if p not in places]
     number: dict[Place | int, int] = {place: at + 1 for at, place in enumerate(places)}
     number |= {code: code for code in range(-len(REDUCE_OPS), 1)}
     start = tuple(number[source.get(part, WHOLE)] for part in parts)
@@ -238,7 +240,7 @@ def _parts(mesh: Mesh, axis: str, cuts: dict[str, set[int]]) -> list[str]:
 
 
 def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Places in digits that stay local, at their major and minor ends, for each size of a part."""
+    """Places in digits that ``places`` leave local, at their major and minor ends, for each size of a part."""
     out = []
     for dim, size in enumerate(shape):
         edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})

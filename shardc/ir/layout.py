@@ -78,7 +78,9 @@ class Layout:
     def _check(self) -> None:
         for axis, op in self.partial:
             if op not in REDUCE_OPS:
-                raise LayoutError(f"unknown reduce op {op!r} on axis {axis!r} in {self}", fix=f"use one of {REDUCE_OPS}")
+                raise LayoutError(
+                    f"unknown reduce op {op!r} on axis {axis!r} in {self}", fix=f"use one of {REDUCE_OPS}"
+                )
         for digits in self.dims:
             for radix, axis in digits:
                 if axis is not None and radix != self.mesh.size(axis):
@@ -193,7 +195,9 @@ class Layout:
             out.append(digits)
         return cls(mesh, out, partial or {})
 
-    def replace(self, dims: Iterable[Iterable[Digit]] | None = None, partial: Iterable[tuple[str, str]] | None = None) -> Layout:
+    def replace(
+        self, dims: Iterable[Iterable[Digit]] | None = None, partial: Iterable[tuple[str, str]] | None = None
+    ) -> Layout:
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:

@@ -142,7 +142,9 @@ class Mesh:
         if shape is None:
             raise MeshError(f"{mesh!r} is not a mesh", fix="pass a DeviceMesh or shardc.Mesh(dp=2, tp=4)")
         if not names:
-            raise MeshError("the DeviceMesh has no dim names", fix='pass mesh_dim_names=("dp", "tp") to init_device_mesh')
+            raise MeshError(
+                "the DeviceMesh has no dim names", fix='pass mesh_dim_names=("dp", "tp") to init_device_mesh'
+            )
         return Mesh(zip(names, (int(s) for s in shape), strict=True))
 
     def __str__(self) -> str:

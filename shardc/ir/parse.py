@@ -62,7 +62,7 @@ class _Parser:
         self.mesh = self._mesh(self.readers.pop(0))
         self.placed = True
         self.graph = fx.Graph()
-        self.root = torch.nn.Module()
+        self.constants: dict[str, torch.Tensor] = {}
         self.values: dict[str, fx.Node] = {}
         self.outputs: list[tuple[Role, Any]] = []
         self.wants: list[tuple[Value, Layout | None]] = []  # of the tensors that the line uses
@@ -98,7 +98,7 @@ class _Parser:
                 self._line(reader, section)
         last = self.graph.output(tuple(made for _, made in self.outputs))
         last.meta[ROLES] = tuple(role for role, _ in self.outputs)
-        gm = fx.GraphModule(self.root, self.graph)
+        gm = fx.GraphModule(self.constants, self.graph)
         self._check_comm(gm)
         return gm
 
@@ -159,7 +159,7 @@ class _Parser:
         tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
         if held is not None:
             tensor = torch.tensor(held, dtype=value.dtype).reshape(value.shape)
-        self.root.register_buffer(target, tensor)
+        self.constants[target] = tensor
         node = self.graph.create_node("get_attr", target, name=_identifier(name))
         self._define(node, Info(name, value, self._origin(reader, phase)))
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
-from shardc.ir.graph import KEY, Info, Origin, Role, Value, info, outputs, value
+from shardc.ir.graph import KEY, ROLES, Info, Origin, Role, Value, info, value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import tally
@@ -62,7 +62,10 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
             text = op_line(gm, node, unplaced)
         out.append((f"  {text}{origin_text(record.origin) if origins else ''}", node))
     out.append((f"{grammar.OUTPUTS}:", None))
-    for role, made in outputs(gm.graph):
+    roles, results = nodes[-1].meta.get(ROLES, ()), nodes[-1].args[0]
+    if len(roles) != len(results):
+        raise VerifyError(f"{len(results)} outputs have {len(roles)} roles", program=nodes[-1].format_node())
+    for role, made in zip(roles, results, strict=True):
         out.append((f"  {role_text(role, '')} = {argument_text(made, iter((role.layout,)))}", nodes[-1]))
     return out
 

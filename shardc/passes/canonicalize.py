@@ -1,8 +1,9 @@
-"""Canonicalize: drop what does nothing, so that later passes see one form of each thing."""
+"""Canonicalize: drop what does nothing or was done already, so that later passes see one form of each thing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,12 +14,18 @@ aten = torch.ops.aten
 
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
+_MOVES = (
+    *_TRANSPOSES, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default,
+    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
+)  # fmt: skip
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
 @dataclass(frozen=True)
 class Canonicalize:
-    """Drops identities, pairs of transposes, chains of views and dead nodes.
+    """Drops identities, pairs of transposes, chains of views, repeated moves and dead nodes.
+
+    Of two equal moves of one value the first serves both, so that both are resharded once.
 
     Takes: a captured graph. Leaves alone: values, order, names. A node that becomes an alias of an output
     stays, since every output needs a node.
@@ -27,10 +34,14 @@ class Canonicalize:
     name = "canonicalize"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        made: dict[Any, fx.Node] = {}
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
                 continue
             same = _same_as(node)
+            if same is None and node.target in _MOVES:
+                same = made.setdefault((node.target, _frozen(node.args)), node)
+                same = None if same is node else same
             if same is not None:
                 node.replace_all_uses_with(same)
                 gm.graph.erase_node(node)
@@ -39,9 +50,14 @@ class Canonicalize:
                 node.target = aten.view.default
                 source = node.args[0]
                 if source.op == "call_function" and source.target in _RESHAPES and len(source.users) == 1:
+                    made.pop((source.target, _frozen(source.args)), None)
                     node.args = (source.args[0], *node.args[1:])
         gm.graph.eliminate_dead_code()
         return gm
+
+
+def _frozen(arguments: Any) -> Any:
+    return tuple(_frozen(a) for a in arguments) if isinstance(arguments, (list, tuple)) else arguments
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:

@@ -52,7 +52,7 @@ def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layou
     if not operands:
         made = from_results(spec, results[0].mesh, 0, results[0])
         return None if made is not None and made.results == results else f"the op cannot make {_shown(results)}"
-    given = infer(spec, operands)
+    given = infer(spec, operands, results)
     if isinstance(given, str):
         return given
     return None if given == results else f"its operands at {_shown(operands)} give {_shown(given)}"

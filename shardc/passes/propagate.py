@@ -10,9 +10,10 @@ sliced without more communication, is.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from operator import getitem
 
 from torch import fx
@@ -27,7 +28,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import spec_of
-from shardc.rules.spec import Spec, Strategy, carries, from_results, strategies
+from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, strategies
 
 PIN_PENALTY = 1e4  # a reshard of what the plan pinned counts this many times
 
@@ -45,6 +46,7 @@ class Propagate:
         output_layout: (index, name, natural layout) -> (layout, plan entry) of a forward output.
         pin_layout: (tag name, layout as it comes) -> (layout, plan entry) of a tagged activation.
         grad_layouts: storage layout of each parameter's gradient, by name.
+        compute_layouts: compute layout of each parameter, by name: what its gradient has before the batch axes.
         strict: an op without a rule is an error.
     """
 
@@ -54,6 +56,7 @@ class Propagate:
     output_layout: OutputLayout
     pin_layout: PinLayout
     grad_layouts: dict[str, Layout] = field(default_factory=dict)
+    compute_layouts: dict[str, Layout] = field(default_factory=dict)
     reduce: str = "mean"
     strict: bool = False
     name = "propagate"
@@ -72,7 +75,7 @@ class _Sweep:
         self.demanded: dict[fx.Node, frozenset[Layout]] = {}
         self.pinned: set[fx.Node] = set()
         self.wanted: dict[fx.Node, Layout] = {}  # of the graph's outputs
-        self.to_grad = _leads_to_grad(graph)
+        self.grad_target = _grad_targets(graph, options.mesh, options.compute_layouts)
 
     def run(self) -> None:
         settled = False
@@ -132,11 +135,11 @@ class _Sweep:
             self._decide(node, Strategy(whole, made))
             return
         pins = tuple(x in self.pinned for x in operands)
-        have = tuple(self.demanded.get(x, frozenset()) for x in operands)
+        have = tuple(self._known(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
-        items = tuple(v.itemsize for v in call.operands)
-        free = self.to_grad.get(node, False)
-        chosen = _choose(spec, layouts, have, pins, items, call.results[0].itemsize if call.results[0] else 1, free, self.cost)
+        items = tuple(v.itemsize for v in (*call.operands, *call.results) if v is not None)
+        grad = _Grad(self.grad_target[node], self.options.batch_axes) if node in self.grad_target else None
+        chosen = _choose(spec, layouts, have, pins, items, grad, self.cost)
         self._decide(node, chosen)
         if spec.moves and operands and operands[0] in self.pinned:
             self.pinned.add(node)
@@ -152,7 +155,20 @@ class _Sweep:
             ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
 
     def _demand(self, node: fx.Node, layout: Layout) -> None:
+        """Notes that some use wants ``node`` at ``layout``, and so, if it only moves data, its source moved back."""
+        if layout in self.demanded.get(node, ()):
+            return
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
+        if (spec := _move(node)) is not None and (back := from_results(spec, self.mesh, 0, layout)) is not None:
+            self._demand(node.args[0], back.operands[0])
+
+    def _known(self, node: fx.Node) -> frozenset[Layout]:
+        """The layouts at which ``node`` is wanted already, or is had by moving its source that is."""
+        known = self.demanded.get(node, frozenset())
+        if (spec := _move(node)) is None:
+            return known
+        moved = (infer(spec, [layout]) for layout in self._known(node.args[0]))
+        return known | {results[0] for results in moved if not isinstance(results, str)}
 
     def _warn_whole(self, node: fx.Node) -> None:
         record = ir.info(node)
@@ -204,19 +220,25 @@ class _Sweep:
             needs = ir.info(node).needs if node.op == "call_function" else None
             if needs is None or node.target is ops.pad or not isinstance(ir.info(node).value, Value):
                 continue
-            target = self._common_slice(node)
+            target = self._wanted_slice(node)
             spec = spec_of(call_of(node))
             if target is None or spec is None:
                 continue
             sliced = from_results(spec, self.mesh, 0, target)
             if sliced is None:
                 continue
-            operands = operands_of(node)
-            if self._price(operands, sliced.operands) <= self._price(operands, needs):
+            operands, itemsize = operands_of(node), ir.value(node).itemsize
+            now = Strategy(needs, (ir.layout(node),))
+            saved = self._price(operands, needs) - self._price(operands, sliced.operands)
+            saved += _compute_seconds(spec, now, itemsize, self.cost) - _compute_seconds(spec, sliced, itemsize, self.cost)
+            others = self._follow(node, target)
+            if others is not None and sum(price for _, _, price in others) <= saved:
                 self._decide(node, sliced)
+                for user, strategy, _ in others:
+                    self._decide(user, strategy)
 
-    def _common_slice(self, node: fx.Node) -> Layout | None:
-        """The one layout that all uses of ``node`` want, if slicing gives it from the present one."""
+    def _wanted_slice(self, node: fx.Node) -> Layout | None:
+        """The one layout other than the present one that uses of ``node`` want, if slicing gives it."""
         here = ir.layout(node)
         wants = set()
         for user in node.users:
@@ -227,13 +249,34 @@ class _Sweep:
             if needs is None:
                 return None
             wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
+        wants.discard(here)
         if len(wants) != 1 or here.partial:
             return None
         (want,) = wants
-        if want == here or want.partial:
+        if want.partial or (self.wanted.get(node) == here):
             return None
         steps = redistribute.steps(here, want, ir.value(node).itemsize, self.cost)
         return want if all(step.kind == "shard" for step in steps) else None
+
+    def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
+        """How the uses that want ``node`` as it is now can take it at ``target``, and what each then costs more."""
+        out = []
+        for user in node.users:
+            needs = None if user.op == "output" else ir.info(user).needs
+            if needs is None or target in [w for x, w in zip(operands_of(user), needs, strict=True) if x is node]:
+                continue
+            spec = spec_of(call_of(user)) if hasattr(user.target, "_schema") else None
+            if spec is None or not isinstance(ir.info(user).value, Value):
+                return None
+            operands = operands_of(user)
+            layouts = tuple(target if x is node else want for x, want in zip(operands, needs, strict=True))
+            fitting = [s for s in strategies(spec, layouts) if s.operands == layouts]
+            if not fitting:
+                return None
+            made, itemsize = ir.layout(user), ir.value(user).itemsize
+            price = redistribute.seconds(fitting[0].results[0], made, itemsize, self.cost)
+            out.append((user, fitting[0], price))
+        return out
 
     def _price(self, operands: Sequence[fx.Node], needs: Sequence[Layout]) -> float:
         return sum(
@@ -242,49 +285,78 @@ class _Sweep:
         )
 
 
+@dataclass(frozen=True)
+class _Grad:
+    """A value whose one way leads to a parameter's gradient.
+
+    Args:
+        target: the layout that it should have there, batch axes aside; None where the way does not tell.
+        batch_axes: pending over these is how such a value is meant to be: the storage layout reduces it.
+    """
+
+    target: Layout | None
+    batch_axes: tuple[str, ...]
+
+    def seconds(self, layout: Layout, itemsize: int, cost: CostModel) -> float:
+        """The time from ``layout`` to the target."""
+        if self.target is None:
+            return 0.0
+        here = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
+        return redistribute.seconds(here, self.target, itemsize, cost)
+
+
 @lru_cache(maxsize=65536)
 def _choose(
     spec: Spec,
     operands: tuple[Layout, ...],
-    demanded: tuple[frozenset[Layout], ...],
+    known: tuple[frozenset[Layout], ...],
     pinned: tuple[bool, ...],
     itemsizes: tuple[int, ...],
-    result_itemsize: int,
-    to_grad: bool,
+    grad: _Grad | None,
     cost: CostModel,
 ) -> Strategy:
-    """The cheapest strategy; memoised, so that a repeated layer is decided once."""
+    """The cheapest strategy; memoised, so that a repeated layer is decided once.
+
+    Args:
+        known: for each operand, the layouts at which somebody before wanted it.
+        pinned: for each operand, whether a plan entry says how it lies.
+        itemsizes: of the operands, then of the results.
+        grad: where the result's one way leads to a gradient.
+    """
     best: tuple[float, Strategy] | None = None
     for strategy in strategies(spec, operands):
-        price = 0.0
-        for have, known, pin, itemsize, want in zip(
-            operands, demanded, pinned, itemsizes, strategy.operands, strict=True
-        ):
-            if have != want and want not in known:
-                price += redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
-        price += _deferred(spec, operands, strategy, result_itemsize, to_grad, cost)
-        shards = {axis for layout in (*strategy.operands, *strategy.results) for axis in layout.bound}
-        split = 1
-        for axis in shards:
-            split *= operands[0].mesh.size(axis)
-        moved = sum(layout.local_numel for layout in (*strategy.operands, *strategy.results)) * result_itemsize
-        price += cost.compute_seconds(spec.points() * spec.flops_per_point / split, moved)
+        price = sum(
+            redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
+            for have, seen, pin, itemsize, want in zip(operands, known, pinned, itemsizes, strategy.operands, strict=False)
+            if have != want and want not in seen
+        )
+        itemsize = itemsizes[-1]
+        if grad is not None:
+            price += grad.seconds(strategy.results[0], itemsize, cost)
+        else:
+            price += _deferred(spec, operands, strategy, itemsize, cost)
+        price += _compute_seconds(spec, strategy, itemsize, cost)
         if best is None or price < best[0]:
             best = (price, strategy)
     assert best is not None, "an op always has the strategy that splits nothing"
     return best[1]
 
 
+def _compute_seconds(spec: Spec, strategy: Strategy, itemsize: int, cost: CostModel) -> float:
+    """The time that each rank computes."""
+    layouts = (*strategy.operands, *strategy.results)
+    split = prod(layouts[0].mesh.size(axis) for axis in {axis for layout in layouts for axis in layout.bound})
+    moved = 0 if spec.moves else sum(layout.local_numel for layout in layouts) * itemsize
+    return cost.compute_seconds(spec.points() * spec.flops_per_point / split, moved)
+
+
 def _deferred(
-    spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, to_grad: bool, cost: CostModel
+    spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: CostModel
 ) -> float:
     """The time of the reductions that a strategy carries through to its results.
 
-    Only those that the operands bring: a contraction's own pending sum is how it is meant to run. A value
-    whose one way leads to a gradient carries for nothing (it is reduced there, into the storage layout).
+    Only those that the operands bring: a contraction's own pending sum is how it is meant to run.
     """
-    if to_grad:
-        return 0.0
     brought = {axis for layout in operands for axis, _ in layout.partial}
     total = 0.0
     for layout in strategy.results:
@@ -295,21 +367,39 @@ def _deferred(
     return total * (0.999 if spec.moves else 1.001)
 
 
-def _leads_to_grad(graph: fx.Graph) -> dict[fx.Node, bool]:
-    """Whether a node's only use, through linear ops, is one parameter's gradient."""
-    grads = {node for role, node in ir.outputs(graph) if role.kind == "grad" and isinstance(node, fx.Node)}
-    out: dict[fx.Node, bool] = {}
+def _move(node: fx.Node) -> Spec | None:
+    """The spec of ``node`` if it has one operand and only moves its data."""
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return None
+    spec = spec_of(call_of(node))
+    return spec if spec is not None and spec.moves and len(spec.operands) == len(spec.results) == 1 else None
+
+
+def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
+    """The nodes whose only use, through linear ops, is one parameter's gradient: the layout wanted there."""
+    grads = {
+        node: compute.get(role.name)
+        for role, node in ir.outputs(graph)
+        if role.kind == "grad" and isinstance(node, fx.Node)
+    }
+    out: dict[fx.Node, Layout | None] = {}
     for node in reversed(graph.nodes):
         if node.op != "call_function" or len(node.users) != 1 or not isinstance(ir.info(node).value, Value):
             continue
         (user,) = node.users
         if user.op == "output":
-            out[node] = node in grads
-        elif user.target is ops.pad:
-            out[node] = out.get(user, False)
-        elif user.op == "call_function" and out.get(user, False) and hasattr(user.target, "_schema"):
+            if node in grads:
+                fits = grads[node] is not None and grads[node].shape == ir.value(node).shape
+                out[node] = grads[node] if fits else None
+        elif user.target is ops.pad and user in out:
+            (name,) = (role.name for role, x in ir.outputs(graph) if x is user)
+            out[node] = compute.get(name)
+        elif user in out and hasattr(user.target, "_schema"):
             spec = spec_of(call_of(user))
             positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)
-            joint = spec is not None and any(positions <= s for s in spec.linear)
-            out[node] = joint or (spec is not None and carries(spec, "sum", positions))
+            if spec is None or not (any(positions <= s for s in spec.linear) or carries(spec, "sum", positions)):
+                continue
+            target = out[user]
+            back = None if target is None else from_results(spec, mesh, 0, target)
+            out[node] = None if back is None else back.operands[min(positions)]
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -10,12 +10,18 @@ from shardc.analysis import redistribute
 from shardc.analysis.cost import CostModel
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.graph import NameScope
+from shardc.ir.layout import Layout
+from shardc.passes.calls import call_of
+from shardc.rules import spec_of
+from shardc.rules.spec import Spec, from_results
 
 
 @dataclass(frozen=True)
 class Simplify:
     """Merges chains of reshards, drops those that change nothing, and derives one from another for less.
 
+    - reshards of moves (views, transposes) of one value to what is one layout of it: one reshard before the moves;
     - reshard of a reshard: from the first value at once, where nobody else uses the middle one;
     - a reshard that is cheaper from an earlier reshard of the same value (all-reduce, then a slice of it)
       starts from there;
@@ -26,30 +32,102 @@ class Simplify:
     name = "simplify"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        _share_before_moves(gm.graph)
         made: dict[fx.Node, list[fx.Node]] = {}
         for node in list(gm.graph.nodes):
-            if node.target is not ops.reshard:
-                continue
-            source = node.args[0]
-            while source.target is ops.reshard and len(source.users) == 1 and not ir.layout(source).partial:
-                if self._seconds(source.args[0], node) > self._seconds(source, node) + self._seconds(source.args[0], source):
-                    break
-                source = source.args[0]
-            node.args = (source,)
-            if ir.layout(source) == ir.layout(node):
-                node.replace_all_uses_with(source)
-                gm.graph.erase_node(node)
-                continue
-            earlier = min(made.get(source, ()), key=lambda other: self._seconds(other, node), default=None)
-            if earlier is not None and self._seconds(earlier, node) < self._seconds(source, node):
-                node.args = (earlier,)
-            made.setdefault(source, []).append(node)
+            if node.target is ops.reshard:
+                self._shorten(gm.graph, node, made)
         gm.graph.eliminate_dead_code()
         return gm
 
+    def _shorten(self, graph: fx.Graph, node: fx.Node, made: dict[fx.Node, list[fx.Node]]) -> None:
+        source = node.args[0]
+        while source.target is ops.reshard and len(source.users) == 1 and not ir.layout(source).partial:
+            there = self._seconds(source.args[0], source) + self._seconds(source, node)
+            if self._seconds(source.args[0], node) > there:
+                break
+            source = source.args[0]
+        node.args = (source,)
+        if ir.layout(source) == ir.layout(node):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            return
+        earlier = min(made.get(source, ()), key=lambda other: self._seconds(other, node), default=None)
+        if earlier is not None and self._seconds(earlier, node) < self._seconds(source, node):
+            node.args = (earlier,)
+        made.setdefault(source, []).append(node)
+
     def _seconds(self, source: fx.Node, target: fx.Node) -> float:
-        value = ir.value(target)
         src, dst = ir.layout(source), ir.layout(target)
         if dst.partial and src.partial != dst.partial:
             return float("inf")
-        return redistribute.seconds(src, dst, value.itemsize, self.cost)
+        return redistribute.seconds(src, dst, ir.value(target).itemsize, self.cost)
+
+
+def _share_before_moves(graph: fx.Graph) -> None:
+    """One reshard of a value instead of several of its views, each view then taken of that one."""
+    groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[fx.Node]]]] = {}
+    for node in graph.nodes:
+        if node.target is ops.reshard:
+            root, layout, moves = _root(node)
+            groups.setdefault((root, layout), []).append((node, moves))
+    names = NameScope.of(graph)
+    for (root, layout), members in groups.items():
+        if len(members) < 2:
+            continue
+        first = members[0][0]
+        with graph.inserting_before(first):
+            shared = graph.call_function(ops.reshard, (root,))
+        record = ir.info(first)
+        fresh = replace(ir.info(root), name=names.fresh(f"{ir.info(root).name}.at"), origin=record.origin, role=None, needs=None)
+        ir.set_info(shared, fresh.at(layout))
+        for node, moves in members:
+            last, here = shared, layout
+            for move in moves:
+                spec = spec_of(call_of(move))
+                assert spec is not None
+                here = _forward(spec, here, _wanted_through(node, moves, move))
+                with graph.inserting_before(node):
+                    last = graph.node_copy(move, lambda x, last=last: last)
+                moved = replace(ir.info(move), name=names.fresh(ir.info(move).name), needs=None)
+                ir.set_info(last, moved.at(here))
+            node.replace_all_uses_with(last)
+            graph.erase_node(node)
+
+
+def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
+    """The value behind the moves that ``node`` reshards, the layout it then needs, and the moves in order."""
+    source, layout = node.args[0], ir.layout(node)
+    moves: list[fx.Node] = []
+    while (spec := _move_of_tensor(source)) is not None:
+        back = from_results(spec, layout.mesh, 0, layout)
+        if back is None:
+            break
+        moves.insert(0, source)
+        layout, source = back.operands[0], source.args[0]
+    return source, layout, moves
+
+
+def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layout:
+    """The layout of ``move``'s result on the way to ``node``'s."""
+    layout = ir.layout(node)
+    for later in reversed(moves[moves.index(move) + 1 :]):
+        spec = spec_of(call_of(later))
+        assert spec is not None
+        back = from_results(spec, layout.mesh, 0, layout)
+        assert back is not None
+        layout = back.operands[0]
+    return layout
+
+
+def _forward(spec: Spec, source: Layout, result: Layout) -> Layout:
+    made = from_results(spec, source.mesh, 0, result)
+    assert made is not None and made.operands[0] == source
+    return result
+
+
+def _move_of_tensor(node: fx.Node) -> Spec | None:
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return None
+    spec = spec_of(call_of(node))
+    return spec if spec is not None and spec.moves and len(spec.operands) == len(spec.results) == 1 else None

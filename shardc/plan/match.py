@@ -24,6 +24,11 @@ def _matches(glob: str, name: str) -> bool:
     return len(parts) == len(globs) and all(map(fnmatchcase, parts, globs))
 
 
+def by_part(path: str) -> str:
+    """A path whose stars stand for one part each, as a glob."""
+    return f"./{path}" if any(char in path for char in "*?[") else path
+
+
 def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[str]:
     """The names that ``glob`` matches.
 

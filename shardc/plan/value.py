@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call, to_row
@@ -26,6 +28,9 @@ from shardc.plan.entries import (
     distinct,
 )
 from shardc.plan.forms import freeze, quote
+from shardc.plan.from_hf import hf_entries
+from shardc.plan.from_sharding_plan import sharding_plan_entries
+from shardc.plan.from_styles import style_entries
 from shardc.plan.json import decode, encode
 from shardc.plan.targets import activation_entries, port_entries
 
@@ -104,6 +109,45 @@ class Plan:
         plan = cls.__new__(cls)
         object.__setattr__(plan, "entries", tuple(entries))
         return plan
+
+    @classmethod
+    def from_hf(cls, model: nn.Module, axis: str = "tp") -> Plan:
+        """The tensor-parallel plan that a Hugging Face model carries (``_tp_plan``, ``base_model_tp_plan``).
+
+        Raises:
+            PlanError: the model carries none, or a style that is not known.
+        """
+        return cls.of(hf_entries(model, axis))
+
+    @classmethod
+    def from_styles(
+        cls, styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str = "tp", model: nn.Module | None = None
+    ) -> Plan:
+        """What ``parallelize_module`` takes: path -> style of ``torch.distributed.tensor.parallel``.
+
+        Args:
+            model: tells linear modules from embeddings; without it a row-wise module whose input is replicated is
+                taken for an embedding.
+
+        Raises:
+            PlanError: a style of a class that is not one of torch's own.
+        """
+        return cls.of(style_entries(styles, axis, model))
+
+    @classmethod
+    def from_sharding_plan(
+        cls,
+        plan: Mapping[str, Any] | None = None,
+        input_plan: Mapping[str, Any] | None = None,
+        output_plan: Mapping[str, Any] | None = None,
+        return_local_tensor: Sequence[str] | None = None,
+    ) -> Plan:
+        """What hyper-parallel's ``ShardingPlan`` takes, with its meanings.
+
+        Raises:
+            PlanError: a key of ``input_plan`` or ``output_plan`` that ends in neither ``input`` nor ``output``.
+        """
+        return cls.of(sharding_plan_entries(plan, input_plan, output_plan, return_local_tensor))
 
     def __or__(self, other: Plan) -> Plan:
         return Plan.of(self.entries + other.entries) if isinstance(other, Plan) else NotImplemented

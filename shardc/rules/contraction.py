@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from shardc.rules.notation import rule
-from shardc.rules.rule import table
+from shardc.rules.notation import bind, parse, rule
+from shardc.rules.rule import Call, Rule, table
+from shardc.rules.spec import Spec
+
+
+def added(op: str, text: str, *summed: str) -> Rule:
+    """A product added to operand 0, which broadcasts to the result: a pending sum would add it once a rank."""
+    operands, results = parse(text)
+    kinds = dict.fromkeys(summed, "whole")
+
+    def spec(call: Call) -> Spec:
+        first = operands[0][len(operands[0]) - len(call.operands[0].shape) :]
+        linear = (frozenset({0, 1}), frozenset({0, 2}))
+        return bind(call, (first, *operands[1:]), results, kinds, linear, False, 2)
+
+    return Rule(f"aten.{op}", spec, f"{text}    {', '.join(summed)}: whole".removesuffix("    : whole"))
+
 
 TABLE = table(
     rule("mm", "i k, k j -> i j", k="sum", linear="0|1", flops=2),
@@ -12,10 +27,9 @@ TABLE = table(
     rule("dot", "k, k -> ", k="sum", linear="0|1", flops=2),
     rule("vdot", "k, k -> ", k="sum", linear="0|1", flops=2),
     rule("outer", "i, j -> i j", linear="0|1"),
-    # The pending sum of a product would count the bias once a rank, so k stays whole; the trace has none of these.
-    rule("addmm", "..., i k, k j -> i j", k="whole", linear="", flops=2),
-    rule("baddbmm", "..., b i k, b k j -> b i j", k="whole", flops=2),
-    rule("addbmm", "..., b i k, b k j -> i j", b="whole", k="whole", flops=2),
-    rule("addmv", "..., i k, k -> i", k="whole", flops=2),
-    rule("addr", "..., i, j -> i j"),
+    added("addmm", "i j, i k, k j -> i j", "k"),
+    added("baddbmm", "b i j, b i k, b k j -> b i j", "k"),
+    added("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
+    added("addmv", "i, i k, k -> i", "k"),
+    added("addr", "i j, i, j -> i j"),
 )

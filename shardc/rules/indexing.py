@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from shardc.rules.loops import FREE, WHOLE, Loops
 from shardc.rules.positions import owned, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, table
-from shardc.rules.spec import Dims, Spec
+from shardc.rules.spec import Dims, Factors, Spec
 
 aten = torch.ops.aten
 
@@ -58,20 +57,25 @@ def _embedding_backward_local(local: Local) -> Any:
 # --- gather and scatter along one dim
 
 
-def _along(loops: Loops, shape: Sequence[int], index: Sequence[int], dim: int, looked_up: str, over: str) -> tuple[Dims, Dims]:
-    """The dims of the indexed tensor and of the index: shared where they are of one size, ``dim`` apart."""
-    a, b = [], []
-    for i, (size, count) in enumerate(zip(shape, index, strict=True)):
-        if i == dim:
-            a.append(loops.dim("v", size, looked_up))
-            b.append(loops.dim("k", count, over))
-        elif size == count:
-            a.append(loops.dim(f"d{i}", size))
-            b.append(a[-1])
-        else:
-            a.append(loops.dim(f"a{i}", size, WHOLE))
-            b.append(loops.dim(f"b{i}", count, WHOLE))
-    return tuple(a), tuple(b)
+def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
+    """The dims of operands that are indexed together along ``dim``: there ``v`` in the first and ``k`` in the others.
+
+    The other dims are shared where all operands have them of one size, else whole.
+    """
+    loops = Loops(call)
+    dim = _dim(call)
+    out: list[list[Factors]] = [[] for _ in loops.shapes]
+    for i, sizes in enumerate(zip(*loops.shapes, strict=True)):
+        for at, size in enumerate(sizes):
+            if i == dim and at < 2:
+                out[at].append(loops.dim("vk"[at], size, (looked_up, over)[at]))
+            elif i == dim and size == sizes[1]:
+                out[at].append(out[1][i])
+            elif i != dim and len(set(sizes)) == 1:
+                out[at].append(loops.dim(f"d{i}", size))
+            else:
+                out[at].append(loops.dim(f"d{i}.{at}", size, WHOLE))
+    return loops, [tuple(dims) for dims in out]
 
 
 def _dim(call: Call) -> int:
@@ -79,9 +83,8 @@ def _dim(call: Call) -> int:
 
 
 def _gather(call: Call) -> Spec:
-    loops = Loops(call)
-    a, b = _along(loops, loops.shapes[0], loops.shapes[1], _dim(call), "sum", FREE)
-    return loops.spec([a, b], [b], linear=[{0}])
+    loops, (x, index) = _along(call, "sum", FREE)
+    return loops.spec([x, index], [index], linear=[{0}])
 
 
 def _gather_local(local: Local) -> Any:
@@ -94,13 +97,9 @@ def _gather_local(local: Local) -> Any:
 
 def _scatter(call: Call) -> Spec:
     """Each rank writes the entries whose target it holds, so it needs every entry of ``dim``."""
-    loops = Loops(call)
-    a, b = _along(loops, loops.shapes[0], loops.shapes[1], _dim(call), FREE, WHOLE)
-    if len(loops.shapes) == 2:
-        return loops.spec([a, b], [a], linear=[{0}] if call["value"] == 0 else ())
-    # The source may be larger than the index.
-    fits = loops.shapes[2] == loops.shapes[1]
-    return loops.spec([a, b, b if fits else loops.dims("s", loops.shapes[2], WHOLE)], [a], linear=[{0, 2}])
+    loops, operands = _along(call, FREE, WHOLE)
+    linear = [{0, 2}] if len(operands) == 3 else [{0}] if call["value"] == 0 else []
+    return loops.spec(operands, operands[:1], linear=linear)
 
 
 def _scatter_local(local: Local) -> Any:

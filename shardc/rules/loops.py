@@ -41,9 +41,11 @@ class Loops:
         """One factor a dim: ``prefix0``, ``prefix1``, ..."""
         return tuple(self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape))
 
-    def blocks(self, name: str, count: int, block: int, kind: str = FREE) -> Factors:
-        """A dim of ``count`` blocks: how many there are is whole (and this dim's own), the block is shared."""
-        return (*self.dim(f"{name}.count", count, WHOLE), *self.dim(f"{name}.block", block, kind))
+    def blocks(self, name: str, size: int, block: int, shared: str = "block") -> Factors:
+        """A dim of ``size`` cut into blocks: their count is whole and its own, the block is the ``shared`` factor."""
+        if not block:
+            return self.dim(name, size, WHOLE)
+        return (*self.dim(f"{name}.count", size // block, WHOLE), *self.dim(shared, block))
 
     def spec(
         self,

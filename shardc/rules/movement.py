@@ -78,8 +78,7 @@ def _taken(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     block = reduce(gcd, [*starts, *(made[dim] for made in loops.made)], shape[dim])
 
     def dims(name: str, size: int) -> Dims:
-        own = loops.blocks(name, size // block, block) if block else loops.dim(name, size, WHOLE)
-        return tuple(own if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
+        return tuple(loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
 
     return loops.spec([dims("x", shape[dim])], [dims(f"y{i}", made[dim]) for i, made in enumerate(loops.made)], moves=True)
 
@@ -109,9 +108,10 @@ def _slice(call: Call) -> Spec:
 
 
 def _slice_local(local: Local) -> Any:
-    dim, start, _, step = _slice_bounds(local.call)
+    dim, start, end, step = _slice_bounds(local.call)
     if step != 1:
-        return local.same(start=start, end=local.builder.shape(local.args[0])[dim])
+        whole = local.operands[0].local_shape[dim] == local.operands[0].shape[dim]
+        return local.same(start=start, end=end if whole else local.operands[0].local_shape[dim])
     begin = _to_local(local.operands[0], dim, start)
     return local.same(start=begin, end=begin + local.results[0].local_shape[dim])
 
@@ -153,8 +153,7 @@ def _cat(call: Call) -> Spec:
     rest = [loops.dim(f"d{i}", n) if i != dim else () for i, n in enumerate(shape)]
 
     def dims(name: str, size: int) -> Dims:
-        own = loops.blocks(name, size // block, block) if block else loops.dim(name, size, WHOLE)
-        return tuple(own if i == dim else factors for i, factors in enumerate(rest))
+        return tuple(loops.blocks(name, size, block) if i == dim else factors for i, factors in enumerate(rest))
 
     operands = [
         dims(f"x{i}", one[dim]) if len(one) == len(shape) else loops.dims(f"x{i}.", one, WHOLE)
@@ -180,11 +179,9 @@ def _pad(call: Call) -> Spec:
     loops = Loops(call)
     before, after = [], []
     for i, (size, made, (left, right)) in enumerate(zip(loops.shapes[0], loops.made[0], _pads(call), strict=True)):
-        block = gcd(size, left, right) or 1
-        before.append((*loops.dim(f"x{i}", size // block, WHOLE), *loops.dim(f"d{i}", block)))
-        after.append((*loops.dim(f"y{i}", made // block, WHOLE), *loops.dim(f"d{i}", block)))
-        if not left and not right:
-            before[-1] = after[-1] = loops.dim(f"d{i}", size)
+        block = gcd(size, left, right)
+        before.append(loops.blocks(f"x{i}", size, block, f"d{i}"))
+        after.append(loops.blocks(f"y{i}", made, block, f"d{i}"))
     zero = not call["value"]
     return loops.spec([tuple(before)], [tuple(after)], linear=[{0}] if zero else ())
 
@@ -233,9 +230,9 @@ def _repeat_local(local: Local) -> Any:
 TABLE = table(
     *(
         Rule(f"aten.{op}", _view, "factors shared by both shapes", _reshape_local)
-        for op in ("view.default", "reshape", "_unsafe_view", "_reshape_alias", "flatten")
+        for op in ("view.default", "reshape", "_unsafe_view")
     ),
-    *(Rule(f"aten.{op}", _view, "dims of size 1 go", _squeezed) for op in ("squeeze", "squeeze_copy")),
+    Rule("aten.squeeze", _view, "dims of size 1 go", _squeezed),
     Rule("aten.unsqueeze", _view, "... -> ... 1"),
     Rule("aten.t", _reordered(lambda _, ndim: range(ndim)[::-1]), "a b -> b a"),
     Rule("aten.transpose", _reordered(lambda call, ndim: _swapped(ndim, call["dim0"], call["dim1"])), "... a ... b -> ... b ... a"),

@@ -81,12 +81,12 @@ TABLE = table(
     pointwise("neg positive", linear="self"),
     pointwise("detach clone alias lift_fresh_copy", moves=True),
     pointwise("copy", linear="src"),
-    pointwise("where", linear="self&other"),
+    pointwise("where.self where.ScalarSelf where.ScalarOther where.Scalar", linear="self&other"),
     pointwise("addcmul addcdiv lerp"),
     pointwise(
         "atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax "
         "fmin fmod ge gcd gt heaviside hypot igamma igammac lcm ldexp le logaddexp logaddexp2 logical_and logical_or "
-        "logical_xor lt maximum minimum ne nextafter pow remainder special_xlog1py special_zeta true_divide xlogy"
+        "logical_xor lt max.other maximum min.other minimum ne nextafter pow remainder special_xlog1py special_zeta true_divide xlogy"
     ),
     Rule("aten.div", _div, "... -> ...    linear in self"),
     Rule("aten._to_copy", _cast, "... -> ...    linear in self"),

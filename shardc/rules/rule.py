@@ -102,7 +102,7 @@ class Local:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def same(self, **replaced: Any) -> Any:
+    def same(self, /, **replaced: Any) -> Any:
         """The same op, with the arguments named in ``replaced`` (by schema name) given anew."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for at, argument in enumerate(self.call.target._schema.arguments):

@@ -111,6 +111,8 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
 
 @lru_cache(maxsize=65536)
 def _share_out(mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits) -> tuple[tuple[str, Digits], ...]:
+    if any(size == 0 for _, size, _ in factors):
+        return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
     below, cuts = 1, []
     for _, size, _ in reversed(factors):
         cuts.append(below)
@@ -172,8 +174,12 @@ def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy
     return Strategy(operands, results)
 
 
-def infer(spec: Spec, operands: Sequence[Layout]) -> tuple[Layout, ...] | str:
-    """The result layouts that ``operands`` give exactly, or the reason why they do not fit together."""
+def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()) -> tuple[Layout, ...] | str:
+    """The result layouts that ``operands`` give exactly, or the reason why they do not fit together.
+
+    Args:
+        results: where given, say how the factors lie that no operand carries; free otherwise, they stay whole.
+    """
     if not operands:
         return "the op has no tensor operand"
     mesh = operands[0].mesh
@@ -185,6 +191,9 @@ def infer(spec: Spec, operands: Sequence[Layout]) -> tuple[Layout, ...] | str:
         for factor, digits in mine.items():
             if joint.setdefault(factor, digits) != digits:
                 return f"operand {at} at {layout} splits factor {factor} differently from an operand before it"
+    for dims, layout in zip(spec.results, results, strict=False):
+        for factor, digits in project(spec, dims, layout).items():
+            joint.setdefault(factor, digits)
     axes = [d.axis for digits in joint.values() for d in digits if d.axis is not None]
     if any(mesh.overlap(a, b) for i, a in enumerate(axes) for b in axes[i + 1 :]):
         return "two factors are split over one axis"

@@ -2,7 +2,8 @@
 
 The layout's global shape may be larger than the parameter's: a dim that does not divide is padded at its
 end. The compiled graph works on the padded local tensor; the DTensor's local tensor is a view of it without
-the pad, so that no norm, optimizer or checkpoint ever meets the pad. Sizes follow ``torch.chunk`` as DTensor
+the pad, so that no norm, optimizer or checkpoint ever meets the pad. (It is a copy where the view would not
+be contiguous: torch's fused optimizers compute wrong values on such.) Sizes follow ``torch.chunk`` as DTensor
 does: 10 elements over 4 ranks are 3, 3, 3, 1, the padded 12 over 4 cut at the end.
 """
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shardc import _compat
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.placements import to_placements
@@ -105,7 +107,7 @@ def to_parameter(
         LayoutError: no DTensor placements mean this layout at this shape.
     """
     spec = parameter_spec(storage, shape, padded.dtype, device_mesh)
-    local = cut(padded, unpadded_shape(storage, shape, rank))
+    local = cut(padded, unpadded_shape(storage, shape, rank)).contiguous()
     expected, _ = compute_local_shape_and_global_offset(shape, device_mesh, spec.placements, skip_offset=True)
     if tuple(local.shape) != tuple(expected):
         axes = {axis for dim, size in enumerate(shape) if storage.shape[dim] != size for axis in storage.dim_axes(dim)}
@@ -118,7 +120,7 @@ def to_parameter(
         strided_checkpoint.install()
     # nn.Parameter detaches, which makes the local tensor anew: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
-    if local is not padded:
+    if local is not padded and _views(local, padded):
         setattr(param._local_tensor, _PADDED, padded)
     return param
 
@@ -131,14 +133,14 @@ def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, de
     """
     _check_fits(storage, shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensorSpec(device_mesh, to_placements(storage), TensorMeta(torch.Size(shape), stride, dtype))
+    return _compat.dtensor_spec(device_mesh, to_placements(storage), TensorMeta(torch.Size(shape), stride, dtype))
 
 
 def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
     """The padded local tensor of ``param`` (``storage.local_shape``), which the compiled graph takes.
 
-    No copy while the parameter views the buffer that it was made on; a copy with a zero pad where its local
-    tensor was replaced.
+    No copy while the parameter views the buffer that it was made on; a copy with a zero pad where it cannot
+    (the pad is at the end of a dim that is not the outermost), or where its local tensor was replaced.
 
     Raises:
         LayoutError: ``param`` is not a DTensor, or its local tensor is larger than the layout's shard.
@@ -162,8 +164,8 @@ def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
 
 
 def grad_from_padded(padded: torch.Tensor, param: DTensor) -> DTensor:
-    """The gradient of ``param`` as a DTensor like it: a view of the padded local gradient without the pad."""
-    return DTensor(cut(padded, param._local_tensor.shape), param._spec, requires_grad=False)
+    """The gradient of ``param`` as a DTensor like it: a view of the padded local gradient where that is contiguous."""
+    return DTensor(cut(padded, param._local_tensor.shape).contiguous(), param._spec, requires_grad=False)
 
 
 def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:

@@ -107,11 +107,28 @@ backward:
   %cut: bool[4,8] = gt.Scalar(%x, 0)
 forward:
   %late: f32[8,4] = t(%x)
+  %table: bf16[2,3] = constant("_table", [1.0, -0.5, inf, 0.0, 2.0, 3.0])
+  %none: f32[0,3] = constant("_none", [])
+  %large: i64[65] = constant("sub.large")
 outputs:
   output #1 "a b" = %best
   output = %late
   none #2 = None
   buffer bn.running_mean = %bn.mean
+"""
+
+DECIDED = """\
+mesh dp=2 tp=2
+inputs:
+  param %w: f32[8@dp,4]
+  input %x: f32[6@dp,8]
+forward:
+  %y: f32[6@dp,4] = mm(%x, %w as [8,4])
+  %z: f32[6@dp,4]{sum:tp} = neg(%y)
+  %cat: f32[(2 6@dp),4] = cat([%y, %z as [6@dp,4]])
+outputs:
+  output out = %cat as [12,4]
+  grad w = None
 """
 
 MOVES = """\
@@ -136,7 +153,9 @@ comm:
 """
 
 
-@pytest.mark.parametrize("text", [MLP, LOCAL, ARGUMENTS, MOVES], ids=["global", "local", "arguments", "moves"])
+@pytest.mark.parametrize(
+    "text", [MLP, LOCAL, ARGUMENTS, DECIDED, MOVES], ids=["global", "local", "arguments", "decided", "moves"]
+)
 def test_a_text_that_is_parsed_and_dumped_is_the_same(text: str) -> None:
     assert dump(parse(text), parse_mesh(text)) == text
 
@@ -165,6 +184,24 @@ def test_parse_gives_records_and_roles() -> None:
     assert calls["clone"][2] == {"memory_format": torch.contiguous_format}
 
 
+def test_a_constant_holds_what_is_shown_and_a_large_one_nothing() -> None:
+    gm = parse(ARGUMENTS)
+    table = torch.tensor([[1.0, -0.5, float("inf")], [0.0, 2.0, 3.0]], dtype=torch.bfloat16)
+    torch.testing.assert_close(gm.get_buffer("_table"), table)
+    assert gm.get_buffer("_none").shape == (0, 3)
+    assert gm.get_buffer("sub.large").is_meta
+
+
+def test_what_is_wanted_is_read_where_it_differs() -> None:
+    gm = parse(DECIDED)
+    made = {info(node).name: info(node) for node in gm.graph.nodes if node.op != "output"}
+    whole, rows = Layout.parse("[8,4]", MESH), Layout.parse("[6@dp,8]", MESH)
+    assert made["y"].needs == (rows, whole)
+    assert made["z"].needs is None
+    assert made["cat"].needs == (Layout.parse("[6@dp,4]", MESH), Layout.parse("[6@dp,4]", MESH))
+    assert [role.layout for role, _ in outputs(gm.graph)] == [Layout.parse("[12,4]", MESH), None]
+
+
 def test_layouts_are_read_on_the_mesh_of_the_header() -> None:
     gm = parse(MLP)
     found = {info(node).name: info(node).value for node in gm.graph.nodes if node.op == "placeholder"}
@@ -188,9 +225,7 @@ def test_a_local_program_runs() -> None:
 
 
 def test_origins_are_shown_on_demand_and_read_back() -> None:
-    gm = parse(
-        "mesh dp=2\nno layouts\ninputs:\n  input %x: f32[4]\nforward:\n  %neg: f32[4] = neg(%x)\noutputs:\n  output = %neg\n"
-    )
+    gm = parse("mesh dp=2\nno layouts\ninputs:\n  input %x: f32[4]\nforward:\n  %neg: f32[4] = neg(%x)\noutputs:\n")
     neg = next(node for node in gm.graph.nodes if node.op == "call_function")
     origin = Origin("layers.0", "model.py:12", "forward", 'fsdp("dp") | tp("tp")')
     set_info(neg, Info("neg", info(neg).value, origin))
@@ -202,7 +237,6 @@ inputs:
 forward:
   %neg: f32[4] = neg(%x)  # layers.0 | model.py:12 | fsdp("dp") | tp("tp")
 outputs:
-  output = %neg
 """
     text = dump(gm, Mesh(dp=2), origins=True)
     assert text == expected
@@ -308,9 +342,10 @@ def test_a_marker_and_its_spelling_count_alike(kind: str, source: str, made: str
     axes = marker.partition("axis=")[2].strip("()")
     group = f'"shardc:{axes}"'
     whole = f"mesh dp=2 tp=4\ninputs:\n  %x: {source}\nforward:\n  %y: {made} = {marker}\noutputs:\n  output = %y\n"
+    namespace = "shardc" if kind == "permute_ranks" else "_c10d_functional"
     local = (
         f"mesh dp=2 tp=4\nno layouts\ninputs:\n  %x: f32[{shape(source)}]\nforward:\n"
-        f"  %y: f32[{shape(made)}] = _c10d_functional.{spelled.format(group)}\noutputs:\n  output = %y\n"
+        f"  %y: f32[{shape(made)}] = {namespace}.{spelled.format(group)}\noutputs:\n  output = %y\n"
     )
     rows = tally(parse(whole), mesh)
     assert [(row.kind, row.axis, row.count) for row in rows] == [(kind, axes, 1)]
@@ -337,12 +372,14 @@ BROKEN = [
     (
         "%relu: f32[16@dp,32@tp] =",
         "%relu: f32[16@pp,32@tp] =",
-        "line 11: expected a layout on the mesh dp=2 tp=2 (unknown mesh axis 'pp'; the mesh is dp=2 tp=2), found 'f32[16@pp,32@tp] = relu(%up.mm)'",
+        "line 11: expected a layout on the mesh dp=2 tp=2 (unknown mesh axis 'pp'; the mesh is dp=2 tp=2), "
+        "found 'f32[16@pp,32@tp] = relu(%up.mm)'",
     ),
     (
         "%relu: f32[16@dp,",
         "%relu: f32[15@dp,",
-        "line 11: expected a layout on the mesh dp=2 tp=2 (dim 0: 15 elements do not divide over ('dp',) (2 shards)), found 'f32[15@dp,32@tp] = relu(%up.mm)'",
+        "line 11: expected a layout on the mesh dp=2 tp=2 (dim 0: 15 elements do not divide over ('dp',) (2 shards)), "
+        "found 'f32[15@dp,32@tp] = relu(%up.mm)'",
     ),
     (
         "relu(%up.mm)",
@@ -441,6 +478,12 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(mesh, dims, partial)
 
 
+def _nodes(arg: object) -> list[fx.Node]:
+    return (
+        [arg] if isinstance(arg, fx.Node) else [x for one in arg for x in _nodes(one)] if isinstance(arg, list) else []
+    )
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> fx.GraphModule:
     graph, made = fx.Graph(), []
@@ -466,9 +509,15 @@ def graphs(draw: st.DrawFn) -> fx.GraphModule:
         args = tuple(argument(0) for _ in range(draw(st.integers(0, 3))))
         kwargs = {key: argument(0) for key in draw(st.lists(st.sampled_from("abc"), max_size=2, unique=True))}
         node = graph.call_function(draw(st.sampled_from(OPS)), args, kwargs)
+        uses = [
+            info(x).value for arg in [*args, *kwargs.values()] for x in _nodes(arg) if isinstance(info(x).value, Value)
+        ]
+        wants = tuple(draw(layouts()) if one.layout is None else one.layout for one in uses)
+        differ = draw(st.booleans()) and any(want != one.layout for want, one in zip(wants, uses, strict=True))
         made_value = (value(), None, value()) if draw(st.booleans()) else value()
         phase = draw(st.sampled_from(["forward", "backward"]))
-        made.append(set_info(node, Info(next(unique), made_value, Origin(phase=phase))))
+        record = Info(next(unique), made_value, Origin(phase=phase), needs=wants if differ else None)
+        made.append(set_info(node, record))
     picked = draw(st.lists(st.one_of(st.none(), st.sampled_from(made)), max_size=3))
     roles = tuple(Role(draw(st.sampled_from(["output", "grad"])), draw(st.one_of(st.just(""), names))) for _ in picked)
     graph.output(tuple(picked)).meta[ROLES] = roles
@@ -492,7 +541,13 @@ def test_any_graph_round_trips(gm: fx.GraphModule) -> None:
 
 
 def test_a_dump_does_not_depend_on_the_hash_seed() -> None:
-    code = f"from shardc.ir.parse import parse\nfrom shardc.ir.text import dump\nfrom shardc.ir.mesh import Mesh\nprint(dump(parse({MLP!r}), Mesh(dp=2, tp=2)), end='')"
+    code = "\n".join(
+        [
+            "from shardc.ir.parse import parse, parse_mesh",
+            "from shardc.ir.text import dump",
+            f"print(dump(parse({MLP!r}), parse_mesh({MLP!r})), end='')",
+        ]
+    )
     for seed in ("1", "2"):
         run = subprocess.run(
             [sys.executable, "-c", code],

@@ -43,7 +43,7 @@ def order(subject: Subject) -> Broken:
         elif node.op not in ("placeholder", "get_attr", "call_function", "output"):
             yield node, f"a {node.op} node is not legal"
         elif missing := [source for source in node.all_input_nodes if source not in above]:
-            yield node, f"it uses {missing[0].name!r}, which is not above it"
+            yield node, f"it uses {grammar.name_text(info(missing[0]).name)}, which is not above it"
         elif (node.op == "output") != (node is last):
             yield node, "the output must be the last node, and there must be one"
         above.add(node)

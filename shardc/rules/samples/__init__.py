@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from shardc.rules import pointwise as pointwise_rules
+from shardc.rules import contraction, convolution, reduction
+from shardc.rules.attention import TABLE as ATTENTION
+from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
-from shardc.rules.samples import pointwise
+from shardc.rules.samples import attention, elements, pointwise, structured
 
 
 def samples(op: str) -> list[Sample]:
     """The samples of the rule named ``op``, e.g. ``aten.mm``; none where it has none."""
-    if op in pointwise_rules.TABLE:
+    if op in POINTWISE:
         return list(pointwise.samples(op))
-    return []
+    if op in ATTENTION:
+        return list(attention.samples(op))
+    for family in (contraction, reduction, convolution):
+        if op in family.TABLE:
+            return list(structured.samples(op, family.__name__.rpartition(".")[2]))
+    return elements.samples(op)

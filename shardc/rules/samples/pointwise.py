@@ -10,11 +10,9 @@ from torch import Tensor
 
 from shardc.rules.samples.values import Draw, Sample, overloads
 
-INTEGER = (
-    "bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm"
-).split()
-BOOL_FIRST = ("where", "logical_not", "logical_and", "logical_or", "logical_xor")
-ABOVE_ONE = ("acosh",)
+INTEGER = "bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm".split()
+LOGICAL = "logical_not logical_and logical_or logical_xor".split()
+ABOVE_ONE = ("acosh", "special_zeta")
 # Shapes of the tensor arguments in order; a third repeats the first.
 SHAPES = (((4, 8), (4, 8)), ((2, 1, 4), (4, 1)), ((8,), ()))
 
@@ -33,10 +31,10 @@ def _arguments(overload: Any, shapes: list[tuple[int, ...]], draw: Draw) -> tupl
     left = list(shapes)
     for argument in overload._schema.arguments:
         kind = str(argument.type)
-        if kind in ("Tensor", "Optional[Tensor]"):
+        if "Tensor" in kind:
             shape = left.pop(0)
-            if overload._opname == "copy" and args:
-                shape = args[0].shape[-1:]
+            if (overload._opname, argument.name) in (("copy", "src"), ("masked_fill", "value")):
+                shape = args[0].shape[-1:] if argument.name == "src" else ()
             value: Any = _tensor(overload._opname, argument.name, shape, draw)
         elif argument.has_default_value() and argument.name not in GIVEN:
             continue
@@ -49,7 +47,7 @@ def _arguments(overload: Any, shapes: list[tuple[int, ...]], draw: Draw) -> tupl
     return tuple(args), kwargs
 
 
-GIVEN: dict[str, Any] = {"dtype": torch.float64, "eps": 0.05}
+GIVEN: dict[str, Any] = {"dtype": torch.float64, "eps": 0.05, "min": 0.2, "max": 0.7}
 
 
 def _tensor(name: str, argument: str, shape: tuple[int, ...], draw: Draw) -> Tensor:
@@ -57,7 +55,7 @@ def _tensor(name: str, argument: str, shape: tuple[int, ...], draw: Draw) -> Ten
         return draw.bools(*shape)
     if name in INTEGER:
         return 1 + draw.below(6, *shape)
-    if name in BOOL_FIRST[1:]:
+    if name in LOGICAL:
         return draw.bools(*shape)
     return draw.unit(*shape) + (1 if name in ABOVE_ONE else 0)
 
@@ -71,4 +69,6 @@ def _number(name: str, argument: str, kind: str) -> Any:
         return False
     if kind in ("int", "Optional[int]") or name in INTEGER:
         return 2
+    if name in ABOVE_ONE:
+        return 2.5
     return {"max": 0.7, "max_val": 0.7, "min": 0.2, "min_val": 0.2}.get(argument, 0.5)

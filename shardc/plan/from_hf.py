@@ -1,0 +1,140 @@
+"""The tensor-parallel plan that a Hugging Face model carries, read into entries.
+
+Of a style only where the weights lie is read, and a gathered output: what a style does with hooks, local tensors and
+gradient reductions to keep the result right needs no word here, where values are global.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from shardc.errors import PlanError, ShardcWarning
+from shardc.plan.entries import Activation, Entry, Param, Tp
+from shardc.plan.forms import OnAxes
+from shardc.plan.match import by_part, matching
+
+# Style -> what of a weight (output features, input features) it splits; "" for styles that split nothing.
+HF_STYLES: dict[str, str] = {
+    "colwise": "output",
+    "colwise_rep": "output",
+    "colwise_gather_output": "output",
+    "local_colwise": "output",
+    "packed_colwise": "packed output",
+    "local_packed_colwise": "packed output",
+    "rowwise": "input",
+    "rowwise_rep": "input",
+    "rowwise_split_input": "input",
+    "embedding_rowwise": "input",
+    "local_rowwise": "input",
+    "packed_rowwise": "packed input",
+    "local_packed_rowwise": "packed input",
+    "grouped_gemm": "experts",
+    "sequence_parallel": "",
+    "replicated_with_grad_allreduce": "",
+    "replicate": "",
+    "local": "",
+    "gather": "",
+    "moe_tp_experts": "",
+}
+GATHERED = ("colwise_rep", "colwise_gather_output")
+WHERE = "Plan.from_hf(model)"
+
+
+def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
+    """The entries of the plan that ``model`` carries.
+
+    Raises:
+        PlanError: the model carries none, or a style of it is unknown; the message names key and style.
+
+    Warns:
+        ShardcWarning: a key that matches nothing in this model.
+    """
+    carried = hf_plan(model)
+    if not carried:
+        raise PlanError(
+            f"{type(model).__name__} carries no tensor-parallel plan",
+            plan_entry=WHERE,
+            fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
+        )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    params = dict(model.named_parameters(remove_duplicate=False))
+    entries: list[Entry] = []
+    for key, style in carried.items():
+        if style not in HF_STYLES:
+            raise PlanError(
+                f"unknown style {style!r} of {key!r} in the plan of {type(model).__name__}",
+                plan_entry=WHERE,
+                fix=f"known styles are {', '.join(HF_STYLES)}",
+            )
+        glob = by_part(key)
+        if named := matching(glob, params):
+            entries += _of_parameter(glob, HF_STYLES[style], params[named[0]].ndim, axis)
+        elif found := [modules[name] for name in matching(glob, modules)]:
+            entries += _of_modules(glob, style, found, axis)
+        else:
+            error = PlanError(f"{key!r} ({style}) matches nothing in {type(model).__name__}", plan_entry=WHERE)
+            warnings.warn(str(error), ShardcWarning, stacklevel=3)
+    return entries
+
+
+def hf_plan(model: nn.Module) -> dict[str, str]:
+    """Key -> style: the model's own plan, and its config's where the own one says nothing of the base model."""
+    own = dict(getattr(model, "_tp_plan", None) or {})
+    prefix = getattr(model, "base_model_prefix", "")
+    prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    if any(key.startswith(prefix) for key in own):
+        return own
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return {f"{prefix}{key}": style for key, style in base.items()} | own
+
+
+def _of_modules(glob: str, style: str, found: Sequence[nn.Module], axis: str) -> list[Entry]:
+    if style == "sequence_parallel":
+        return [_pin(f"{glob}:{where}", axis, Shard(1)) for where in ("input", "output")]
+    gathered: list[Entry] = [_pin(f"{glob}:output", axis, Replicate())] if style in GATHERED else []
+    splits = HF_STYLES[style]
+    if splits in ("output", "input") and any(_parameter(module, "weight") is not None for module in found):
+        embedding = all(isinstance(module, nn.Embedding) for module in found)
+        return [*split_module(glob, splits, embedding, axis), *gathered]
+    entries: list[Entry] = []
+    for name in ("weight", "bias"):
+        held = [param for module in found if (param := _parameter(module, name)) is not None]
+        if held:
+            entries += _of_parameter(f"{glob}.{name}", splits, held[0].ndim, axis)
+    return entries + gathered
+
+
+def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    held = getattr(module, name, None)
+    return held if isinstance(held, nn.Parameter) else None
+
+
+def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Entry]:
+    """Linear modules or embeddings with their "output" or "input" features split.
+
+    An embedding's weight is (vocabulary, features): its vocabulary is its input, its features are its output.
+    """
+    if not embedding:
+        return [Tp(axis, "colwise" if splits == "output" else "rowwise", glob)]
+    if splits == "input":
+        return [Tp(axis, "vocab", glob)]
+    return [Param(f"{glob}.weight", OnAxes(((axis, Shard(1)),)))]
+
+
+def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
+    """A parameter of dims (output features, input features), with a dim of experts in front; a bias has output only."""
+    placements: dict[str, Placement] = {"experts": Shard(0)}
+    output = ndim - 2 if ndim > 1 else 0
+    placements |= {"output": Shard(output), "packed output": _StridedShard(output, split_factor=2)}
+    if ndim > 1:
+        placements |= {"input": Shard(ndim - 1), "packed input": _StridedShard(ndim - 1, split_factor=2)}
+    return [Param(glob, OnAxes(((axis, placements[splits]),)))] if splits in placements else []
+
+
+def _pin(target: str, axis: str, placement: Placement) -> Activation:
+    return Activation(target, OnAxes(((axis, placement),)))

@@ -1,0 +1,141 @@
+"""Samples of ops that move elements, look them up or make them from numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardc.rules.samples.values import Draw, Sample
+
+aten = torch.ops.aten
+f64 = torch.float64
+
+
+def _calls(overload: object, *calls: tuple[object, ...]) -> list[Sample]:
+    return [Sample(overload, call) for call in calls]
+
+
+def _views(d: Draw) -> dict[str, list[Sample]]:
+    shapes = [
+        ((4, 8), [32]),
+        ((2, 4, 8), [8, 8]),
+        ((8, 6), [2, 4, 6]),
+        ((12, 8), [3, 4, 2, 4]),
+        ((6, 4), [4, 6]),
+        ((4, 6, 2), [8, 6]),
+        ((4, 1, 8), [4, 8]),
+        ((2, 4), [-1]),
+        ((), [1, 1]),
+    ]
+    viewed = [(d.normal(*before), after) for before, after in shapes]
+    return {
+        "aten.view.default": _calls(aten.view.default, *viewed),
+        "aten.reshape": _calls(aten.reshape.default, *viewed, (d.normal(8, 4).t(), [4, 2, 4])),
+        "aten._unsafe_view": _calls(aten._unsafe_view.default, *viewed),
+        "aten.squeeze": [
+            *_calls(aten.squeeze.default, (d.normal(2, 1, 4),)),
+            *_calls(aten.squeeze.dim, (d.normal(2, 1, 4), 1), (d.normal(2, 1, 4), 0), (d.normal(4, 2), -1)),
+            *_calls(aten.squeeze.dims, (d.normal(2, 1, 4, 1), [0, 1, -1])),
+        ],
+        "aten.unsqueeze": _calls(aten.unsqueeze.default, (d.normal(2, 4), 0), (d.normal(2, 4), -1)),
+        "aten.t": _calls(aten.t.default, (d.normal(4, 8),), (d.normal(4),)),
+        "aten.transpose": _calls(aten.transpose.int, (d.normal(4, 8, 2), 0, -1), (d.normal(4, 8, 2), 1, 1)),
+        "aten.permute": _calls(aten.permute.default, (d.normal(4, 8, 2), [2, 0, -2])),
+        "aten.expand": _calls(aten.expand.default, (d.normal(4, 1), [2, -1, 8]), (d.normal(), [4]), (d.normal(4, 2), [4, 2])),
+        "aten.repeat": _calls(aten.repeat.default, (d.normal(4, 2), [2, 1, 4]), (d.normal(4), [1])),
+    }
+
+
+def _pieces(d: Draw) -> dict[str, list[Sample]]:
+    return {
+        "aten.slice": _calls(
+            aten.slice.Tensor,
+            (d.normal(4, 12), 1, 4, 8),
+            (d.normal(4, 12), -1, -4, 2**63 - 1),
+            (d.normal(4, 8), 1, 1, 7),
+            (d.normal(4, 8),),
+            (d.normal(8, 4), 0, 0, 8, 2),
+            (d.normal(8, 4), 0, 1, 6, 3),
+            (d.normal(8, 4), 0, 2, -2),
+        ),
+        "aten.split": _calls(aten.split.Tensor, (d.normal(4, 24), 8, 1), (d.normal(10, 4), 4)),
+        "aten.split_with_sizes": _calls(aten.split_with_sizes.default, (d.normal(4, 16), [8, 4, 4], -1), (d.normal(7, 2), [3, 4])),
+        "aten.chunk": _calls(aten.chunk.default, (d.normal(4, 24), 3, -1)),
+        "aten.select": _calls(aten.select.int, (d.normal(4, 8), 1, 3), (d.normal(4, 8), 0, -1)),
+        "aten.unbind": _calls(aten.unbind.int, (d.normal(4, 8),), (d.normal(4, 2), -1)),
+        "aten.cat": _calls(
+            aten.cat.default,
+            ([d.normal(4, 8), d.normal(4, 8)], 1),
+            ([d.normal(8, 4), d.normal(4, 4), d.normal(12, 4)],),
+            ([d.normal(4, 3), d.normal(4, 2)], -1),
+            ([d.normal(0), d.normal(4, 2)], 1),
+        ),
+        "aten.constant_pad_nd": _calls(
+            aten.constant_pad_nd.default,
+            (d.normal(4, 8), [1, 2]),
+            (d.normal(4, 8), [0, 0, 4, 8], 1.5),
+            (d.normal(4, 8), [8, 16]),
+            (d.normal(4, 8), [-4, 4]),
+        ),
+        "aten.flip": _calls(aten.flip.default, (d.normal(4, 8), [1]), (d.normal(4, 8), [0, -1])),
+        "aten.roll": _calls(aten.roll.default, (d.normal(4, 8), [3], [1]), (d.normal(4, 8), [3])),
+    }
+
+
+def _lookups(d: Draw) -> dict[str, list[Sample]]:
+    return {
+        "aten.embedding": _calls(
+            aten.embedding.default, (d.normal(16, 4), d.below(16, 2, 4)), (d.normal(16, 4), d.below(16, 4).int(), 3)
+        ),
+        "aten.embedding_dense_backward": _calls(
+            aten.embedding_dense_backward.default,
+            (d.normal(2, 4, 8), d.below(16, 2, 4), 16, -1, False),
+            (d.normal(8, 4), d.below(4, 8), 4, 2, False),
+            (d.normal(8, 4), d.below(4, 8), 4, 2, True),
+        ),
+        "aten.gather": _calls(
+            aten.gather.default, (d.normal(4, 16), 1, d.below(16, 4, 2)), (d.normal(8, 4), 0, d.below(8, 2, 3)), (d.normal(8), -1, d.below(8, 4))
+        ),
+        "aten.scatter": [
+            *_calls(aten.scatter.value, (d.normal(4, 16), 1, d.below(16, 4, 1), 2.0), (d.normal(16, 4), 0, d.below(16, 3, 4), 0)),
+            *_calls(
+                aten.scatter.src,
+                (d.normal(4, 16), -1, d.order(4, 16)[:, :4], d.normal(4, 4)),
+                (d.normal(4, 16), 1, d.order(4, 16)[:, :4], d.normal(4, 6)),
+            ),
+        ],
+    }
+
+
+def _factories(d: Draw) -> dict[str, list[Sample]]:
+    x = d.normal(2)
+    return {
+        "aten.full": [Sample(aten.full.default, ([4, 8], 1.5), {"dtype": f64})],
+        "aten.zeros": [Sample(aten.zeros.default, ([4, 8],))],
+        "aten.ones": [Sample(aten.ones.default, ([4, 8],))],
+        "aten.empty.memory_format": [Sample(aten.empty.memory_format, ([4, 8],), defined=False)],
+        "aten.new_full": _calls(aten.new_full.default, (x, [4, 8], 1.5)),
+        "aten.new_zeros": _calls(aten.new_zeros.default, (x, [4, 8])),
+        "aten.new_ones": _calls(aten.new_ones.default, (x, [4, 8])),
+        "aten.new_empty": [Sample(aten.new_empty.default, (x, [4, 8]), defined=False)],
+        "aten.scalar_tensor": [Sample(aten.scalar_tensor.default, (1.5,))],
+        "aten.arange": [
+            Sample(aten.arange.default, (8,)),
+            Sample(aten.arange.start, (3, 11), {"dtype": torch.int32}),
+            Sample(aten.arange.start_step, (3, 19, 2)),
+            Sample(aten.arange.start_step, (0.5, 4.5, 0.5)),
+        ],
+    }
+
+
+_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (_views, _pieces, _lookups, _factories)
+
+
+def samples(op: str) -> list[Sample]:
+    """The samples of a rule of movement, indexing or factories."""
+    for family in _FAMILIES:
+        found = family(Draw(family.__name__))
+        if op in found:
+            return found[op]
+    return []
