@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from shardc.errors import MeshError
+
+StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -29,7 +32,7 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
             f"the ranks {list(ranks)} of a group are not ascending, and torch {torch.__version__} sorts them",
             fix="build the DeviceMesh with ascending ranks along every axis",
         )
-    options = {"sort_ranks": ordered} if keeps_order else {}
+    options: dict[str, Any] = {"sort_ranks": ordered} if keeps_order else {}
     return dist.new_group(list(ranks), use_local_synchronization=True, **options)
 
 
@@ -44,7 +47,7 @@ def dtensor_spec(device_mesh: DeviceMesh, placements: tuple[Placement, ...], met
     By default torch 2.13 takes strided placements for an order of mesh dims, and where they are none (two of them
     inside of a sub-dim) gathers the elements in a wrong order.
     """
-    options = {}
+    options: dict[str, Any] = {}
     if "use_strided_shard_as_shard_order" in {field.name for field in fields(DTensorSpec)}:
         options["use_strided_shard_as_shard_order"] = False
     return DTensorSpec(device_mesh, placements, meta, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ from shardc.plan.ports import batch_axes, grad_mode, resolve_activations, resolv
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.value import Plan
+
+
+PARTITIONED = ("partition", "partition.backward")
 
 
 @dataclass(frozen=True)
@@ -65,22 +69,55 @@ class Program:
         self.output_spec = captured.output_spec
         self.outputs: tuple[ir.Role, ...] = ()
         self.output_values: tuple[Any, ...] = ()
-        self.forward: fx.GraphModule | None = None
-        self.backward: fx.GraphModule | None = None
-        self.inference: fx.GraphModule | None = None
         self._graphs: dict[str, fx.Graph] = {}
         self._root = captured.graph
+        self._levels: dict[str, int] = {}
+        self._local: fx.GraphModule | None = None
 
     @property
     def stages(self) -> tuple[str, ...]:
-        return tuple(self._graphs)
+        """The stages in order; the last ones run when they are first asked for."""
+        return (*self._graphs, *(stage for stage in PARTITIONED if stage not in self._graphs))
+
+    @property
+    def forward(self) -> fx.GraphModule | None:
+        return self._halves[0]
+
+    @property
+    def backward(self) -> fx.GraphModule | None:
+        return self._halves[1]
+
+    @cached_property
+    def inference(self) -> fx.GraphModule:
+        assert self._local is not None
+        return inference(self._local)
+
+    @cached_property
+    def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
+        """The forward and the backward, or two None where nothing needs a gradient."""
+        assert self._local is not None
+        first, second = passes.Partition(self._levels, min_cut, must_recompute, must_save)(self._local)
+        self.keep(PARTITIONED[0], first.graph)
+        if second is None:
+            return None, None
+        self.keep(PARTITIONED[1], second.graph)
+        return first, second
+
+    def finish(self, local: fx.GraphModule, levels: Mapping[str, int]) -> None:
+        """Takes the localized joint graph; it is split when a half of it is first asked for."""
+        self._local, self._levels = local, dict(levels)
+        forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind not in ("grad", "none")]
+        self.outputs = tuple(role for role, _ in forward)
+        self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
 
     def graph(self, stage: str) -> fx.Graph:
         """The graph as it was after ``stage``.
 
         Raises:
-            PlanError: no such stage.
+            PlanError: no such stage, or none for this program (no backward where nothing needs a gradient).
         """
+        if stage in PARTITIONED and stage not in self._graphs:
+            _ = self._halves
         if stage not in self._graphs:
             raise PlanError(f"there is no stage {stage!r}", fix=f"use one of {', '.join(self._graphs)}")
         return self._graphs[stage]
@@ -180,26 +217,10 @@ def build_program(
         gm,
         hook,
     )  # fmt: skip
-    _split(program, local, params, options)
+    program.finish(local, {name: p.level for name, p in params.items()})
     if options.dump:
         program.save(options.dump)
     return program
-
-
-def _split(program: Program, local: fx.GraphModule, params: Mapping[str, ParamPlan], options: Options) -> None:
-    """Fills in the local forward, backward and inference graphs."""
-    forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind not in ("grad", "none")]
-    program.outputs = tuple(role for role, _ in forward)
-    program.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
-    program.inference = inference(local)
-    levels = {name: p.level for name, p in params.items()}
-    split = passes.Partition(levels, min_cut, must_recompute, must_save)
-    first, second = split(local)
-    program.keep("partition", first.graph)
-    if second is None:
-        return
-    program.forward, program.backward = first, second
-    program.keep("partition.backward", second.graph)
 
 
 def _output_specs(plan: Plan, captured: Captured) -> dict[int, tuple[Any, str]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.errors import InputError, MeshError
+from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
 
@@ -58,7 +58,10 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
     """
     mesh = mesh_of(options.mesh)
     target = load(options.target)
-    plan = parse_plan(options.plan, vars(target.module))
+    try:
+        plan = parse_plan(options.plan, vars(target.module))
+    except PlanError as error:
+        raise PlanError(f"--plan, {error.what}", fix=error.fix) from None
     return target, mesh, plan, None if options.loss is None else target.named(options.loss, "loss")
 
 

@@ -52,8 +52,8 @@ class _Step:
         if op is ops.to_partial:
             return self.same_dims() or self.reduces(made, source)
         if op is ops.permute_ranks:
-            return self.moves() or self.whole_shards() or self.same_pending()
-        return self.moves() or self.same_pending()
+            return self.unused() or self.moves() or self.whole_shards() or self.same_pending()
+        return self.splits() or self.moves() or self.same_pending()
 
     # --- what a step may do
 
@@ -66,11 +66,21 @@ class _Step:
             return None
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
-    def moves(self) -> str | None:
-        """Why the axes do not only stand elsewhere in the result."""
+    def splits(self) -> str | None:
+        """Why the axes do not split both the operand and the result."""
         for layout, what in ((self.source, "the operand"), (self.made, "the result")):
             if missing := [atom for atom in self.over if atom not in self.bound(layout)]:
                 return f"{missing[0]!r} does not split {what}, {layout}"
+        return None
+
+    def unused(self) -> str | None:
+        """Which axis splits neither; where whole shards change ranks, one axis may take another's place."""
+        used = self.bound(self.source) | self.bound(self.made)
+        missing = [atom for atom in self.over if atom not in used]
+        return f"{missing[0]!r} splits neither {self.source} nor {self.made}" if missing else None
+
+    def moves(self) -> str | None:
+        """Why the axes do not only stand elsewhere in the result."""
         if self.source.dims == self.made.dims:
             return "nothing moves"
         one, other = self.without(self.source), self.without(self.made)

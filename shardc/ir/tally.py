@@ -104,7 +104,7 @@ def collective_kind(node: fx.Node) -> str | None:
     if node.op != "call_function":
         return None
     if node.target in ops.COLLECTIVES:
-        return node.target.__name__  # type: ignore[union-attr]
+        return node.target.__name__
     target: Any = node.target
     if not grammar.is_torch_op(target) or target.namespace not in (NAMESPACE, OWN_NAMESPACE):
         return None

@@ -26,6 +26,11 @@ def runs(entries: Iterable[Entry]) -> list[list[Entry]]:
     return out
 
 
+def in_order(entries: Iterable[Entry]) -> list[Entry]:
+    """TP entries and then raw ones, each in the order of their call's arguments, so that few calls say them all."""
+    return sorted(entries, key=lambda entry: (not isinstance(entry, Tp), _place(entry)[1]))
+
+
 def _place(entry: Entry) -> tuple[tuple[str, ...] | None, int]:
     """(what must agree within one call, where the entry stands among its arguments); None stands alone."""
     if isinstance(entry, Ddp | Fsdp | Precision):

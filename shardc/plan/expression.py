@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcError
 from shardc.plan.value import CONSTRUCTORS, Plan
 
-PLACEMENTS = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_StridedShard": _StridedShard}
+PLACEMENTS = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_StridedShard": StridedShard}
 
 _FIX = 'write calls joined by |, as fsdp("dp") | ddp("rep")'
 

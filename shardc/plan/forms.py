@@ -22,8 +22,9 @@ from functools import lru_cache
 from typing import Any, TypeGuard
 
 from torch.distributed.tensor import Partial, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.ir.layout import REDUCE_OPS, Layout, parse_dim, split_top
 
@@ -162,7 +163,7 @@ def show_placement(placement: Placement) -> str:
     """``placement`` as Python source."""
     if isinstance(placement, Partial):
         return "Partial()" if placement.reduce_op == "sum" else f"Partial({quote(placement.reduce_op)})"
-    if isinstance(placement, _StridedShard):
+    if isinstance(placement, StridedShard):
         return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
     return f"Shard({placement.dim})" if isinstance(placement, Shard) else "Replicate()"
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcWarning
+from shardc.plan.calls import in_order
 from shardc.plan.entries import Activation, Entry, Param, Tp
 from shardc.plan.forms import OnAxes
 from shardc.plan.match import by_part, matching
@@ -24,6 +26,7 @@ HF_STYLES: dict[str, str] = {
     "colwise_rep": "output",
     "colwise_gather_output": "output",
     "local_colwise": "output",
+    "embedding_colwise": "output",
     "packed_colwise": "packed output",
     "local_packed_colwise": "packed output",
     "rowwise": "input",
@@ -39,6 +42,10 @@ HF_STYLES: dict[str, str] = {
     "replicate": "",
     "local": "",
     "gather": "",
+    "all_reduce": "",
+    "local_params": "",
+    "mla_kv_a_proj": "",
+    "moe_identity_expert": "",
     "moe_tp_experts": "",
 }
 GATHERED = ("colwise_rep", "colwise_gather_output")
@@ -79,7 +86,7 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
         else:
             error = PlanError(f"{key!r} ({style}) matches nothing in {type(model).__name__}", plan_entry=WHERE)
             warnings.warn(str(error), ShardcWarning, stacklevel=3)
-    return entries
+    return in_order(entries)
 
 
 def hf_plan(model: nn.Module) -> dict[str, str]:
@@ -130,9 +137,9 @@ def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
     """A parameter of dims (output features, input features), with a dim of experts in front; a bias has output only."""
     placements: dict[str, Placement] = {"experts": Shard(0)}
     output = ndim - 2 if ndim > 1 else 0
-    placements |= {"output": Shard(output), "packed output": _StridedShard(output, split_factor=2)}
+    placements |= {"output": Shard(output), "packed output": StridedShard(output, split_factor=2)}
     if ndim > 1:
-        placements |= {"input": Shard(ndim - 1), "packed input": _StridedShard(ndim - 1, split_factor=2)}
+        placements |= {"input": Shard(ndim - 1), "packed input": StridedShard(ndim - 1, split_factor=2)}
     return [Param(glob, OnAxes(((axis, placements[splits]),)))] if splits in placements else []
 
 

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.entries import Entry, Param, Setting
 from shardc.plan.forms import freeze, quote
@@ -64,4 +65,4 @@ def _placement(value: Any) -> Placement:
     if value.is_partial():
         return Partial({"prod": "product"}.get(value.reduce_op, value.reduce_op))
     factor = getattr(value, "split_factor", 1)
-    return Shard(value.dim) if factor == 1 else _StridedShard(value.dim, split_factor=factor)
+    return Shard(value.dim) if factor == 1 else StridedShard(value.dim, split_factor=factor)

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import PlanError
+from shardc.plan.calls import in_order
 from shardc.plan.entries import Activation, Entry
 from shardc.plan.forms import OnAxes, quote
 from shardc.plan.from_hf import split_module
@@ -59,7 +60,7 @@ def style_entries(
                 fix="use the styles of torch.distributed.tensor.parallel, or write layouts with Plan(activations=...)",
             )
         entries += _read(by_part(key), style, axis, model)
-    return entries
+    return in_order(entries)
 
 
 def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -> list[Entry]:

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
 from shardc.plan.entries import DTYPE_FIELDS, Precision
@@ -127,5 +128,5 @@ _PLACEMENTS: dict[str, Callable[..., Placement]] = {
     r"Shard\((-?\d+)\)": lambda dim: Shard(int(dim)),
     r"Replicate\(\)": Replicate,
     r'Partial\((?:"(\w+)")?\)': lambda op: Partial(op or "sum"),
-    r"_StridedShard\((-?\d+), split_factor=(\d+)\)": lambda dim, by: _StridedShard(int(dim), split_factor=int(by)),
+    r"_StridedShard\((-?\d+), split_factor=(\d+)\)": lambda dim, by: StridedShard(int(dim), split_factor=int(by)),
 }

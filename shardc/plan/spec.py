@@ -10,8 +10,8 @@ from math import prod
 from typing import Any, Literal
 
 from torch.distributed.tensor import Partial, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from shardc._compat import StridedShard
 from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
@@ -142,7 +142,7 @@ class _Tensor:
             check_axis(axis, self.mesh, self.entry)
             if isinstance(placement, Partial):
                 layout = layout.with_partial([axis] if self.mesh.size(axis) > 1 else [], placement.reduce_op)
-            elif isinstance(placement, Shard | _StridedShard):
+            elif isinstance(placement, Shard | StridedShard):
                 layout = self._bind(layout, self._dim(placement), axis, getattr(placement, "split_factor", 1))
         return layout
 
@@ -156,7 +156,7 @@ class _Tensor:
         self._report_uneven(dim, layout.local_shape[dim], axis, pieces)
         return layout
 
-    def _dim(self, placement: Shard | _StridedShard) -> int:
+    def _dim(self, placement: Shard | StridedShard) -> int:
         if not -len(self.shape) <= placement.dim < len(self.shape):
             raise PlanError(
                 f"{show(self.form)} shards dim {placement.dim}, {self} has {len(self.shape)} dims",
@@ -180,9 +180,9 @@ class _Tensor:
         for axis, placement in zip(self.mesh.axes, form, strict=True):
             if isinstance(placement, Partial):
                 partial.append((axis, placement.reduce_op))
-            elif isinstance(placement, Shard | _StridedShard):
+            elif isinstance(placement, Shard | StridedShard):
                 axes[self._dim(placement)].append(axis)
-        if any(isinstance(placement, _StridedShard) for placement in form):
+        if any(isinstance(placement, StridedShard) for placement in form):
             return self._from_placements()
         return DimsSpec(tuple(DimSpec(((None, tuple(names)),)) for names in axes), None, tuple(partial))
 

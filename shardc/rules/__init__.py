@@ -9,7 +9,7 @@ from typing import Any
 
 from shardc.rules import attention, contraction, convolution, factory, indexing, movement, pointwise, reduction
 from shardc.rules.notation import rule
-from shardc.rules.rule import Call, Localize, Local, Rule, table
+from shardc.rules.rule import Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
 
 FAMILIES = (pointwise, contraction, reduction, movement, indexing, attention, convolution, factory)
@@ -67,4 +67,16 @@ def register_rule(
     return made
 
 
-__all__ = ["FAMILIES", "RULES", "Call", "Local", "Rule", "Spec", "find_rule", "register_rule", "rule", "spec_of", "table"]
+__all__ = [
+    "FAMILIES",
+    "RULES",
+    "Call",
+    "Local",
+    "Rule",
+    "Spec",
+    "find_rule",
+    "register_rule",
+    "rule",
+    "spec_of",
+    "table",
+]

@@ -17,7 +17,9 @@ aten = torch.ops.aten
 def _constant(call: Call) -> Spec:
     """Every element alike: any part of it is as good as another."""
     loops = Loops(call)
-    return loops.spec([loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)], [loops.dims("d", loops.made[0])])
+    return loops.spec(
+        [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)], [loops.dims("d", loops.made[0])]
+    )
 
 
 def _arange(call: Call) -> Spec:

@@ -125,5 +125,7 @@ TABLE = table(
         _embedding_backward_local,
     ),
     Rule("aten.gather", _gather, "v ..., k ... -> k ...    v: sum    linear in self", _gather_local),
-    Rule("aten.scatter", _scatter, "v ..., k ..., k ... -> v ...    k: whole    linear in self and src", _scatter_local),
+    Rule(
+        "aten.scatter", _scatter, "v ..., k ..., k ... -> v ...    k: whole    linear in self and src", _scatter_local
+    ),
 )

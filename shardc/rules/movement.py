@@ -78,9 +78,13 @@ def _taken(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     block = reduce(gcd, [*starts, *(made[dim] for made in loops.made)], shape[dim])
 
     def dims(name: str, size: int) -> Dims:
-        return tuple(loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
+        return tuple(
+            loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
+        )
 
-    return loops.spec([dims("x", shape[dim])], [dims(f"y{i}", made[dim]) for i, made in enumerate(loops.made)], moves=True)
+    return loops.spec(
+        [dims("x", shape[dim])], [dims(f"y{i}", made[dim]) for i, made in enumerate(loops.made)], moves=True
+    )
 
 
 def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
@@ -101,7 +105,9 @@ def _slice(call: Call) -> Spec:
     loops = Loops(call)
     shape, taken = loops.shapes[0], loops.made[0][dim]
     fills = start < step and taken * step == shape[dim]
-    before = (*loops.dim("steps", taken), *loops.dim("step", step, WHOLE)) if fills else loops.dim("x", shape[dim], WHOLE)
+    before = (
+        (*loops.dim("steps", taken), *loops.dim("step", step, WHOLE)) if fills else loops.dim("x", shape[dim], WHOLE)
+    )
     after = loops.dim("steps", taken) if fills else loops.dim("y", taken, WHOLE)
     kept = loops.dims("d", [1 if i == dim else n for i, n in enumerate(shape)])
     return loops.spec([(*kept[:dim], before, *kept[dim + 1 :])], [(*kept[:dim], after, *kept[dim + 1 :])], moves=True)
@@ -235,11 +241,18 @@ TABLE = table(
     Rule("aten.squeeze", _view, "dims of size 1 go", _squeezed),
     Rule("aten.unsqueeze", _view, "... -> ... 1"),
     Rule("aten.t", _reordered(lambda _, ndim: range(ndim)[::-1]), "a b -> b a"),
-    Rule("aten.transpose", _reordered(lambda call, ndim: _swapped(ndim, call["dim0"], call["dim1"])), "... a ... b -> ... b ... a"),
+    Rule(
+        "aten.transpose",
+        _reordered(lambda call, ndim: _swapped(ndim, call["dim0"], call["dim1"])),
+        "... a ... b -> ... b ... a",
+    ),
     Rule("aten.permute", _reordered(_permutation), "dims in another order"),
     Rule("aten.expand", _expand, "1 ... -> n ...", sized()),
     Rule("aten.slice", _slice, "(m r) -> (n r)    m n: whole", _slice_local),
-    *(Rule(f"aten.{op}", _split, "(m r) -> (n r), ...    m n: whole", _split_local) for op in ("split", "split_with_sizes", "chunk")),
+    *(
+        Rule(f"aten.{op}", _split, "(m r) -> (n r), ...    m n: whole", _split_local)
+        for op in ("split", "split_with_sizes", "chunk")
+    ),
     Rule("aten.select", _select, "n ... -> ...    n: whole"),
     Rule("aten.unbind", _select, "n ... -> ..., ...    n: whole"),
     Rule("aten.cat", _cat, "(m r), (n r), ... -> (k r)    m n k: whole    linear in all"),

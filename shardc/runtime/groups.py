@@ -71,7 +71,7 @@ class Groups:
         """
         if not dist.is_initialized():
             raise MeshError("there is no process group to run on", fix="call dist.init_process_group first")
-        known = _known.setdefault(dist.group.WORLD, {})
+        known = _known.setdefault(_world(), {})
         key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
         if key not in known:
             known[key] = cls(device_mesh, tag=len(known))
@@ -87,7 +87,7 @@ class Groups:
             name = ",".join(axes)
             if GROUP_PREFIX + name in self.rename:
                 continue
-            c10d._register_process_group(self._prefix + name, self._make(axes))
+            c10d._register_process_group(self._prefix + name, self._make(axes))  # type: ignore[arg-type]
             self.rename[GROUP_PREFIX + name] = self._prefix + name
         return self.rename
 
@@ -115,13 +115,19 @@ class Groups:
             if dist.get_process_group_ranks(group) == ranks:
                 return group
         if ranks == list(range(dist.get_world_size())):
-            return dist.group.WORLD
+            return _world()
         return _compat.new_group(ranks)
 
 
 # The meshes of each world that have groups, by names, shape and ranks. It is the one record of which names
 # are taken in c10d's registry, which is global to the process too, and it goes away with its world.
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Groups]] = WeakKeyDictionary()
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
 
 
 def _larger_than_world(mesh: Mesh) -> MeshError:

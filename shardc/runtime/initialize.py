@@ -21,7 +21,7 @@ from shardc.runtime.truncated import shardwise_trunc_normal
 from shardc.runtime.virtual import Made, Virtual
 
 CHUNK_BYTES = 1 << 20
-InitFn = Callable[[nn.Module], object]
+InitFn = Callable[[nn.Module], None]
 
 
 def init_weights(
@@ -76,10 +76,9 @@ def _virtual(model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_
         tensor = getattr(module, kind)[key]
         if id(tensor) not in stand_ins:
             made = Made.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
-            virtual = Virtual.whole(made)
-            if isinstance(tensor, nn.Parameter):
-                virtual = nn.Parameter(virtual, requires_grad=tensor.requires_grad)
-            stand_ins[id(tensor)] = made, virtual
+            whole = Virtual.whole(made)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            stand_ins[id(tensor)] = made, nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
         originals[module, kind, key] = tensor
         slots[module, kind, key], getattr(module, kind)[key] = stand_ins[id(tensor)]
     try:

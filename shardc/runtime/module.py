@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.tally import group_axes
 from shardc.runtime.groups import Groups
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_inputs, local_input, shard_input
@@ -211,8 +213,6 @@ def _lowered(state: State, args: Any, kwargs: Any, tensors: list[tuple[str, Tens
 
 
 def _accepts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    import inspect
-
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError:
@@ -348,11 +348,17 @@ class _Step(torch.autograd.Function):
 
 def _use_groups(graph: fx.GraphModule, groups: Groups) -> None:
     """Makes the process groups that ``graph`` names and writes the registered names in."""
-    from shardc.ir.comm import group_axes
-
-    named = [n for n in graph.graph.nodes if getattr(n.target, "namespace", "") in ("_c10d_functional", "shardc")]
-    with_group = [n for n in named if isinstance(n.args[-1], str)]
-    rename = groups.add({group_axes(n.args[-1]) for n in with_group if n.args[-1] not in groups.rename.values()})
-    for node in with_group:
-        node.args = (*node.args[:-1], rename.get(node.args[-1], node.args[-1]))
+    mesh = groups.mesh
+    named = {
+        x: axes
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        for x in (*node.args, *node.kwargs.values())
+        if isinstance(x, str) and (axes := group_axes(x, mesh)) is not None
+    }
+    rename = groups.add(named.values())
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(rename[x] if isinstance(x, str) and x in named else x for x in node.args)
+            node.kwargs = {k: rename[x] if isinstance(x, str) and x in named else x for k, x in node.kwargs.items()}
     graph.recompile()

@@ -39,10 +39,10 @@ def held(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence
     if all(digit.axis is not None for digit in digits[:-1]):
         # Axes, then at most one local digit: one block, at the index that the axes' digits spell.
         block = storage.shape[dim] // prod(storage.mesh.size(axis) for axis in storage.dim_axes(dim))
-        index = 0
+        at = 0
         for axis in storage.dim_axes(dim):
-            index = index * storage.mesh.size(axis) + storage.mesh.index(axis, rank)
-        return range(min(index * block, size), min((index + 1) * block, size))
+            at = at * storage.mesh.size(axis) + storage.mesh.index(axis, rank)
+        return range(min(at * block, size), min((at + 1) * block, size))
     index = storage.local_index(dim, rank)
     return index[: bisect_left(index, size)]
 
@@ -108,7 +108,7 @@ def to_parameter(
     """
     spec = parameter_spec(storage, shape, padded.dtype, device_mesh)
     local = cut(padded, unpadded_shape(storage, shape, rank)).contiguous()
-    expected, _ = compute_local_shape_and_global_offset(shape, device_mesh, spec.placements, skip_offset=True)
+    expected, _ = compute_local_shape_and_global_offset(tuple(shape), device_mesh, spec.placements, skip_offset=True)
     if tuple(local.shape) != tuple(expected):
         axes = {axis for dim, size in enumerate(shape) if storage.shape[dim] != size for axis in storage.dim_axes(dim)}
         raise LayoutError(
@@ -121,7 +121,7 @@ def to_parameter(
     # nn.Parameter detaches, which makes the local tensor anew: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
     if local is not padded and _views(local, padded):
-        setattr(param._local_tensor, _PADDED, padded)
+        setattr(param._local_tensor, _PADDED, padded)  # type: ignore[attr-defined]
     return param
 
 
@@ -161,6 +161,12 @@ def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:
     padded = local.new_zeros(storage.local_shape)
     cut(padded, local.shape).copy_(local)
     return padded
+
+
+def refill(param: nn.Parameter, padded: torch.Tensor, storage: Layout, rank: int) -> None:
+    """Makes the DTensor ``param``, on ``meta`` or not, a view of ``padded``; it stays the same object."""
+    new = to_parameter(padded, storage, param.shape, param.device_mesh, rank, param.requires_grad)  # type: ignore[attr-defined]
+    torch.utils.swap_tensors(param, new)
 
 
 def grad_from_padded(padded: torch.Tensor, param: DTensor) -> DTensor:

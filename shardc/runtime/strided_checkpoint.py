@@ -9,15 +9,15 @@ all other uses of DTensor, are as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 Box = tuple[tuple[slice, ...], ChunkStorageMetadata]
 
@@ -79,19 +79,17 @@ def _held(tensor: DTensor) -> list[torch.Tensor]:
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_shard() or isinstance(placement, _StridedShard):
+        if isinstance(placement, Shard | _StridedShard):
             # Each dim's indices lie in a tensor of one dim, so the split is along its dim 0.
-            factor = {"split_factor": placement.split_factor} if isinstance(placement, _StridedShard) else {}
-            pieces, _ = type(placement)(0, **factor)._split_tensor(
-                held[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False
-            )
+            factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
+            along = _StridedShard(0, split_factor=factor)
+            pieces, _ = along._split_tensor(held[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False)
             held[placement.dim] = pieces[coordinate[mesh_dim]]
     return held
 
 
-def _runs(index: Sequence[int] | torch.Tensor) -> Iterator[tuple[int, int, int]]:
+def _runs(index: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """(local start, global start, length) of each contiguous run of ``index``."""
-    values = torch.as_tensor(index)
-    breaks = [0, *(torch.nonzero(values.diff() != 1).flatten() + 1).tolist(), len(values)]
-    for start, stop in zip(breaks, breaks[1:], strict=False):
-        yield start, int(values[start]) if stop > start else 0, stop - start
+    breaks = [0, *(torch.nonzero(index.diff() != 1).flatten() + 1).tolist(), len(index)]
+    for start, stop in pairwise(breaks):
+        yield start, int(index[start]) if stop > start else 0, stop - start

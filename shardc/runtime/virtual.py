@@ -18,6 +18,7 @@ from shardc.runtime.draw import Piece, draw, shifted
 from shardc.runtime.storage import cut, held, shard_tensor, take, unpadded_shape
 
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 # Writes that do not depend on what was there, beside the random ones; in-place, elementwise, but not tagged so.
 _FILLS = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default}
 # Tensors made after a given one: real ones where they are small.
@@ -99,8 +100,8 @@ class Virtual(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, made: Made) -> Virtual:
-        view = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device="cpu"
+        view = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
         )
         view.meta, view.made = meta, made
         return view
@@ -109,13 +110,13 @@ class Virtual(torch.Tensor):
     def whole(cls, made: Made) -> Virtual:
         return cls(torch.empty(made.shape, dtype=made.padded.dtype, device="meta"), made)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Virtual({self.made.name}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -163,7 +164,7 @@ def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[st
     meta = func(target.meta, *args[1:], **kwargs)
     if meta.numel() > target.made.limit:
         raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")
-    return func(target.meta, *args[1:], **{**kwargs, "device": torch.device("cpu")})
+    return func(target.meta, *args[1:], **{**kwargs, "device": CPU})
 
 
 def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -200,7 +201,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
     """
     made = view.made
     stride = [prod(made.shape[dim + 1 :]) for dim in range(len(made.shape))]
-    starts, rest = [], view.storage_offset()
+    starts, rest = [], int(view.storage_offset())
     for step in stride:
         start, rest = divmod(rest, max(step, 1))
         starts.append(start)
@@ -215,21 +216,22 @@ def piece_of(func: object, view: Virtual) -> Piece:
             raise unsupported(func, view, f"through a view of shape {list(view.shape)}, strides {list(view.stride())}")
     lengths = {source: size for source, size in zip(sources, view.shape, strict=True) if source is not None}
 
-    local: torch.Tensor | None = made.local
+    local = made.local
     indices: list[Sequence[int]] = []
     for dim, index in enumerate(made.held):
         low, high = bisect_left(index, starts[dim]), bisect_left(index, starts[dim] + lengths.get(dim, 1))
-        assert local is not None
         local = local.narrow(dim, low, high - low)
         indices.append(shifted(index[low:high], starts[dim]))
+    shape, held_by_view = tuple(view.shape), tuple(range(1) if s is None else indices[s] for s in sources)
     single = [dim for dim in range(len(made.shape)) if dim not in lengths]
     if any(not indices[dim] for dim in single):
-        local = None
-    else:
-        local = local.permute(*lengths, *single)[(..., *[0] * len(single))]
-        for dim, source in enumerate(sources):
-            local = local.unsqueeze(dim) if source is None else local
-    return Piece(tuple(view.shape), tuple(range(1) if s is None else indices[s] for s in sources), local)
+        return Piece(shape, held_by_view, None)
+    local = local.permute(*lengths, *single)
+    for _ in single:
+        local = local.select(-1, 0)
+    for dim, source in enumerate(sources):
+        local = local.unsqueeze(dim) if source is None else local
+    return Piece(shape, held_by_view, local)
 
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:

@@ -9,76 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import fx
 
 from shardc.errors import TextError, VerifyError
-from shardc.ir.graph import DTYPE_NAMES, ROLES, Info, Origin, Role, Value, info, outputs, set_info
+from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, outputs, set_info
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse, parse_mesh
-from shardc.ir.tally import Row, tally, wire_elements
 from shardc.ir.text import dump
-
-MESH = Mesh(dp=2, tp=2)
-
-MLP = """\
-mesh dp=2 tp=2
-inputs:
-  param %up.weight: f32[32@(tp,dp),8]
-  param %down.weight: f32[8@dp,32@tp]
-  input %x: f32[16@dp,8]
-  tangent out %d.out: f32[16@dp,8]
-forward:
-  %up.weight.full: f32[32@tp,8] = all_gather(%up.weight, axis=dp)
-  %up.t: f32[8,32@tp] = t(%up.weight.full)
-  %up.mm: f32[16@dp,32@tp] = mm(%x, %up.t)
-  %relu: f32[16@dp,32@tp] = relu(%up.mm)
-  %down.weight.full: f32[8,32@tp] = all_gather(%down.weight, axis=dp)
-  %down.t: f32[32@tp,8] = t(%down.weight.full)
-  %down.mm: f32[16@dp,8]{sum:tp} = mm(%relu, %down.t)
-  %down.mm.summed: f32[16@dp,8] = all_reduce(%down.mm, axis=tp)
-backward:
-  %d.down.t: f32[8,16@dp] = t(%d.out)
-  %d.down.mm: f32[8,32@tp]{sum:dp} = mm(%d.down.t, %relu)
-  %d.down.mm.scattered: f32[8@dp,32@tp] = reduce_scatter(%d.down.mm, axis=dp)
-outputs:
-  output out = %down.mm.summed
-  grad up.weight = None
-  grad down.weight = %d.down.mm.scattered
-comm:
-  all_gather(dp) x2 512 B/rank
-  all_reduce(tp) x1 256 B/rank
-  reduce_scatter(dp) x1 256 B/rank
-"""
-
-# The forward of the above at local shapes, as each rank runs it.
-LOCAL = """\
-mesh dp=2 tp=2
-no layouts
-inputs:
-  param %up.weight: f32[8,8]
-  param %down.weight: f32[4,16]
-  input %x: f32[8,8]
-forward:
-  %up.weight.full: f32[16,8] = _c10d_functional.all_gather_into_tensor(%up.weight, 2, "shardc:dp")
-  %up.weight.full.wait: f32[16,8] = _c10d_functional.wait_tensor(%up.weight.full)
-  %up.t: f32[8,16] = t(%up.weight.full.wait)
-  %up.mm: f32[8,16] = mm(%x, %up.t)
-  %relu: f32[8,16] = relu(%up.mm)
-  %down.weight.full: f32[8,16] = _c10d_functional.all_gather_into_tensor(%down.weight, 2, "shardc:dp")
-  %down.weight.full.wait: f32[8,16] = _c10d_functional.wait_tensor(%down.weight.full)
-  %down.t: f32[16,8] = t(%down.weight.full.wait)
-  %down.mm: f32[8,8] = mm(%relu, %down.t)
-  %down.mm.summed: f32[8,8] = _c10d_functional.all_reduce(%down.mm, "sum", "shardc:tp")
-  %down.mm.summed.wait: f32[8,8] = _c10d_functional.wait_tensor(%down.mm.summed)
-outputs:
-  output out = %down.mm.summed.wait
-comm:
-  all_gather(dp) x2 512 B/rank
-  all_reduce(tp) x1 256 B/rank
-"""
+from tests.ir.programs import LOCAL, MESH, MLP
 
 ARGUMENTS = """\
 mesh dp=2
@@ -286,79 +225,6 @@ def test_a_node_without_a_record_is_an_error() -> None:
     assert str(error.value).splitlines()[0] == "the node 'x' carries no Info"
 
 
-# --- the tally
-
-
-def test_the_tally_counts_what_each_rank_sends() -> None:
-    assert wire_elements("all_gather", 4, 1000) == 3000
-    assert [wire_elements(kind, 4, 1000) for kind in ("reduce_scatter", "all_to_all")] == [750, 750]
-    assert wire_elements("all_reduce", 4, 1000) == 1500
-    assert wire_elements("all_reduce", 3, 1) == 2  # 4/3, rounded up
-    assert wire_elements("permute_ranks", 4, 1000) == 1000
-    assert [wire_elements(kind, 1, 1000) for kind in ("all_gather", "all_reduce", "permute_ranks")] == [0, 0, 0]
-
-
-def test_the_tally_of_a_program_is_the_same_before_and_after_it_is_local() -> None:
-    rows = [Row("all_gather", "dp", 2, 512), Row("all_reduce", "tp", 1, 256)]
-    forward = MLP.partition("backward:")[0] + "outputs:\n  output out = %down.mm.summed\n"
-    assert tally(parse(forward), MESH) == rows
-    assert tally(parse(LOCAL), MESH) == rows
-
-
-SPELLED = [
-    ("all_gather", "f32[16@dp,8]", "f32[16,8]", "all_gather(%x, axis=dp)", "all_gather_into_tensor(%x, 2, {})"),
-    (
-        "all_gather",
-        "f32[16@(dp,tp),8]",
-        "f32[16,8]",
-        "all_gather(%x, axis=(dp,tp))",
-        "all_gather_into_tensor(%x, 8, {})",
-    ),
-    (
-        "reduce_scatter",
-        "f32[16,8]{sum:tp}",
-        "f32[16@tp,8]",
-        "reduce_scatter(%x, axis=tp)",
-        'reduce_scatter_tensor(%x, "sum", 4, {})',
-    ),
-    ("all_reduce", "f32[]{sum:tp}", "f32[]", "all_reduce(%x, axis=tp)", 'all_reduce(%x, "sum", {})'),
-    (
-        "all_to_all",
-        "f32[16@tp,8]",
-        "f32[16,8@tp]",
-        "all_to_all(%x, axis=tp)",
-        "all_to_all_single(%x, [8, 8, 8, 8], [8, 8, 8, 8], {})",
-    ),
-]
-
-
-@pytest.mark.parametrize("kind, source, made, marker, spelled", SPELLED)
-def test_a_marker_and_its_spelling_count_alike(kind: str, source: str, made: str, marker: str, spelled: str) -> None:
-    mesh = Mesh(dp=2, tp=4)
-
-    def shape(text: str) -> str:
-        return ",".join(map(str, Layout.parse(text.removeprefix("f32"), mesh).local_shape))
-
-    axes = marker.partition("axis=")[2].strip("()")
-    group = f'"shardc:{axes}"'
-    whole = f"mesh dp=2 tp=4\ninputs:\n  %x: {source}\nforward:\n  %y: {made} = {marker}\noutputs:\n  output = %y\n"
-    namespace = "shardc" if kind == "permute_ranks" else "_c10d_functional"
-    local = (
-        f"mesh dp=2 tp=4\nno layouts\ninputs:\n  %x: f32[{shape(source)}]\nforward:\n"
-        f"  %y: f32[{shape(made)}] = {namespace}.{spelled.format(group)}\noutputs:\n  output = %y\n"
-    )
-    rows = tally(parse(whole), mesh)
-    assert [(row.kind, row.axis, row.count) for row in rows] == [(kind, axes, 1)]
-    assert rows[0].bytes > 0
-    assert tally(parse(local), mesh) == rows
-
-
-def test_a_collective_over_no_group_of_the_mesh_is_an_error() -> None:
-    with pytest.raises(VerifyError) as error:
-        parse(LOCAL.replace('"shardc:tp"', '"world"'))
-    assert error.value.what == "%down.mm.summed communicates over 'world', no group of the mesh dp=2 tp=2"
-
-
 # --- errors
 
 BROKEN = [
@@ -444,100 +310,6 @@ def test_an_empty_text_is_an_error() -> None:
     with pytest.raises(TextError) as error:
         parse("\n")
     assert error.value.what == "line 1: expected 'mesh', found nothing"
-
-
-# --- any graph
-
-names = st.one_of(st.from_regex(r"[a-z]\w{0,4}(\.[\w-]{1,3}){0,2}", fullmatch=True), st.text(min_size=1, max_size=4))
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(2**40), 2**40),
-    st.floats(allow_nan=False),
-    st.sampled_from(list(DTYPE_NAMES)),
-    st.sampled_from([torch.contiguous_format, torch.strided, torch.device("cpu"), torch.device("cuda:1")]),
-    st.text(max_size=6),
-)
-OPS = [
-    getattr(getattr(torch.ops.aten, packet), overload)
-    for packet, overload in [("mm", "default"), ("sum", "dim_IntList"), ("add", "Tensor"), ("pad", "default")]
-] + [torch.ops.prims.convert_element_type.default, torch.ops._c10d_functional.wait_tensor.default]
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    mesh, free = MESH, list(draw(st.permutations(["dp", "tp"])))
-    dims = []
-    for _ in range(draw(st.integers(0, 3))):
-        digits = []
-        for _ in range(draw(st.integers(0, 3))):
-            bound = draw(st.booleans()) and free
-            digits.append(Digit(2, free.pop()) if bound else Digit(draw(st.sampled_from([1, 2, 3, 5]))))
-        dims.append(digits)
-    partial = [(axis, draw(st.sampled_from(["sum", "max"]))) for axis in free if draw(st.booleans())]
-    return Layout(mesh, dims, partial)
-
-
-def _nodes(arg: object) -> list[fx.Node]:
-    return (
-        [arg] if isinstance(arg, fx.Node) else [x for one in arg for x in _nodes(one)] if isinstance(arg, list) else []
-    )
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> fx.GraphModule:
-    graph, made = fx.Graph(), []
-    unique = iter(draw(st.lists(names, min_size=8, max_size=8, unique=True)))
-
-    def value() -> Value:
-        layout = draw(layouts())
-        return Value(draw(st.sampled_from(list(DTYPE_NAMES))), layout.shape, layout if draw(st.booleans()) else None)
-
-    def argument(depth: int) -> object:
-        kind = draw(st.integers(0, 3 if depth < 2 else 2))
-        if kind == 0 and made:
-            return draw(st.sampled_from(made))
-        return [argument(depth + 1) for _ in range(draw(st.integers(0, 3)))] if kind == 3 else draw(scalars)
-
-    for at in range(draw(st.integers(1, 3))):
-        name = next(unique)
-        role = draw(
-            st.one_of(st.none(), st.builds(Role, st.sampled_from(["param", "input"]), names, st.integers(0, 2)))
-        )
-        made.append(set_info(graph.placeholder(f"arg{at}"), Info(name, value(), role=role)))
-    for _ in range(draw(st.integers(0, 4))):
-        args = tuple(argument(0) for _ in range(draw(st.integers(0, 3))))
-        kwargs = {key: argument(0) for key in draw(st.lists(st.sampled_from("abc"), max_size=2, unique=True))}
-        node = graph.call_function(draw(st.sampled_from(OPS)), args, kwargs)
-        uses = [
-            info(x).value for arg in [*args, *kwargs.values()] for x in _nodes(arg) if isinstance(info(x).value, Value)
-        ]
-        wants = tuple(draw(layouts()) if one.layout is None else one.layout for one in uses)
-        differ = draw(st.booleans()) and any(want != one.layout for want, one in zip(wants, uses, strict=True))
-        made_value = (value(), None, value()) if draw(st.booleans()) else value()
-        phase = draw(st.sampled_from(["forward", "backward"]))
-        record = Info(next(unique), made_value, Origin(phase=phase), needs=wants if differ else None)
-        made.append(set_info(node, record))
-    picked = draw(st.lists(st.one_of(st.none(), st.sampled_from(made)), max_size=3))
-    roles = tuple(Role(draw(st.sampled_from(["output", "grad"])), draw(st.one_of(st.just(""), names))) for _ in picked)
-    graph.output(tuple(picked)).meta[ROLES] = roles
-    return fx.GraphModule(torch.nn.Module(), graph)
-
-
-@settings(max_examples=150, deadline=None)
-@given(graphs())
-def test_any_graph_round_trips(gm: fx.GraphModule) -> None:
-    text = dump(gm, MESH)
-    back = parse(text)
-    assert dump(back, MESH) == text
-    there, here = list(gm.graph.nodes), list(back.graph.nodes)
-    assert [info(node) for node in here[:-1]] == [info(node) for node in there[:-1]]
-    assert here[-1].meta[ROLES] == there[-1].meta[ROLES]
-    where = dict(zip(there, here, strict=True))
-    for one, other in zip(there[:-1], here[:-1], strict=True):
-        assert other.target == one.target or one.op == "placeholder"
-        assert other.args == fx.map_arg(one.args, where.__getitem__)
-        assert other.kwargs == fx.map_arg(one.kwargs, where.__getitem__)
 
 
 def test_a_dump_does_not_depend_on_the_hash_seed() -> None:

@@ -7,17 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc.errors import PlanError
-from shardc.plan import Plan, fsdp, hsdp, parse_plan, tp
+from shardc.plan import Plan, fsdp, hsdp, parse_plan, precision, tp
 
 EVERYTHING = (
     hsdp(shard=("dp", "cp"), level=2, threshold=64)
     | tp("tp", colwise=["*.up"], rowwise=["*.down"], vocab=["tok"])
+    | precision(torch.bfloat16, reduce=torch.float32, buffers=torch.float16, full_precision_eval=True)
     | Plan(
-        params={"a": (("tp", "dp"), None), "b": "(3 _@tp), _", "c": (Partial("max"), Partial(), Shard(-1))},
+        params={
+            "a": (("tp", "dp"), None),
+            "b": "(3 _@tp), _",
+            "c": (Partial("max"), Partial(), Shard(-1)),
+            "d": {"tp": Shard(0)},
+        },
         inputs=[None, {"mask": (_StridedShard(0, split_factor=2), Replicate())}],
         outputs="...",
         activations={"norm": ["~, _", None, ("dp",)], "attn.input": {"mask": ()}},
@@ -97,6 +104,10 @@ ERRORS: dict[str, tuple[Any, str]] = {
     "not a placement": (
         {"shardc_plan": 1, "calls": [{"Plan": {"params": {"w": {"placements": ["Shard()"]}}}}]},
         "'Shard()' is not a placement\n  source: plan.json\n  fix: write Shard(0), Replicate() or Partial(\"sum\")",
+    ),
+    "not a dtype": (
+        {"shardc_plan": 1, "calls": [{"precision": {"param": "bf16"}}]},
+        "param='bf16' is not a floating-point dtype\n  plan entry: precision(...)\n  fix: write param=torch.bfloat16",
     ),
     "not a spec": (
         {"shardc_plan": 1, "calls": [{"Plan": {"params": {"w": "dp"}}}]},

@@ -82,8 +82,8 @@ def test_inputs_as_said(case: str) -> None:
 
 ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
     "dim 0 of input 'x', shape (6, 3): 6 elements do not divide over dp, rep (4 ranks), and inputs are split there "
-    'unless the plan says otherwise\n  plan entry: hsdp(shard="dp", replicate="rep", level=3)\n  fix: pass a batch that '
-    'is a multiple of 4, or keep it whole with Plan(inputs={"x": "..."})': (
+    'unless the plan says otherwise\n  plan entry: hsdp(shard="dp", replicate="rep", level=3)\n  fix: pass a batch '
+    'that is a multiple of 4, or keep it whole with Plan(inputs={"x": "..."})': (
         LayoutError,
         lambda: resolve_inputs(hsdp(), MESH, [("x", (6, 3))]),
     ),
@@ -160,6 +160,8 @@ def test_activations() -> None:
         ({"*.attn.output:input": "~"}, [("layers.0.attn.output", "input", 0, "~")]),
         ({"input": "~"}, [("", "input", 0, "~")]),
         ({"": "~"}, [("", "output", 0, "~")]),
+        ({"./*.*": "~"}, [("layers.0", "output", 0, "~")]),
+        ({"./layers.*.attn:input": "~"}, [("layers.0.attn", "input", 0, "~")]),
         (
             {"norm.input": ["~", None, ("dp", None)], "norm": {"hidden": "_"}},
             [

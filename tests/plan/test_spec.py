@@ -63,6 +63,12 @@ def test_forms(spec: Any, layout: str) -> None:
         ("~..., _", "[8@dp,16,32]"),
         ("..., ~", "[8,16,32@tp]"),
         ("~, _@dp, ~", "[8,16@dp,32@tp]"),
+        ({"tp": Shard(1)}, "[8@dp,16@tp,32]"),
+        ({"tp": Shard(-3)}, "[8@(dp,tp),16,32]"),
+        ({"tp": Replicate()}, "[8@dp,16,32]"),
+        ({"dp": Shard(2), "tp": Shard(1)}, "[8,16@tp,32@dp]"),
+        ({"tp": _StridedShard(1, split_factor=2)}, "[8@dp,(2 8@tp),32]"),
+        ({"tp": Partial()}, "[8@dp,16,32]{sum:tp}"),
     ],
 )
 def test_dims_are_left_as_the_base_has_them(spec: str, layout: str) -> None:
@@ -89,7 +95,8 @@ ERRORS: list[tuple[Any, tuple[int, ...], type[Exception], str]] = [
         "_@model, _",
         (16, 8),
         PlanError,
-        "unknown mesh axis 'model'; the mesh is dp=2 tp=4 one=1\n  plan entry: e\n  fix: use one of ['dp', 'tp', 'one']",
+        "unknown mesh axis 'model'; the mesh is dp=2 tp=4 one=1\n  plan entry: e\n"
+        "  fix: use one of ['dp', 'tp', 'one']",
     ),
     (
         ("one", "one"),
@@ -146,6 +153,26 @@ ERRORS: list[tuple[Any, tuple[int, ...], type[Exception], str]] = [
         LayoutError,
         "parameter 'w' of shape (16, 8): _S(0, 3) on dp cannot split a tensor of shape (16, 8): 16 local elements, 3 "
         "pieces of 2\n  plan entry: e\n  fix: shapes must divide; uneven tensors are padded in storage",
+    ),
+    (
+        {"tpp": Shard(0)},
+        (16, 8),
+        PlanError,
+        "unknown mesh axis 'tpp'; the mesh is dp=2 tp=4 one=1\n  plan entry: e\n  fix: did you mean 'tp'?",
+    ),
+    (
+        {"tp": Shard(2)},
+        (16, 8),
+        PlanError,
+        "{\"tp\": Shard(2)} shards dim 2, parameter 'w' of shape (16, 8) has 2 dims\n"
+        "  plan entry: e\n  fix: shard a dim that the tensor has",
+    ),
+    (
+        {"tp": _StridedShard(0, split_factor=3)},
+        (16, 8),
+        LayoutError,
+        "dim 0 of parameter 'w' of shape (16, 8): 16 elements do not divide over axis 'tp' of size 4 inside each of 3 "
+        "pieces\n  plan entry: e\n  fix: make the size a multiple of 12, or leave tp off",
     ),
     (
         "32@dp, 8",
@@ -206,8 +233,8 @@ def test_an_axis_that_does_not_divide_is_left_off_with_a_warning() -> None:
     with pytest.warns(ShardcWarning) as caught:
         assert apply((("dp", "tp"), None), (6, 8), uneven="drop") == "[6@dp,8]"
     assert [str(warning.message) for warning in caught] == [
-        "dim 0 of parameter 'w' of shape (6, 8): 3 elements do not divide over axis 'tp' of size 4; the dim stays whole "
-        "on tp\n  plan entry: e\n  fix: make the size a multiple of 4, or leave tp off"
+        "dim 0 of parameter 'w' of shape (6, 8): 3 elements do not divide over axis 'tp' of size 4; the dim stays "
+        "whole on tp\n  plan entry: e\n  fix: make the size a multiple of 4, or leave tp off"
     ]
 
 
@@ -224,6 +251,9 @@ def test_an_axis_that_does_not_divide_is_left_off_with_a_warning() -> None:
         ([Shard(0), Replicate()], True),
         ([(Shard(0), Replicate()), None], False),
         ({"x": "@dp"}, False),
+        ({"tp": Shard(0)}, True),
+        ({"x": (Shard(0),)}, False),
+        (("dp0", "tp_1"), True),
         ((), True),
     ],
 )
@@ -246,7 +276,9 @@ def layouts(draw: st.DrawFn) -> Layout:
                 size *= MESH.size(axis)
             subs.append((size, mine))
         dims.append(subs)
-    partial = {axis: draw(st.sampled_from(["sum", "max"])) for axis in axes[at:] if axis != "one" and draw(st.booleans())}
+    partial = {
+        axis: draw(st.sampled_from(["sum", "max"])) for axis in axes[at:] if axis != "one" and draw(st.booleans())
+    }
     return Layout.of_sub_dims(MESH, dims, partial)
 
 

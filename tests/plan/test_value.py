@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardc.plan
 from shardc.errors import PlanError
-from shardc.plan import Plan, ddp, fsdp, grad_mode, hsdp, parse_plan, tp
+from shardc.plan import Plan, ddp, fsdp, grad_mode, hsdp, parse_plan, precision, tp
 
-NAMES = {name: getattr(shardc.plan, name) for name in ("ddp", "fsdp", "hsdp", "tp", "Plan")} | {
+NAMES = {name: getattr(shardc.plan, name) for name in ("ddp", "fsdp", "hsdp", "tp", "precision", "Plan")} | {
+    "torch": torch,
     "Shard": Shard,
     "Replicate": Replicate,
     "Partial": Partial,
 }
 
 PLANS = {
+    "precision(param=torch.bfloat16, reduce=torch.float32, keep_low_precision_grads=True)": precision(
+        torch.bfloat16, torch.float32, keep_low_precision_grads=True
+    ),
+    'Plan(params={"w": {"tp": Shard(-1), "dp": Replicate()}})': Plan(
+        params={"w": {"tp": Shard(-1), "dp": Replicate()}}
+    ),
     "Plan()": Plan(),
     'ddp("dp")': ddp("dp"),
     'fsdp("dp", level=3)': fsdp("dp"),
@@ -86,6 +94,11 @@ def test_later_wins_where_both_speak_of_the_same(text: str) -> None:
     assert parse_plan(repr(compose())) == compose()
 
 
+def test_precision() -> None:
+    assert (precision(torch.float16) | precision(torch.bfloat16)).precision.param is torch.bfloat16
+    assert Plan().precision.said == {}
+
+
 def test_a_plan_is_empty_or_not() -> None:
     assert not Plan() and fsdp("dp") and Plan(reduce="mean")
 
@@ -112,6 +125,8 @@ ERRORS: dict[str, Callable[[], Plan]] = {
         lambda: ddp(2)  # type: ignore[arg-type]
     ),
     "colwise is a string\n  plan entry: tp('tp')\n  fix: write colwise=[\"*.up\"]": lambda: tp("tp", colwise="*.up"),
+    "reduce=torch.int32 is not a floating-point dtype\n  plan entry: precision(...)\n"
+    "  fix: write reduce=torch.bfloat16": (lambda: precision(reduce=torch.int32)),
     "unknown reduction 'avg'\n  plan entry: reduce='avg'\n  fix: use one of ('mean', 'sum')": lambda: Plan(
         reduce="avg"
     ),
@@ -120,11 +135,10 @@ ERRORS: dict[str, Callable[[], Plan]] = {
     '3 is neither a spec nor a list or dict of specs\n  plan entry: inputs\n  fix: write ("dp", None), '
     '(Shard(0), Replicate()) or "@dp, _"': lambda: Plan(inputs=3),
     "'dp' is not a layout\n  plan entry: inputs='dp'\n  fix: write it like \"@dp\"": lambda: Plan(inputs="dp"),
-    "spec (\"dp\", \"dp\") uses axis 'dp' twice\n  plan entry: params[\"w\"] = ('dp', 'dp')\n  fix: split or reduce over "
-    "each axis once; give the specs of several tensors as a list": lambda: Plan(params={"w": ("dp", "dp")}),
-    "an activation's specs are nested\n  plan entry: activations[\"m\"] = [{'a': '_'}]\n  fix: give one list or one dict": (
-        lambda: Plan(activations={"m": [{"a": "_"}]})
-    ),
+    "spec (\"dp\", \"dp\") uses axis 'dp' twice\n  plan entry: params[\"w\"] = ('dp', 'dp')\n  fix: split or reduce "
+    "over each axis once; give the specs of several tensors as a list": lambda: Plan(params={"w": ("dp", "dp")}),
+    "an activation's specs are nested\n  plan entry: activations[\"m\"] = [{'a': '_'}]\n"
+    "  fix: give one list or one dict": (lambda: Plan(activations={"m": [{"a": "_"}]})),
 }
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc.ir.mesh import Mesh
@@ -37,7 +36,8 @@ def test_gpu_rule_fits_its_shapes(op: str) -> None:
     """Without a GPU the kernels' shapes are known all the same, and batch and heads can be split."""
     for sample in samples(op):
         with FakeTensorMode(allow_non_fake_inputs=True):
-            made = sample.on_device().dense()
+            on_gpu = [torch.empty_like(x, device="cuda") if isinstance(x, torch.Tensor) else x for x in sample.args]
+            made = replace(sample, args=tuple(on_gpu)).dense()
         spec = RULES[op].spec(sample.call(made))
         assert spec.splittable("b") and spec.splittable("g")
 
@@ -51,7 +51,10 @@ WRONG: dict[str, tuple[Rule, Sample]] = {
         rule("mm", "i k, k j -> i j", k="max"),
         Sample(aten.mm.default, (draw(4, 8), draw(8, 4))),
     ),
-    "a softmax over a split dim": (rule("_softmax", "i j -> i j"), Sample(aten._softmax.default, (draw(4, 8), 1, False))),
+    "a softmax over a split dim": (
+        rule("_softmax", "i j -> i j"),
+        Sample(aten._softmax.default, (draw(4, 8), 1, False)),
+    ),
     "dims the wrong way round": (rule("t", "i j -> i j"), Sample(aten.t.default, (draw(8, 8),))),
     "a sum that is not linear": (rule("relu", "i j -> i j", linear="0"), Sample(aten.relu.default, (draw(4, 8),))),
     "operands that carry only together": (

@@ -70,16 +70,15 @@ def fingerprints(graph: fx.Graph) -> dict[fx.Node, bytes]:
         elif node.op == "get_attr":
             out[node] = _digest("constant", node.target)
         else:
-            args = fx.map_arg((node.args, node.kwargs), lambda x: _Leaf(out[x]))
-            out[node] = _digest(node.target, args[0], sorted(args[1].items()))
+            out[node] = _digest(node.target, _known(node.args, out), _known(sorted(node.kwargs.items()), out))
     return out
 
 
-@dataclass(frozen=True)
-class _Leaf:
-    """A fingerprint among an op's arguments."""
-
-    of: bytes
+def _known(argument: Any, found: dict[fx.Node, bytes]) -> Any:
+    """``argument`` with the fingerprints of values in their place."""
+    if isinstance(argument, fx.Node):
+        return found[argument]
+    return [_known(one, found) for one in argument] if isinstance(argument, list | tuple) else argument
 
 
 def _digest(*parts: Any) -> bytes:

@@ -42,7 +42,9 @@ def _views(d: Draw) -> dict[str, list[Sample]]:
         "aten.t": _calls(aten.t.default, (d.normal(4, 8),), (d.normal(4),)),
         "aten.transpose": _calls(aten.transpose.int, (d.normal(4, 8, 2), 0, -1), (d.normal(4, 8, 2), 1, 1)),
         "aten.permute": _calls(aten.permute.default, (d.normal(4, 8, 2), [2, 0, -2])),
-        "aten.expand": _calls(aten.expand.default, (d.normal(4, 1), [2, -1, 8]), (d.normal(), [4]), (d.normal(4, 2), [4, 2])),
+        "aten.expand": _calls(
+            aten.expand.default, (d.normal(4, 1), [2, -1, 8]), (d.normal(), [4]), (d.normal(4, 2), [4, 2])
+        ),
         "aten.repeat": _calls(aten.repeat.default, (d.normal(4, 2), [2, 1, 4]), (d.normal(4), [1])),
     }
 
@@ -60,7 +62,9 @@ def _pieces(d: Draw) -> dict[str, list[Sample]]:
             (d.normal(8, 4), 0, 2, -2),
         ),
         "aten.split": _calls(aten.split.Tensor, (d.normal(4, 24), 8, 1), (d.normal(10, 4), 4)),
-        "aten.split_with_sizes": _calls(aten.split_with_sizes.default, (d.normal(4, 16), [8, 4, 4], -1), (d.normal(7, 2), [3, 4])),
+        "aten.split_with_sizes": _calls(
+            aten.split_with_sizes.default, (d.normal(4, 16), [8, 4, 4], -1), (d.normal(7, 2), [3, 4])
+        ),
         "aten.chunk": _calls(aten.chunk.default, (d.normal(4, 24), 3, -1)),
         "aten.select": _calls(aten.select.int, (d.normal(4, 8), 1, 3), (d.normal(4, 8), 0, -1)),
         "aten.unbind": _calls(aten.unbind.int, (d.normal(4, 8),), (d.normal(4, 2), -1)),
@@ -95,10 +99,17 @@ def _lookups(d: Draw) -> dict[str, list[Sample]]:
             (d.normal(8, 4), d.below(4, 8), 4, 2, True),
         ),
         "aten.gather": _calls(
-            aten.gather.default, (d.normal(4, 16), 1, d.below(16, 4, 2)), (d.normal(8, 4), 0, d.below(8, 2, 3)), (d.normal(8), -1, d.below(8, 4))
+            aten.gather.default,
+            (d.normal(4, 16), 1, d.below(16, 4, 2)),
+            (d.normal(8, 4), 0, d.below(8, 2, 3)),
+            (d.normal(8), -1, d.below(8, 4)),
         ),
         "aten.scatter": [
-            *_calls(aten.scatter.value, (d.normal(4, 16), 1, d.below(16, 4, 1), 2.0), (d.normal(16, 4), 0, d.below(16, 3, 4), 0)),
+            *_calls(
+                aten.scatter.value,
+                (d.normal(4, 16), 1, d.below(16, 4, 1), 2.0),
+                (d.normal(16, 4), 0, d.below(16, 3, 4), 0),
+            ),
             *_calls(
                 aten.scatter.src,
                 (d.normal(4, 16), -1, d.order(4, 16)[:, :4], d.normal(4, 4)),

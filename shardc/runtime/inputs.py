@@ -1,0 +1,121 @@
+"""Inputs at the call: global tensors cut into local shards, local ones checked, DTensors resharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from shardc.errors import InputError
+from shardc.ir.layout import Layout
+from shardc.ir.placements import to_placements
+from shardc.runtime.storage import shard_tensor
+
+WAYS_OUT = (
+    "pass this rank's shard, as module.shard_inputs(*global_inputs) cuts it, "
+    "or compile for another global size with module.lower(*examples) at global shapes"
+)
+
+
+def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """The contiguous shard of ``whole`` (a global tensor) that ``rank`` holds under ``layout``; a copy.
+
+    Gradients do not flow back to ``whole``; ``requires_grad`` is kept on the shard.
+
+    Raises:
+        InputError: ``whole`` is not of the layout's global shape.
+    """
+    if tuple(whole.shape) != layout.shape:
+        raise InputError(
+            f"a global input has shape {list(whole.shape)}; the plan lays out {layout}",
+            fix="pass a tensor of that global shape, or lower the module for this one",
+        )
+    shard = shard_tensor(whole, layout, rank)
+    return shard.requires_grad_(whole.requires_grad)
+
+
+def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> torch.Tensor:
+    """The local tensor of one input: a plain tensor as it is, a DTensor resharded to ``layout``.
+
+    Raises:
+        InputError: a DTensor on another mesh or of another global shape.
+    """
+    if not isinstance(x, DTensor):
+        return x
+    if x.device_mesh != device_mesh:
+        raise InputError(
+            f"a DTensor input of shape {list(x.shape)} is on {x.device_mesh}, the module on {device_mesh}",
+            fix="pass a DTensor on the module's mesh, or its local tensor",
+        )
+    if tuple(x.shape) != layout.shape:
+        raise InputError(
+            f"a DTensor input has global shape {list(x.shape)}, expected {list(layout.shape)}", fix=WAYS_OUT
+        )
+    return x.redistribute(placements=to_placements(layout)).to_local()
+
+
+def check_inputs(
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[Layout],
+    dtypes: Sequence[torch.dtype] | None = None,
+) -> None:
+    """Checks the tensors of one call: local shapes (global ones for DTensors) against layouts, and dtypes if given.
+
+    Raises:
+        InputError: names every input that does not fit, with the expected local and global shape.
+    """
+    if not len(names) == len(tensors) == len(layouts):
+        raise InputError(f"{len(tensors)} tensor inputs ({', '.join(names)}), expected {len(layouts)}")
+    wrong = []
+    for at, (name, x, layout) in enumerate(zip(names, tensors, layouts, strict=True)):
+        expected = layout.shape if isinstance(x, DTensor) else layout.local_shape
+        if tuple(x.shape) != expected:
+            wrong.append(_wrong_shape(name, x, layout))
+        elif dtypes is not None and x.dtype != dtypes[at]:
+            wrong.append(f"input {name!r} is {x.dtype}, expected {dtypes[at]}")
+    if wrong:
+        raise InputError("; ".join(wrong), fix=WAYS_OUT)
+
+
+def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:
+    """Checks the inputs that are not tensors: the program holds their values at capture as constants.
+
+    Raises:
+        InputError: names the first that changed.
+    """
+    for name, value, constant in zip(names, values, captured, strict=True):
+        if type(value) is not type(constant) or value != constant:
+            raise InputError(
+                f"input {name!r} is {value!r}; the program was captured with {constant!r}, which is part of it",
+                fix="pass the captured value, lower the module for this one too, or pass it as a tensor",
+            )
+
+
+def input_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """A name for each leaf of ``(args, kwargs)`` in flattening order: ``args[0]['ids']``, ``mask``.
+
+    >>> input_names(({"ids": 1},), {"mask": 2})
+    ["args[0]['ids']", 'mask']
+    """
+    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
+    return [_name(path) for path, _ in paths]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    group, first, *rest = path
+    head = f"args[{first.idx}]" if group.idx == 0 else str(first.key)
+    return head + pytree.keystr(tuple(rest))
+
+
+def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
+    shape = tuple(x.shape)
+    expected = f"expected local shape {list(layout.local_shape)} (global {list(layout.shape)}, layout {layout})"
+    if isinstance(x, DTensor):
+        return f"DTensor input {name!r} has global shape {list(shape)}; {expected}"
+    hint = ", which is the whole global input" if shape == layout.shape else ""
+    return f"input {name!r} has local shape {list(shape)}{hint}; {expected}"

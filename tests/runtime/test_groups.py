@@ -1,0 +1,132 @@
+"""Symbolic group names on real ranks: members, order, coordinates, several meshes, Inductor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.errors import MeshError
+from shardc.ir.mesh import Mesh
+from shardc.runtime.groups import Groups, device_mesh
+from tests.ranks import run_ranks
+
+c10d = torch.ops._c10d_functional
+
+
+def gathered(name: str, size: int) -> list[int]:
+    """The global ranks of the group, in group order, as a collective through the registered name sees them."""
+    mine = torch.tensor([dist.get_rank()])
+    return c10d.wait_tensor(c10d.all_gather_into_tensor(mine, size, name)).tolist()
+
+
+def check_members() -> None:
+    mesh = Mesh(dp=2, tp=2)
+    groups = Groups.of(device_mesh(mesh))
+    rename = groups.add([("tp", "dp"), ("tp",), ("dp",)])
+    assert rename == {f"shardc:{name}": f"shardc:{name}" for name in ("dp", "dp,tp", "tp")}
+    for axes in (("dp",), ("tp",), ("dp", "tp")):
+        expected = list(mesh.group(axes, dist.get_rank()))
+        assert groups.ranks(axes) == expected
+        assert gathered("shardc:" + ",".join(axes), len(expected)) == expected
+    at = mesh.coordinate(dist.get_rank())
+    assert groups.coordinate(("tp", "dp")).tolist() == [at["tp"] * 2 + at["dp"]]
+    assert groups.coordinate(("dp",)).dtype == torch.int64
+
+
+def check_parts() -> None:
+    mesh = Mesh(tp=4)
+    groups = Groups.of(device_mesh(mesh))
+    groups.add([("tp:1x2",), ("tp:2x2",)])
+    rank = dist.get_rank()
+    assert gathered("shardc:tp:1x2", 2) == [rank % 2, rank % 2 + 2]
+    assert gathered("shardc:tp:2x2", 2) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert groups.coordinate(("tp:2x2", "tp:1x2")).tolist() == [rank % 2 * 2 + rank // 2]
+
+
+def check_second_mesh_has_its_own_names() -> None:
+    first = Groups.of(device_mesh(Mesh(dp=2, tp=2)))
+    second = Groups.of(device_mesh(Mesh(dp=4)))
+    first.add([("dp",)])
+    assert second.add([("dp",)]) == {"shardc:dp": "shardc.1:dp"}
+    assert gathered("shardc:dp", 2) == first.ranks(("dp",))
+    assert gathered("shardc.1:dp", 4) == [0, 1, 2, 3]
+    assert Groups.of(device_mesh(Mesh(dp=4))) is second
+
+
+def check_ranks_in_another_order() -> None:
+    """Mesh rank r is global rank ``order[r]``; group order follows the mesh, not the global ranks."""
+    order = torch.tensor([[3, 1], [0, 2]])
+    groups = Groups.of(DeviceMesh("cpu", order, mesh_dim_names=("dp", "tp")))
+    groups.add([("dp",), ("tp",), ("dp", "tp")])
+    row, column = divmod(order.flatten().tolist().index(dist.get_rank()), 2)
+    assert groups.rank == row * 2 + column
+    assert gathered("shardc:tp", 2) == order[row].tolist()
+    assert gathered("shardc:dp", 2) == order[:, column].tolist()
+    assert gathered("shardc:dp,tp", 4) == [3, 1, 0, 2]
+
+
+def check_part_of_the_world() -> None:
+    ranks = [1, 3]
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=("dp",))
+    if dist.get_rank() in ranks:
+        Groups.of(mesh).add([("dp",)])
+        assert gathered("shardc:dp", 2) == ranks
+        return
+    with pytest.raises(MeshError, match="is not on the mesh dp=2 of ranks"):
+        Groups.of(mesh)
+
+
+def check_world_again() -> None:
+    """A new world after the old one has the plain names again."""
+    Groups.of(device_mesh(Mesh(dp=4))).add([("dp",)])
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=4)
+    assert Groups.of(device_mesh(Mesh(dp=4))).add([("dp",)]) == {"shardc:dp": "shardc:dp"}
+    assert gathered("shardc:dp", 4) == [0, 1, 2, 3]
+
+
+CHECKS = (
+    check_members,
+    check_parts,
+    check_second_mesh_has_its_own_names,
+    check_ranks_in_another_order,
+    check_part_of_the_world,
+    check_world_again,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_four_ranks(check) -> None:
+    run_ranks(check, 4)
+
+
+def check_inductor() -> None:
+    groups = Groups.of(device_mesh(Mesh(dp=2)))
+    groups.add([("dp",)])
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        return c10d.wait_tensor(c10d.all_reduce(x * 2, "sum", "shardc:dp")) + 1
+
+    assert torch.compile(summed, fullgraph=True)(torch.ones(3) * (dist.get_rank() + 1)).tolist() == [7.0] * 3
+
+
+def check_larger_than_world() -> None:
+    with pytest.raises(MeshError, match="mesh dp=2 tp=2 has 4 ranks, the world has 2"):
+        device_mesh(Mesh(dp=2, tp=2))
+
+
+def test_inductor_resolves_the_names() -> None:
+    run_ranks(check_inductor, 2)
+
+
+def test_mesh_larger_than_the_world() -> None:
+    run_ranks(check_larger_than_world, 2)
+
+
+def test_no_process_group() -> None:
+    with pytest.raises(MeshError, match="mesh dp=2 has no process group"):
+        device_mesh(Mesh(dp=2))
