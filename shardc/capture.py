@@ -254,8 +254,10 @@ def _annotate(gm: fx.GraphModule, inputs: dict[int, str], prefix: str) -> None:
     for node in gm.graph.nodes:
         backward = backward or node is backward_from
         if node.op == "output":
-            descs = node.meta["desc"]
-            node.meta[ir.ROLES] = tuple(_output_role(d, inputs, prefix) for d in descs)
+            roles = [_output_role(d, inputs, prefix) for d in node.meta["desc"]]
+            kept = [at for at, role in enumerate(roles) if role is not None]
+            node.args = (tuple(node.args[0][at] for at in kept),)
+            node.meta[ir.ROLES] = tuple(roles[at] for at in kept)
             continue
         if node.op == "placeholder":
             role = _input_role(node.meta["desc"], inputs, prefix)
@@ -307,7 +309,8 @@ def _input_role(desc: Any, inputs: dict[int, str], prefix: str) -> Role:
     return Role("input", inputs[desc.idx], desc.idx)
 
 
-def _output_role(desc: Any, inputs: dict[int, str], prefix: str) -> Role:
+def _output_role(desc: Any, inputs: dict[int, str], prefix: str) -> Role | None:
+    """The role of an output; None for the gradient of what has none."""
     if isinstance(desc, aot.GradAOTOutput):
         target = _input_role(desc.grad_of, inputs, prefix)
         return Role("grad", target.name, target.index)
@@ -316,7 +319,7 @@ def _output_role(desc: Any, inputs: dict[int, str], prefix: str) -> Role:
         return Role(target.kind, target.name, target.index)
     if isinstance(desc, aot.PlainAOTOutput):
         return Role("output", _output_name(desc), desc.idx)
-    return Role("none", "")
+    return None
 
 
 def _output_index(desc: Any) -> int:

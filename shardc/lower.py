@@ -10,6 +10,9 @@ from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 Compiled = Callable[[list[Tensor]], Sequence[Any]]
@@ -29,8 +32,15 @@ def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference
     if backend == "eager":
         return _eager(gm)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    compiled = compile_fx_inner(gm, inputs, is_backward=backward, is_inference=inference)
+    compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
     return compiled  # type: ignore[return-value]
+
+
+def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    with mode, torch.no_grad():
+        return make_fx(gm, decomposition_table=select_decomp_table())(*inputs)
 
 
 def _eager(gm: fx.GraphModule) -> Compiled:

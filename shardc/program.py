@@ -106,7 +106,7 @@ class Program:
     def finish(self, local: fx.GraphModule, levels: Mapping[str, int]) -> None:
         """Takes the localized joint graph; it is split when a half of it is first asked for."""
         self._local, self._levels = local, dict(levels)
-        forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind not in ("grad", "none")]
+        forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
 

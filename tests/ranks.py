@@ -1,28 +1,41 @@
-"""Real ranks on this machine: a function run on several gloo processes, each with its own process group."""
+"""Real ranks on this machine: checks that run on several gloo processes."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+Check = Callable[[], None]
 
-def run_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
-    """Runs ``fn(*args)`` on ``ranks`` processes; ``fn`` is at the top of a module. Raises what a rank raises."""
+
+def run_ranks(ranks: int, *checks: Check) -> None:
+    """Runs each check on ``ranks`` processes, one after the other in the same processes, each in a world of its own.
+
+    A check is a function at the top of a module, or a `functools.partial` of one. What a rank raises is
+    raised here, with the name of its check.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (fn, ranks, str(Path(folder) / "store"), args), nprocs=ranks)
+        mp.spawn(_rank, (ranks, checks, str(Path(folder) / "store")), nprocs=ranks)
 
 
-def _rank(rank: int, fn: Callable[..., None], ranks: int, store: str, args: tuple[Any, ...]) -> None:
+def _rank(rank: int, ranks: int, checks: Sequence[Check], path: str) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    try:
-        fn(*args)
-    finally:
+    store = dist.FileStore(path, ranks)
+    for at, check in enumerate(checks):
+        torch.manual_seed(0)
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(at), store), rank=rank, world_size=ranks)
+        try:
+            check()
+        except Exception as error:
+            name = check.func.__name__ if isinstance(check, partial) else check.__name__
+            error.add_note(f"in {name} on rank {rank}") if hasattr(error, "add_note") else None
+            raise
+        # Nobody closes the connections of a rank that still reads from them.
+        dist.barrier()
         dist.destroy_process_group()

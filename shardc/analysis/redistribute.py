@@ -13,7 +13,10 @@ from math import prod
 from shardc.analysis.cost import CostModel
 from shardc.analysis.places import common_places, join_axes
 from shardc.analysis.search import Prices, cheapest
+from shardc.ir import tally
 from shardc.ir.layout import Layout
+
+LOCAL = ("shard", "to_partial")  # the kinds of step that move nothing between ranks
 
 
 @dataclass(frozen=True)
@@ -41,14 +44,14 @@ class Step:
 
     def wire_elements(self) -> int:
         """Elements that a rank receives."""
-        return _wire_elements(self.kind, self.ranks, self.src.local_numel)
+        return 0 if self.kind in LOCAL else tally.wire_elements(self.kind, self.ranks, self.src.local_numel)
 
     def wire_bytes(self, itemsize: int) -> int:
         """Bytes that a rank receives."""
         return self.wire_elements() * itemsize
 
     def seconds(self, itemsize: int, cost: CostModel) -> float:
-        """Predicted seconds, the local copies included."""
+        """Predicted seconds: of the wire for a collective, of the copy for a local op."""
         return _seconds(self.kind, self.ranks, self.src.local_numel, self.dst.local_numel, itemsize, cost)
 
 
@@ -87,18 +90,7 @@ def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> int:
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
 
 
-def _wire_elements(kind: str, ranks: int, held: int) -> int:
-    if kind == "all_gather":
-        return (ranks - 1) * held
-    if kind in ("reduce_scatter", "all_to_all"):
-        return held - held // ranks
-    if kind == "all_reduce":
-        return -(-2 * (ranks - 1) * held // ranks)
-    return held if kind == "permute_ranks" else 0
-
-
 def _seconds(kind: str, ranks: int, held: int, after: int, itemsize: int, cost: CostModel) -> float:
-    """Wire time, then the time to write the result and to read what it is made of."""
-    copied = cost.compute_seconds(0, (min(held, after) + after) * itemsize)
-    wire = _wire_elements(kind, ranks, held)
-    return copied + (cost.seconds(kind, ranks, wire * itemsize) if kind not in ("shard", "to_partial") else 0.0)
+    if kind in LOCAL:
+        return cost.compute_seconds(0, 2 * after * itemsize)
+    return cost.seconds(kind, ranks, tally.wire_elements(kind, ranks, held) * itemsize)

@@ -45,7 +45,7 @@ class Partition:
     name = "partition"
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        forward_outputs = [role for role, _ in ir.outputs(gm.graph) if role.kind not in ("grad", "none")]
+        forward_outputs = [role for role, _ in ir.outputs(gm.graph) if role.kind != "grad"]
         graph = gm.graph
         for node in ir.placeholders(graph, "param"):
             level = self.levels.get(ir.info(node).name, 0)
@@ -88,7 +88,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
-            kept = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind not in ("grad", "none")]
+            kept = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
             out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in kept))
             out.meta[ir.ROLES] = tuple(role for role, _ in kept)
         elif ir.info(node).origin.phase == "forward" or node.op == "placeholder":

@@ -30,7 +30,7 @@ class Reshard:
         for node in list(gm.graph.nodes):
             if node.op == "output":
                 results = [
-                    _at(gm.graph, names, made, x, role.layout, node, role.name) if isinstance(x, fx.Node) else x
+                    _at(gm.graph, names, made, x, role.layout, _after(x), role.name) if isinstance(x, fx.Node) else x
                     for role, x in ir.outputs(gm.graph)
                 ]
                 node.args = (tuple(results),)
@@ -43,6 +43,14 @@ class Reshard:
                 if now != operands:
                     _set_operands(node, now)
         return gm
+
+
+def _after(x: fx.Node) -> fx.Node:
+    """The node in front of which a reshard of ``x`` stands as early as it can."""
+    after = x.next
+    while after.op in ("placeholder", "get_attr"):
+        after = after.next
+    return after
 
 
 def _at(
@@ -59,7 +67,8 @@ def _at(
     if want is None or ir.layout(x) == want:
         return x
     if (x, want) not in made:
-        phase = record.origin.phase if before.op == "output" else ir.info(before).origin.phase
+        wanted_outside = before is _after(x) or before.op == "output"
+        phase = record.origin.phase if wanted_outside else ir.info(before).origin.phase
         with graph.inserting_before(before):
             node = graph.call_function(ops.reshard, (x,))
         origin = replace(record.origin, phase=phase, cause=record.origin.cause or f"needed by {cause}")

@@ -35,8 +35,8 @@ class SeededParam:
 class Seed:
     """Gives every placeholder but the tangents its layout.
 
-    Each parameter is followed by an explicit ``reshard`` from storage to compute layout (and ``unpad`` where
-    storage is padded); each parameter's gradient is brought back the same way by ``pad`` before the output.
+    Each parameter's first use has in front of it an explicit ``reshard`` from storage to compute layout (and
+    ``unpad`` where storage is padded); each parameter's gradient is brought back the same way by ``pad`` before the output.
 
     Args:
         params: by qualified name.
@@ -58,14 +58,14 @@ class Seed:
             if node.target is ops.tag and node.kwargs["name"] not in self.pinned:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
-        first = next(n for n in graph.nodes if n.op not in ("placeholder", "get_attr"))
+        order = {node: at for at, node in enumerate(graph.nodes)}
         inputs = iter(self.inputs)
         for node in ir.placeholders(graph):
             record = ir.info(node)
             role = record.role
             assert role is not None
             if role.kind == "param":
-                self._param(graph, node, first, names)
+                self._param(graph, node, min(node.users, key=order.__getitem__, default=None), names)
             elif role.kind == "buffer":
                 ir.set_info(node, record.at(Layout.whole(self.mesh, record.value.shape)))
             elif role.kind == "input" and isinstance(record.value, Value):
@@ -74,13 +74,15 @@ class Seed:
         self._grads(graph, names)
         return gm
 
-    def _param(self, graph: fx.Graph, node: fx.Node, before: fx.Node, names: NameScope) -> None:
+    def _param(self, graph: fx.Graph, node: fx.Node, before: fx.Node | None, names: NameScope) -> None:
         record = ir.info(node)
         seeded = self.params[record.name]
         origin = replace(record.origin, cause=seeded.storage_cause)
         dtype, shape = record.value.dtype, record.value.shape
         users = list(node.users)
         ir.set_info(node, replace(record, value=Value(dtype, seeded.storage.shape, seeded.storage), origin=origin))
+        if before is None:
+            return
         padded = _repad(seeded.compute, seeded.storage.shape)
         last = node
         if padded != seeded.storage:

@@ -7,12 +7,34 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from shardc.rules import attention, contraction, convolution, factory, indexing, movement, pointwise, reduction
+from shardc.rules import (
+    advanced_indexing,
+    attention,
+    contraction,
+    convolution,
+    factory,
+    indexing,
+    pieces,
+    pointwise,
+    reduction,
+    views,
+)
 from shardc.rules.notation import rule
 from shardc.rules.rule import Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
 
-FAMILIES = (pointwise, contraction, reduction, movement, indexing, attention, convolution, factory)
+FAMILIES = (
+    pointwise,
+    contraction,
+    reduction,
+    views,
+    pieces,
+    indexing,
+    advanced_indexing,
+    attention,
+    convolution,
+    factory,
+)
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.loops import FREE, WHOLE, Loops, mixed
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
@@ -57,21 +58,23 @@ def _local_groups(local: Local) -> Any:
     return local.same(groups=channels // weight[1])
 
 
-def windowed(ops: str, places: int) -> list[Rule]:
+def windowed(ops: str, places: int, linear: bool = False) -> list[Rule]:
     """Rules for ops on windows of the last ``places`` dims, alike for every leading index; forward and backward."""
 
     def spec(call: Call) -> Spec:
-        loops = Loops(call)
-        lead = len(loops.shapes[0]) - places
+        return mixed(call, range(-places, 0), linear=[{0}] if linear else ())
 
-        def dims(shape: tuple[int, ...]) -> Dims:
-            free = tuple(loops.dim(f"n{i}", size) for i, size in enumerate(shape[:lead]))
-            return (*free, *(loops.dim(f"x{i}.{size}", size, WHOLE) for i, size in enumerate(shape[lead:])))
-
-        return loops.spec([dims(shape) for shape in loops.shapes], [dims(shape) for shape in loops.made])
-
-    said = "n... x... -> n... y...    x y: whole"
+    said = "... x -> ... y    x y: whole" + ("    linear in operand 0" if linear else "")
     return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+
+
+def _resize_backward_local(local: Local) -> Any:
+    return local.same(input_size=list(local.results[0].local_shape))
+
+
+def _resize_backward(ops: str, places: int) -> list[Rule]:
+    """As `windowed`; the op is told the shape of its result."""
+    return [replace(rule, localize=_resize_backward_local) for rule in windowed(ops, places, linear=True)]
 
 
 _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
@@ -79,6 +82,25 @@ _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
 TABLE = table(
     Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
-    windowed("max_pool2d_with_indices max_pool2d_with_indices_backward", 2),
-    windowed("avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward", 2),
+    windowed("max_pool2d_with_indices max_pool2d_with_indices_backward adaptive_max_pool2d fractional_max_pool2d", 2),
+    windowed("adaptive_max_pool2d_backward max_unpool2d", 2),
+    windowed("max_pool3d_with_indices max_pool3d_with_indices_backward adaptive_max_pool3d", 3),
+    windowed("adaptive_max_pool3d_backward", 3),
+    windowed("avg_pool1d adaptive_avg_pool1d reflection_pad1d reflection_pad1d_backward", 1, linear=True),
+    windowed("replication_pad1d replication_pad1d_backward", 1, linear=True),
+    windowed("avg_pool2d avg_pool2d_backward _adaptive_avg_pool2d _adaptive_avg_pool2d_backward", 2, linear=True),
+    windowed("reflection_pad2d reflection_pad2d_backward replication_pad2d", 2, linear=True),
+    windowed("replication_pad2d_backward", 2, linear=True),
+    windowed("avg_pool3d avg_pool3d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward", 3, linear=True),
+    windowed("reflection_pad3d reflection_pad3d_backward replication_pad3d", 3, linear=True),
+    windowed("replication_pad3d_backward", 3, linear=True),
+    windowed("upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d", 1, linear=True),
+    windowed("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d", 2, linear=True),
+    windowed("_upsample_bilinear2d_aa _upsample_bicubic2d_aa", 2, linear=True),
+    windowed("upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d", 3, linear=True),
+    _resize_backward("upsample_nearest1d_backward _upsample_nearest_exact1d_backward upsample_linear1d_backward", 1),
+    _resize_backward("upsample_nearest2d_backward _upsample_nearest_exact2d_backward upsample_bilinear2d_backward", 2),
+    _resize_backward("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward", 2),
+    _resize_backward("_upsample_bicubic2d_aa_backward", 2),
+    _resize_backward("upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward", 3),
 )

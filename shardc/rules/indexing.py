@@ -1,13 +1,18 @@
-"""Indexing: a split dim that is indexed is looked up where it lies, and what other ranks hold counts as zero."""
+"""Embeddings, and lookups and writes along one dim: each rank serves the part of a split dim that it holds.
+
+What another rank holds reads as zero, so a lookup leaves a pending sum. What another rank holds is not
+written; entries that are split over ranks are added up where they add, and must be whole where they replace.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardc.rules.loops import FREE, WHOLE, Loops
-from shardc.rules.positions import owned, split, zero_unless
+from shardc.rules.positions import align, once, owned, past_end, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Factors, Spec
 
@@ -29,16 +34,16 @@ def _embedding_local(local: Local) -> Any:
         return local.same()
     index, mask = owned(local, local.operands[0], 0, local.operand("indices"))
     rows = local.builder.call(aten.embedding.default, local.operand("weight"), index)
-    return zero_unless(local, local.builder.call(aten.unsqueeze.default, mask, -1), rows)
+    return zero_unless(local, align(local, mask, 1), rows)
 
 
 def _embedding_backward(call: Call) -> Spec:
     loops = Loops(call)
     grad, index = loops.shapes
     # Scaling by frequency needs to see every index.
-    over = WHOLE if call["scale_grad_by_freq"] else "sum"
-    rows, row = loops.dims("i", index, over), loops.dim("d", grad[-1])
-    vocabulary = loops.dim("v", call["num_weights"], WHOLE if call["scale_grad_by_freq"] else FREE)
+    counts = call["scale_grad_by_freq"]
+    rows, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
+    vocabulary = loops.dim("v", call["num_weights"], WHOLE if counts else FREE)
     return loops.spec([(*rows, row), rows], [(vocabulary, row)], linear=[{0}])
 
 
@@ -50,11 +55,11 @@ def _embedding_backward_local(local: Local) -> Any:
     index, mask = owned(local, layout, 0, indices)
     if padding >= 0:
         mask = call(aten.logical_and.default, mask, call(aten.ne.Scalar, indices, padding))
-    grad = zero_unless(local, call(aten.unsqueeze.default, mask, -1), local.operand("grad_output"))
+    grad = zero_unless(local, align(local, mask, 1), local.operand("grad_output"))
     return call(aten.embedding_dense_backward.default, grad, index, layout.local_shape[0], -1, False)
 
 
-# --- gather and scatter along one dim
+# --- an index of as many dims as the tensor
 
 
 def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
@@ -87,34 +92,116 @@ def _gather(call: Call) -> Spec:
     return loops.spec([x, index], [index], linear=[{0}])
 
 
-def _gather_local(local: Local) -> Any:
+def _lookup_local(local: Local) -> Any:
+    """Gathers and selections along ``dim``."""
     dim = _dim(local.call)
     if not split(local.operands[0], dim):
         return local.same()
     index, mask = owned(local, local.operands[0], dim, local.operand("index"))
+    if len(local.call.operands[1].shape) != len(local.call.operands[0].shape):
+        mask = align(local, mask, len(local.results[0].shape) - dim - len(local.call.operands[1].shape))
     return zero_unless(local, mask, local.same(index=index))
 
 
 def _scatter(call: Call) -> Spec:
     """Each rank writes the entries whose target it holds, so it needs every entry of ``dim``."""
     loops, operands = _along(call, FREE, WHOLE)
-    linear = [{0, 2}] if len(operands) == 3 else [{0}] if call["value"] == 0 else []
+    linear: list[set[int]] = []
+    if call.name == "aten.scatter.src":
+        linear = [{0, 2}]
+    elif call.name == "aten.scatter.value" and call["value"] == 0:
+        linear = [{0}]
     return loops.spec(operands, operands[:1], linear=linear)
 
 
-def _scatter_local(local: Local) -> Any:
+def _scatter_add(call: Call) -> Spec:
+    """As `_scatter`, but entries add up, so ranks may hold different ones."""
+    loops, operands = _along(call, FREE, "sum")
+    return loops.spec(operands, operands[:1], linear=[{0, 2}])
+
+
+# --- an index of one dim, for a whole slice an entry
+
+
+def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, Dims]:
+    """The dims of the tensor, of the index and of the slices that the index is about."""
+    loops = Loops(call)
+    dim = _dim(call)
+    x = tuple(loops.dim("v" if i == dim else f"d{i}", n, looked_up if i == dim else FREE) for i, n in enumerate(loops.shapes[0]))
+    index = loops.dims("k", loops.shapes[1], over)
+    return loops, x, index, (*x[:dim], *(index or ((),)), *x[dim + 1 :]) if x else ()
+
+
+def _index_select(call: Call) -> Spec:
+    loops, x, index, slices = _slices(call, "sum", FREE)
+    return loops.spec([x, index], [slices], linear=[{0}])
+
+
+def _index_write(call: Call, over: str) -> Spec:
+    loops, x, index, slices = _slices(call, FREE, over)
+    if len(loops.shapes) == 2:
+        return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else ())
+    # What fills every slice may be a tensor without dims.
+    return loops.spec([x, index, slices if loops.shapes[2] else ()], [x], linear=[{0, 2}])
+
+
+def _write_local(local: Local) -> Any:
+    """Writes that replace: what other ranks hold is written past the end, and the end is cut off."""
     dim = _dim(local.call)
     if not split(local.results[0], dim):
         return local.same()
-    call, layout = local.builder.call, local.results[0]
-    index, mask = owned(local, layout, dim, local.operand("index"))
-    # What other ranks hold is written past the end, and the end is cut off.
-    size = layout.local_shape[dim]
-    past = [edge for i in reversed(range(layout.ndim)) for edge in (0, int(i == dim))]
-    index = call(aten.where.self, mask, index, call(aten.full_like.default, index, size))
-    written = local.same(self=call(aten.constant_pad_nd.default, local.operand("self"), past, 0), index=index)
-    return call(aten.slice.Tensor, written, dim, 0, size)
+    index, mask = owned(local, local.results[0], dim, local.operand("index"))
+    padded, index = past_end(local, local.operand("self"), local.results[0], dim, index, mask)
+    written = local.same(self=padded, index=index)
+    return local.builder.call(aten.slice.Tensor, written, dim, 0, local.results[0].local_shape[dim])
 
+
+def _add_local(source: str) -> Any:
+    """Localize for writes that add ``source``: zero is added where another rank holds the target."""
+
+    def localize(local: Local) -> Any:
+        dim = _dim(local.call)
+        replaced = {"self": once(local, local.operand("self"))}
+        if split(local.results[0], dim):
+            index, mask = owned(local, local.results[0], dim, local.operand("index"))
+            added = local.operand(source)
+            given, entries = local.call.operands[2].shape, local.call.operands[1].shape
+            if len(given) != len(entries):
+                mask = align(local, mask, len(given) - dim - 1)
+            for i, (size, used) in enumerate(zip(given, entries, strict=False)):
+                # The source may be larger than the index; both are whole there.
+                if len(given) == len(entries) and size != used:
+                    added = local.builder.call(aten.slice.Tensor, added, i, 0, used)
+            replaced |= {"index": index, source: zero_unless(local, mask, added)}
+        return local.same(**replaced)
+
+    return localize
+
+
+# --- in sorted boundaries
+
+
+def _sorted(call: Call) -> Spec:
+    """Each element is looked up in all boundaries; the rows of several sequences go with those of the elements."""
+    loops = Loops(call)
+    given = dict(zip(loops.names, loops.shapes, strict=True))
+    boundaries = given.get("boundaries", given.get("sorted_sequence", ()))
+    shared = len(boundaries) - 1
+    names = {"self": loops.made[0], "boundaries": boundaries, "sorted_sequence": boundaries, "sorter": boundaries}
+
+    def dims(name: str, shape: Sequence[int]) -> Dims:
+        own = "n" if name != "self" else "d"
+        return tuple(
+            loops.dim(f"d{i}" if i < shared else f"{own}{i}", size, FREE if i < shared or own == "d" else WHOLE)
+            for i, size in enumerate(shape)
+        )
+
+    assert set(loops.names) <= set(names), loops.names
+    return loops.spec([dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.made[0])])
+
+
+_ADDS = "v ..., k ..., k ... -> v ...    k: sum    linear in both"
+_REPLACES = "v ..., k ..., k ... -> v ...    k: whole    linear in both"
 
 TABLE = table(
     Rule("aten.embedding", _embedding, "v d, ... -> ... d    v: sum    linear in weight", _embedding_local),
@@ -124,8 +211,14 @@ TABLE = table(
         "... d, ... -> v d    ...: sum    linear in grad_output",
         _embedding_backward_local,
     ),
-    Rule("aten.gather", _gather, "v ..., k ... -> k ...    v: sum    linear in self", _gather_local),
-    Rule(
-        "aten.scatter", _scatter, "v ..., k ..., k ... -> v ...    k: whole    linear in self and src", _scatter_local
-    ),
+    Rule("aten.gather", _gather, "v ..., k ... -> k ...    v: sum    linear in self", _lookup_local),
+    Rule("aten.index_select", _index_select, "v ..., k -> k ...    v: sum    linear in self", _lookup_local),
+    Rule("aten.scatter", _scatter, _REPLACES, _write_local),
+    Rule("aten.scatter_reduce", _scatter, "v ..., k ..., k ... -> v ...    k: whole", _write_local),
+    Rule("aten.scatter_add", _scatter_add, _ADDS, _add_local("src")),
+    Rule("aten.index_add", lambda call: _index_write(call, "sum"), _ADDS, _add_local("source")),
+    Rule("aten.index_copy", lambda call: _index_write(call, WHOLE), _REPLACES, _write_local),
+    Rule("aten.index_fill", lambda call: _index_write(call, WHOLE), _REPLACES, _write_local),
+    Rule("aten.bucketize", _sorted, "..., n -> ...    n: whole"),
+    Rule("aten.searchsorted", _sorted, "... n, ... m -> ... m    n: whole"),
 )

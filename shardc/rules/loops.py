@@ -101,6 +101,21 @@ class Loops:
         return left.dims(), right.dims()
 
 
+def mixed(
+    call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False, flops: int = 1
+) -> Spec:
+    """The spec of an op whose operands and results are alike but in ``dims``, which are whole and of any size."""
+    loops = Loops(call)
+    ndim = len(loops.shapes[0])
+    whole = {d % ndim for d in dims} if ndim else set()
+
+    def one(shape: Sequence[int]) -> Dims:
+        return tuple(loops.dim(f"x{i}.{n}", n, WHOLE) if i in whole else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
+
+    operands, results = [one(shape) for shape in loops.shapes], [one(shape) for shape in loops.made]
+    return loops.spec(operands, results, linear=linear, moves=moves, flops=flops)
+
+
 _MAJOR, _MINOR = 0, -1
 
 

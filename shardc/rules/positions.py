@@ -64,6 +64,46 @@ def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]
     return zero_unless(local, mask, found), mask
 
 
+def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Any]:
+    """As `owned` for one index that is known: its local index on the rank that holds it, and a bool [] mask."""
+    mask, found = None, 0
+    digits = layout.dims[dim]
+    for (radix, axis), stride in zip(digits, strides(digits), strict=True):
+        digit = index % layout.shape[dim] // stride % radix
+        if axis is None:
+            found = found * radix + digit
+            continue
+        here = local.builder.call(aten.eq.Scalar, coordinate(local, axis), digit)
+        mask = here if mask is None else local.builder.call(aten.logical_and.default, mask, here)
+    assert mask is not None, f"{layout} does not split dim {dim}"
+    return found, mask
+
+
 def zero_unless(local: Local, mask: Any, x: Any) -> Any:
     """``x`` where ``mask`` holds, 0 elsewhere; the mask broadcasts."""
     return local.builder.call(aten.where.self, mask, x, local.builder.call(aten.full_like.default, x, 0))
+
+
+def align(local: Local, mask: Any, dims: int) -> Any:
+    """``mask`` with ``dims`` dims of size 1 after its own, so that it broadcasts over what follows an index."""
+    return local.builder.call(aten.reshape.default, mask, [*local.builder.shape(mask), *[1] * dims]) if dims else mask
+
+
+def once(local: Local, x: Any) -> Any:
+    """``x``, which every rank holds and each would add its entries to, on the first of them only.
+
+    The axes are those over which the result is pending though the operand was not.
+    """
+    for axis, _ in local.results[0].partial:
+        if axis not in {a for a, _ in local.operands[0].partial}:
+            first = local.builder.call(aten.eq.Scalar, coordinate(local, axis), 0)
+            x = zero_unless(local, first, x)
+    return x
+
+
+def past_end(local: Local, x: Any, layout: Layout, dim: int, index: Any, mask: Any) -> tuple[Any, Any]:
+    """``x`` with one more element along ``dim``, and ``index`` pointing there where ``mask`` does not hold."""
+    call, size = local.builder.call, layout.local_shape[dim]
+    pad = [edge for i in reversed(range(layout.ndim)) for edge in (0, int(i == dim))]
+    index = call(aten.where.self, mask, index, call(aten.full_like.default, index, size))
+    return call(aten.constant_pad_nd.default, x, pad, 0), index

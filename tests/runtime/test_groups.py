@@ -78,32 +78,6 @@ def check_part_of_the_world() -> None:
         Groups.of(mesh)
 
 
-def check_world_again() -> None:
-    """A new world after the old one has the plain names again."""
-    Groups.of(device_mesh(Mesh(dp=4))).add([("dp",)])
-    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=4)
-    assert Groups.of(device_mesh(Mesh(dp=4))).add([("dp",)]) == {"shardc:dp": "shardc:dp"}
-    assert gathered("shardc:dp", 4) == [0, 1, 2, 3]
-
-
-CHECKS = (
-    check_members,
-    check_parts,
-    check_second_mesh_has_its_own_names,
-    check_ranks_in_another_order,
-    check_part_of_the_world,
-    check_world_again,
-)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_four_ranks(check) -> None:
-    run_ranks(check, 4)
-
-
 def check_inductor() -> None:
     groups = Groups.of(device_mesh(Mesh(dp=2)))
     groups.add([("dp",)])
@@ -119,12 +93,20 @@ def check_larger_than_world() -> None:
         device_mesh(Mesh(dp=2, tp=2))
 
 
-def test_inductor_resolves_the_names() -> None:
-    run_ranks(check_inductor, 2)
+def test_four_ranks() -> None:
+    """Each check is in a new world, where the names of the one before are free again."""
+    run_ranks(
+        4,
+        check_members,
+        check_parts,
+        check_second_mesh_has_its_own_names,
+        check_ranks_in_another_order,
+        check_part_of_the_world,
+    )
 
 
-def test_mesh_larger_than_the_world() -> None:
-    run_ranks(check_larger_than_world, 2)
+def test_two_ranks() -> None:
+    run_ranks(2, check_larger_than_world, check_inductor)
 
 
 def test_no_process_group() -> None:

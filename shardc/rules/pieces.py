@@ -1,0 +1,242 @@
+"""Pieces: slices, splits and joins of dims. A dim is cut into blocks that all edges respect, and the block is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+import torch
+
+from shardc.ir.layout import Layout
+from shardc.rules.loops import FREE, WHOLE, Loops, mixed
+from shardc.rules.positions import owned_at, split, zero_unless
+from shardc.rules.rule import Call, Local, Rule, SpecOf, table
+from shardc.rules.spec import Dims, Spec
+
+aten = torch.ops.aten
+
+
+# --- some elements of a dim
+
+
+def _taken(call: Call, dim: int, starts: Sequence[int]) -> Spec:
+    """Results that are consecutive runs of ``dim``, beginning at ``starts``: cut into blocks that all edges respect."""
+    loops = Loops(call)
+    shape = loops.shapes[0]
+    block = reduce(gcd, [*starts, *(made[dim] for made in loops.made)], shape[dim])
+
+    def dims(name: str, size: int) -> Dims:
+        return tuple(
+            loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
+        )
+
+    return loops.spec(
+        [dims("x", shape[dim])], [dims(f"y{i}", made[dim]) for i, made in enumerate(loops.made)], moves=True
+    )
+
+
+def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
+    """(dim, start, end, step) with every default and negative index resolved."""
+    shape = call.operands[0].shape
+    dim = call["dim"] % len(shape)
+    size = shape[dim]
+    start, end = (0 if call["start"] is None else call["start"]), (size if call["end"] is None else call["end"])
+    start, end = (min(max(at + size if at < 0 else at, 0), size) for at in (start, end))
+    return dim, start, max(start, end), call["step"]
+
+
+def _slice(call: Call) -> Spec:
+    dim, start, _, step = _slice_bounds(call)
+    if step == 1:
+        return _taken(call, dim, [start])
+    # Every step-th element: whole steps are a factor where they fill the dim, the place within a step is whole.
+    loops = Loops(call)
+    size, taken = loops.shapes[0][dim], loops.made[0][dim]
+    kept = loops.dims("d", [1 if i == dim else n for i, n in enumerate(loops.shapes[0])])
+    before, after = loops.dim("x", size, WHOLE), loops.dim("y", taken, WHOLE)
+    if start < step and taken * step == size:
+        after = loops.dim("steps", taken)
+        before = after + loops.dim("step", step, WHOLE)
+    x, y = ((*kept[:dim], factors, *kept[dim + 1 :]) for factors in (before, after))
+    return loops.spec([x], [y], moves=True)
+
+
+def _slice_local(local: Local) -> Any:
+    dim, start, end, step = _slice_bounds(local.call)
+    layout = local.operands[0]
+    if step != 1:
+        return local.same(start=start, end=layout.local_shape[dim] if layout.dim_axes(dim) else end)
+    begin = _to_local(layout, dim, start)
+    return local.same(start=begin, end=begin + local.results[0].local_shape[dim])
+
+
+def _to_local(layout: Layout, dim: int, edge: int) -> int:
+    """Where an edge between blocks lies in the local dim."""
+    return edge * layout.local_shape[dim] // max(layout.shape[dim], 1)
+
+
+def _split(call: Call) -> Spec:
+    dim = call["dim"] % len(call.operands[0].shape)
+    sizes = [v.shape[dim] for v in call.results if v is not None]
+    return _taken(call, dim, list(accumulate(sizes))[:-1])
+
+
+def _split_local(local: Local) -> Any:
+    dim = local.call["dim"] % len(local.call.operands[0].shape)
+    sizes = [layout.local_shape[dim] for layout in local.results]
+    return local.builder.call(aten.split_with_sizes.default, local.args[0], sizes, dim)
+
+
+def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
+    """The dims of operand 0, where ``dim`` is the factor ``n`` of ``kind``, and those without it."""
+    loops = Loops(call)
+    dim = call["dim"] % len(loops.shapes[0])
+    x = tuple(loops.dim("n" if i == dim else f"d{i}", n, kind if i == dim else FREE) for i, n in enumerate(loops.shapes[0]))
+    return loops, x, (*x[:dim], *x[dim + 1 :])
+
+
+def _select(call: Call) -> Spec:
+    loops, x, rest = _one_of(call, "sum")
+    return loops.spec([x], [rest], moves=True)
+
+
+def _select_local(local: Local) -> Any:
+    """Zero where another rank holds it."""
+    dim = local.call["dim"] % len(local.call.operands[0].shape)
+    if not split(local.operands[0], dim):
+        return local.same()
+    index, mask = owned_at(local, local.operands[0], dim, local.call["index"])
+    return zero_unless(local, mask, local.same(index=index))
+
+
+def _unbind(call: Call) -> Spec:
+    loops, x, rest = _one_of(call, WHOLE)
+    return loops.spec([x], [rest for _ in loops.made], moves=True)
+
+
+# --- written over
+
+
+def _slice_scatter(call: Call) -> Spec:
+    dim, start, _, step = _slice_bounds(call)
+    loops = Loops(call)
+    shape, src = loops.shapes
+    block = reduce(gcd, [start, src[dim], shape[dim]]) if step == 1 else 0
+
+    def dims(name: str, size: int) -> Dims:
+        return tuple(loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
+
+    x = dims("x", shape[dim])
+    return loops.spec([x, dims("y", src[dim])], [x], linear=[{0, 1}])
+
+
+def _slice_scatter_local(local: Local) -> Any:
+    dim, start, _, step = _slice_bounds(local.call)
+    if step != 1:
+        return local.same()
+    begin = _to_local(local.operands[0], dim, start)
+    return local.same(start=begin, end=begin + local.operands[1].local_shape[dim])
+
+
+def _select_scatter(call: Call) -> Spec:
+    loops, x, rest = _one_of(call, FREE)
+    return loops.spec([x, rest], [x], linear=[{0, 1}])
+
+
+def _select_scatter_local(local: Local) -> Any:
+    dim = local.call["dim"] % len(local.call.operands[0].shape)
+    if not split(local.operands[0], dim):
+        return local.same()
+    index, mask = owned_at(local, local.operands[0], dim, local.call["index"])
+    return local.builder.call(aten.where.self, mask, local.same(index=index), local.operand("self"))
+
+
+# --- joined, grown, moved within a dim
+
+
+def _cat(call: Call) -> Spec:
+    loops = Loops(call)
+    shape = loops.made[0]
+    dim = call["dim"] % len(shape)
+    # A one-dim tensor without elements may stand among tensors of any rank.
+    block = reduce(gcd, [one[dim] for one in loops.shapes if len(one) == len(shape)])
+    rest = [loops.dim(f"d{i}", n) if i != dim else () for i, n in enumerate(shape)]
+
+    def dims(name: str, size: int) -> Dims:
+        return tuple(loops.blocks(name, size, block) if i == dim else factors for i, factors in enumerate(rest))
+
+    operands = [
+        dims(f"x{i}", one[dim]) if len(one) == len(shape) else loops.dims(f"x{i}.", one, WHOLE)
+        for i, one in enumerate(loops.shapes)
+    ]
+    return loops.spec(operands, [dims("y", shape[dim])], linear=[range(len(operands))])
+
+
+def _pads(call: Call) -> list[tuple[int, int]]:
+    """(before, after) of every dim; the op's ``pad`` lists them from the last dim."""
+    ndim, pad = len(call.operands[0].shape), call["pad"]
+    pairs = list(zip(pad[::2], pad[1::2], strict=True))
+    return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
+
+
+def _pad(call: Call) -> Spec:
+    loops = Loops(call)
+    before, after = [], []
+    for i, (size, made, (left, right)) in enumerate(zip(loops.shapes[0], loops.made[0], _pads(call), strict=True)):
+        block = gcd(size, left, right)
+        before.append(loops.blocks(f"x{i}", size, block, f"d{i}"))
+        after.append(loops.blocks(f"y{i}", made, block, f"d{i}"))
+    zero = not call["value"]
+    return loops.spec([tuple(before)], [tuple(after)], linear=[{0}] if zero else ())
+
+
+def _pad_local(local: Local) -> Any:
+    layout = local.operands[0]
+    pads = [[_to_local(layout, i, edge) for edge in pair] for i, pair in enumerate(_pads(local.call))]
+    return local.same(pad=[edge for pair in pads[::-1] for edge in pair])
+
+
+def _stack(call: Call) -> Spec:
+    loops = Loops(call)
+    shape = loops.made[0]
+    dim = call["dim"] % len(shape)
+    made = tuple(loops.dim(f"d{i}", n, WHOLE if i == dim else FREE) for i, n in enumerate(shape))
+    one = (*made[:dim], *made[dim + 1 :])
+    return loops.spec([one for _ in loops.shapes], [made], linear=[range(len(loops.shapes))])
+
+
+# --- moved within dims
+
+
+def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> SpecOf:
+    def spec(call: Call) -> Spec:
+        return mixed(call, dims_of(call, len(call.operands[0].shape)), linear=[{0}], moves=moves)
+
+    return spec
+
+
+_BLOCKS = "(m r) -> (n r)    m n: whole"
+
+TABLE = table(
+    *(Rule(f"aten.{op}", _slice, _BLOCKS, _slice_local) for op in ("slice.Tensor", "slice_copy")),
+    *(
+        Rule(f"aten.{op}", _split, "(m r) -> (n r), ...    m n: whole", _split_local)
+        for op in ("split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "chunk")
+    ),
+    *(Rule(f"aten.{op}", _select, "n ... -> ...    n: sum", _select_local) for op in ("select.int", "select_copy")),
+    *(Rule(f"aten.{op}", _unbind, "n ... -> ..., ...    n: whole") for op in ("unbind", "unbind_copy")),
+    Rule("aten.slice_scatter", _slice_scatter, "(m r), (n r) -> (m r)    m n: whole    linear in both", _slice_scatter_local),
+    Rule("aten.select_scatter", _select_scatter, "n ..., ... -> n ...    linear in both", _select_scatter_local),
+    Rule("aten.cat", _cat, "(m r), (n r), ... -> (k r)    m n k: whole    linear in all"),
+    Rule("aten.stack", _stack, "..., ... -> n ...    n: whole    linear in all"),
+    Rule("aten.constant_pad_nd", _pad, f"{_BLOCKS}    linear where the value is 0", _pad_local),
+    Rule("aten.flip", _moved(lambda call, _: call["dims"], moves=True), "flipped dims: whole    linear"),
+    Rule("aten.roll", _moved(lambda call, ndim: call["dims"] or range(ndim), moves=True), "rolled dims: whole    linear"),
+    *(
+        Rule(f"aten.{op}", _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False), "... a b -> ... a b    a b: whole    linear")
+        for op in ("tril", "triu")
+    ),
+)
