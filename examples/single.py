@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,10 @@ def train(model: nn.Module, loss: Loss, batch: Batch, steps: int, lr: float) -> 
     return losses
 
 
-def parameter_difference(sharded: nn.Module, alone: nn.Module) -> float:
-    """Over all parameters, the largest difference relative to the largest entry of that parameter."""
-    ours = {name: p.full_tensor() for name, p in sharded.named_parameters()}
-    return max(
-        ((ours[name] - p).abs().max() / p.abs().max().clamp_min(1e-30)).item() for name, p in alone.named_parameters()
-    )
+def compare(sharded: nn.Module, losses: Sequence[float], alone: nn.Module, loss: Loss, batch: Batch, lr: float) -> str:
+    """Train ``alone`` as ``sharded`` was; the largest relative differences, of a parameter's values by their norm."""
+    expected = train(alone, loss, batch, len(losses), lr)
+    in_loss = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True))
+    whole = {name: p.full_tensor() for name, p in sharded.named_parameters()}
+    in_parameters = max(((whole[name] - p).norm() / p.norm()).item() for name, p in alone.named_parameters())
+    return f"largest relative difference from one device: {in_loss:.1e} in loss, {in_parameters:.1e} in parameters"

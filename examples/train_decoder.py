@@ -14,7 +14,7 @@ import torch.distributed as dist
 from models.llama import Llama, LlamaConfig, loss
 from ranks import PLANS, join_mesh
 from sample import sample
-from single import parameter_difference, train
+from single import compare
 from text import batch, show, standard_library
 from tqdm import tqdm
 
@@ -35,11 +35,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--check", action="store_true", help="train the same on one device and compare")
     args = parser.parse_args()
 
     mesh = join_mesh(args.plan, args.mesh, args.nproc)
     say = print if dist.get_rank() == 0 else (lambda *text: None)
+    torch.set_default_dtype(getattr(torch, args.dtype))
     config, size, length, lr = SIZES[args.size]
     batches = partial(batch, standard_library(), size=size, length=length)
 
@@ -66,11 +68,7 @@ def main() -> None:
     say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps, {rate:,.0f} tokens/s after the first step")
 
     if args.check:
-        alone = Llama(config)
-        expected = train(alone, loss, batches, args.steps, lr)
-        off = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        off_parameters = parameter_difference(module, alone)
-        say(f"largest relative difference from one device: {off:.1e} in loss, {off_parameters:.1e} in parameters")
+        say(compare(module, losses, Llama(config), loss, batches, lr))
     say("sampled:", show(sample(module, b"def ", count=4 * length, length=length, copies=size)))
     dist.destroy_process_group()
 

@@ -12,8 +12,9 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role, Value
 from shardc.rules.decompositions import FROM_TORCH, OWN
 
+Loss = Callable[..., Any]
+_WITH_EFFECTS = torch.ops.higher_order.with_effects
+PREFIX = "model."  # of what the traced module holds
 _TORCH_ROOT = os.path.dirname(torch.__file__)
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -82,19 +86,31 @@ _tag.register_autograd(
 )
 
 
-class WithLoss(nn.Module):
-    """``model`` followed by ``loss(output, *extra)``, as one module."""
+class _Root(nn.Module):
+    """What is traced: ``model``, then ``loss(output, *extra)`` if there is one, as a function of tensors alone.
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any], extra: int) -> None:
+    The other leaves of the arguments are bound to their values. The loss's own tensors are constants.
+    """
+
+    def __init__(self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None) -> None:
         super().__init__()
-        self.model, self._loss, self._extra = model, loss, extra
+        self.model, self._flat, self._spec = model, [None if isinstance(x, Tensor) else x for x in flat], spec
+        self._places = [at for at, x in enumerate(flat) if isinstance(x, Tensor)]
+        self._loss = None if loss is None else (loss,)  # in a tuple: its tensors are not the model's
+        self._extra = 0 if loss is None else loss_arity(loss)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *tensors: Tensor) -> Any:
+        flat = list(self._flat)
+        for at, x in zip(self._places, tensors, strict=True):
+            flat[at] = x
+        args, kwargs = pytree.tree_unflatten(flat, self._spec)
+        if self._loss is None:
+            return self.model(*args, **kwargs)
         at = len(args) - self._extra
-        return self._loss(self.model(*args[:at], **kwargs), *args[at:])
+        return self._loss[0](self.model(*args[:at], **kwargs), *args[at:])
 
 
-def loss_arity(loss: Callable[..., Any]) -> int:
+def loss_arity(loss: Loss) -> int:
     """How many arguments after the model's output ``loss`` needs."""
     target = loss.forward if isinstance(loss, nn.Module) else loss
     parameters = inspect.signature(target).parameters.values()
@@ -108,7 +124,7 @@ def capture(
     kwargs: dict[str, Any],
     *,
     device: torch.device,
-    loss: Callable[..., Any] | None = None,
+    loss: Loss | None = None,
     tags: Sequence[Tag] = (),
 ) -> Captured:
     """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is as before afterwards.
@@ -123,30 +139,30 @@ def capture(
     Raises:
         CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line.
     """
-    root = model if loss is None else WithLoss(model, loss, loss_arity(loss))
-    prefix = "" if loss is None else "model."
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    names = input_names(model, args, kwargs)
+    leaves = zip(input_names(model, args, kwargs), flat, strict=True)
+    named = [(name, x) for name, x in leaves if isinstance(x, Tensor)]
+    root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stack.enter_context(_faked(root, mode, device))
-        stack.enter_context(_tagged(root, tags, prefix))
+        stack.enter_context(_tagged(root, tags))
+        stack.enter_context(torch._dynamo.config.patch(specialize_float=True))
         with mode:
-            fakes = [_fake(x, device) if isinstance(x, Tensor) else x for x in flat]
-        fake_args, fake_kwargs = pytree.tree_unflatten(fakes, input_spec)
+            fakes = [_fake(x, device) for _, x in named]
         try:
-            traced = dynamo_graph_capture_for_export(root)(*fake_args, **fake_kwargs)
+            traced = dynamo_graph_capture_for_export(root)(*fakes)
             joint = aot_autograd.aot_export_joint_with_descriptors(
-                stack, traced, fake_args, fake_kwargs, decompositions=decompositions()
+                stack, traced, tuple(fakes), {}, decompositions=decompositions()
             )
-        except TorchDynamoException as error:
+        except RuntimeError as error:  # Dynamo's errors are such too
             raise _capture_error(model, error) from error
-    graph = joint.graph_module
-    _annotate(graph, dict(enumerate(names)), prefix)
+    _drop_effects(joint.graph_module.graph)
+    _annotate(joint.graph_module, [name for name, _ in named])
     return Captured(
-        graph=graph,
-        inputs=tuple(name for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)),
+        graph=joint.graph_module,
+        inputs=tuple(name for name, _ in named),
         input_spec=input_spec,
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
         output_spec=joint.out_spec,
@@ -199,12 +215,12 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
 
 
 @contextlib.contextmanager
-def _tagged(root: nn.Module, tags: Sequence[Tag], prefix: str) -> Iterator[None]:
+def _tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
     """Hooks that pass the tagged inputs and outputs through ``shardc::tag``."""
     handles = []
     modules = dict(root.named_modules())
     for tag in tags:
-        module = modules[(prefix + tag.module).rstrip(".")]
+        module = modules[(PREFIX + tag.module).rstrip(".")]
         if tag.where == "input":
             handles.append(module.register_forward_pre_hook(lambda _m, args, tag=tag: _replace(args, tag)))
         else:
@@ -246,7 +262,7 @@ def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
 # --- what the graph's nodes are
 
 
-def _annotate(gm: fx.GraphModule, inputs: dict[int, str], prefix: str) -> None:
+def _annotate(gm: fx.GraphModule, inputs: Sequence[str]) -> None:
     """Gives every node its `Info` and the output node its roles; tags become `ops.tag`."""
     names = NameScope()
     backward_from = _first_backward(gm.graph)
@@ -254,13 +270,14 @@ def _annotate(gm: fx.GraphModule, inputs: dict[int, str], prefix: str) -> None:
     for node in gm.graph.nodes:
         backward = backward or node is backward_from
         if node.op == "output":
-            roles = [_output_role(d, inputs, prefix) for d in node.meta["desc"]]
+            roles = [_output_role(d, inputs) for d in node.meta["desc"]]
             kept = [at for at, role in enumerate(roles) if role is not None]
             node.args = (tuple(node.args[0][at] for at in kept),)
             node.meta[ir.ROLES] = tuple(roles[at] for at in kept)
+            _check_changes(zip(node.meta[ir.ROLES], node.args[0], strict=True))
             continue
         if node.op == "placeholder":
-            role = _input_role(node.meta["desc"], inputs, prefix)
+            role = _input_role(node.meta["desc"], inputs)
             name = f"d.{role.name}" if role.kind == "tangent" else role.name
             phase = "backward" if role.kind == "tangent" else "forward"
             record = Info(names.fresh(name), _value(node), Origin(phase=phase), role)
@@ -268,11 +285,32 @@ def _annotate(gm: fx.GraphModule, inputs: dict[int, str], prefix: str) -> None:
             phase = "backward" if backward else "forward"
             if node.target is torch.ops.shardc.tag.default:
                 node.target, node.kwargs, node.args = ops.tag, {"name": node.args[1]}, node.args[:1]
-            module = _module_path(node, prefix)
+            module = _module_path(node)
             stem = _stem(node) if phase == "forward" else f"d.{_stem(node, module)}"
             name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
             record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase))
         ir.set_info(node, record)
+
+
+def _drop_effects(graph: fx.Graph) -> None:
+    """Drops what ops do besides making results (checks, prints), and the tokens that keep it in order."""
+    for node in reversed(list(graph.nodes)):
+        token = isinstance(node.meta.get("desc"), aot.ForwardTokenAOTInput | aot.BackwardTokenAOTInput)
+        picked = node.target is getitem and node.args[0].target is _WITH_EFFECTS
+        if not node.users and (token or picked or node.target is _WITH_EFFECTS):
+            graph.erase_node(node)
+
+
+def _check_changes(outputs: Iterable[tuple[Role, Any]]) -> None:
+    """Raises CaptureError where the model changes an input or a parameter; of what it holds only buffers may change."""
+    for role, made in outputs:
+        if role.kind in ("param", "input"):
+            kind = "parameter" if role.kind == "param" else "input"
+            raise CaptureError(
+                f"the model changes its {kind} {role.name!r} in place",
+                source=_source(made) if isinstance(made, fx.Node) else None,
+                fix=f"compute a new tensor from it, {'or register it as a buffer' if role.kind == 'param' else 'and return it'}",
+            )
 
 
 def _first_backward(graph: fx.Graph) -> fx.Node | None:
@@ -299,23 +337,23 @@ def _value(node: fx.Node) -> Value | tuple[Value | None, ...] | None:
     return None
 
 
-def _input_role(desc: Any, inputs: dict[int, str], prefix: str) -> Role:
+def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
     if isinstance(desc, aot.ParamAOTInput):
-        return Role("param", desc.target.removeprefix(prefix))
+        return Role("param", desc.target.removeprefix(PREFIX))
     if isinstance(desc, aot.BufferAOTInput):
-        return Role("buffer", desc.target.removeprefix(prefix))
+        return Role("buffer", desc.target.removeprefix(PREFIX))
     if isinstance(desc, aot.TangentAOTInput):
         return Role("tangent", _output_name(desc.output), _output_index(desc.output))
     return Role("input", inputs[desc.idx], desc.idx)
 
 
-def _output_role(desc: Any, inputs: dict[int, str], prefix: str) -> Role | None:
+def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
     """The role of an output; None for the gradient of what has none."""
     if isinstance(desc, aot.GradAOTOutput):
-        target = _input_role(desc.grad_of, inputs, prefix)
+        target = _input_role(desc.grad_of, inputs)
         return Role("grad", target.name, target.index)
     if isinstance(desc, aot.InputMutationAOTOutput):
-        target = _input_role(desc.mutated_input, inputs, prefix)
+        target = _input_role(desc.mutated_input, inputs)
         return Role(target.kind, target.name, target.index)
     if isinstance(desc, aot.PlainAOTOutput):
         return Role("output", _output_name(desc), desc.idx)
@@ -330,14 +368,14 @@ def _output_name(desc: Any) -> str:
     return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
 
 
-def _module_path(node: fx.Node, prefix: str) -> str:
+def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).replace("._modules", "")
-    return (path + ".").removeprefix(prefix).strip(".")
+    return (path + ".").removeprefix(PREFIX).strip(".")
 
 
 def _stem(node: fx.Node, module: str = "") -> str:
@@ -349,22 +387,29 @@ def _stem(node: fx.Node, module: str = "") -> str:
 
 def _source(node: fx.Node) -> str:
     """``file:line`` of the innermost frame that is not torch's."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    for file, line in reversed(frames):
+    for file, line in reversed(_frames(node.meta.get("stack_trace") or "")):
         if not file.startswith((_TORCH_ROOT, _HERE)):
             return f"{file}:{line}"
     return ""
 
 
-def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
+def _capture_error(model: nn.Module, error: RuntimeError) -> CaptureError:
     text = str(error)
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    frames = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [f"{file}:{line}" for file, line in frames if not file.startswith((_TORCH_ROOT, _HERE))]
+    if not isinstance(error, TorchDynamoException):
+        reason = f"{type(error).__name__}: {reason}"
+    frames = [f"{file}:{line}" for file, line in _frames(text)]
+    frames = frames or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
+    own = [frame for frame in frames if not frame.startswith((_TORCH_ROOT, _HERE))]
     detail = re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({detail[1].strip()})" if detail else ""),
         source=own[-1] if own else None,
-        fix=hint[1].strip() if hint else "write this line with tensor operations, without a break in the graph",
+        fix=hint[1].strip() if hint else "write this line with tensor operations whose shapes do not depend on values",
     )
+
+
+def _frames(trace: str) -> list[tuple[str, str]]:
+    """(file, line) of each frame in a traceback's text, the innermost last."""
+    return re.findall(r'File "([^"]+)", line (\d+)', trace)

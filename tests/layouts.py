@@ -19,7 +19,10 @@ def every_layout(
         majors: for each dim the size of the first of its two sub-dims; one sub-dim where it is 1 or not given.
     """
     majors = [*majors, *[1] * (len(shape) - len(majors))]
-    cuts = [((size,), (major, size // major)) if major > 1 else ((size,),) for size, major in zip(shape, majors)]
+    cuts = [
+        ((size,), (major, size // major)) if major > 1 else ((size,),)
+        for size, major in zip(shape, majors, strict=True)
+    ]
     return list(dict.fromkeys(layout for cut in product(*cuts) for layout in _of_cut(mesh, cut, ops)))
 
 

@@ -41,7 +41,7 @@ class CostModel:
         return min(latency for latency, _ in rows), max(bandwidth for _, bandwidth in rows)
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
-        """Seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks that receive ``wire_bytes`` each in all."""
+        """Seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks, each receiving ``wire_bytes`` in all."""
         if ranks == 1:
             return 0.0
         latency, bandwidth = self._by_kind.get(kind, (self.latency, self.bandwidth))

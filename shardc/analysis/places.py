@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardc.errors import LayoutError
-from shardc.ir.layout import REDUCE_OPS, Digit, Layout
+from shardc.ir.layout import REDUCE_OPS, Digit, Layout, canonical_partial
 from shardc.ir.mesh import Mesh, split_part
 
 WHOLE = 0  # the location of a part that splits nothing; places count from 1, reductions down from -1
@@ -90,7 +90,7 @@ class Places:
         return Layout(
             self.mesh,
             [_digits(size, bound) for size, bound in zip(self.shape, dims, strict=True)],
-            _join_partial(self.mesh, partial),
+            partial,
         )
 
 
@@ -104,20 +104,9 @@ def _digits(size: int, bound: list[tuple[Place, str]]) -> list[Digit]:
     return [*out, Digit(above)]
 
 
-def _join_partial(mesh: Mesh, partial: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    out: list[tuple[str, str]] = []
-    for part, op in sorted(partial, key=lambda pair: mesh.order(pair[0])):
-        joined = mesh.join(out[-1][0], part) if out and out[-1][1] == op else None
-        if joined is None:
-            out.append((part, op))
-        else:
-            out[-1] = (joined, op)
-    return out
-
-
 def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
     """``parts`` in mesh order, neighbouring parts of one axis joined."""
-    return tuple(axis for axis, _ in _join_partial(mesh, [(part, "") for part in parts]))
+    return tuple(axis for axis, _ in canonical_partial(mesh, [(part, "") for part in parts]))
 
 
 # --- cutting axes into parts
@@ -134,7 +123,8 @@ def common_places(src: Layout, dst: Layout) -> Places:
     if src.shape != dst.shape:
         raise LayoutError(f"cannot go from {src} to {dst}: global shapes {src.shape} and {dst.shape} differ")
     mesh = src.mesh
-    idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in src.axes + dst.axes)]
+    used = (*src.axes, *dst.axes)
+    idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in used)]
     here, there = _cuts(src), _cuts(dst)
     _cut_at_edges(src, dst, here, there)
     source = _located(src, here)
@@ -219,7 +209,8 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
     """Where each part of each used axis is: a place, or the code of a pending reduction."""
-    mesh, out = layout.mesh, {}
+    mesh = layout.mesh
+    out: dict[str, Place | int] = {}
     for axis, place in bound_places(layout):
         high = place.high
         for part in _parts(mesh, axis, cuts):

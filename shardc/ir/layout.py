@@ -72,7 +72,7 @@ class Layout:
         pairs = tuple(partial.items()) if isinstance(partial, Mapping) else tuple(partial)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "dims", tuple(canonical(mesh, digits) for digits in dims))
-        object.__setattr__(self, "partial", tuple(sorted(pairs, key=lambda pair: mesh.order(pair[0]))))
+        object.__setattr__(self, "partial", canonical_partial(mesh, pairs))
         self._check()
 
     def _check(self) -> None:
@@ -81,16 +81,28 @@ class Layout:
                 raise LayoutError(
                     f"unknown reduce op {op!r} on axis {axis!r} in {self}", fix=f"use one of {REDUCE_OPS}"
                 )
+        for (axis, op), (other_axis, other) in pairwise(self.partial):
+            if op != other and {op, other} != {"sum", "avg"}:
+                raise LayoutError(
+                    f"in {self} the {op} over {axis!r} and the {other} over {other_axis!r} are both pending,"
+                    " and do not commute",
+                    fix="reduce over one of the axes first",
+                )
         for digits in self.dims:
-            for radix, axis in digits:
-                if axis is not None and radix != self.mesh.size(axis):
-                    raise LayoutError(f"axis {axis!r} of size {self.mesh.size(axis)} bound to a digit of radix {radix}")
+            for radix, bound in digits:
+                if bound is not None and radix != self.mesh.size(bound):
+                    size = self.mesh.size(bound)
+                    raise LayoutError(f"axis {bound!r} of size {size} bound to a digit of radix {radix}")
         for one, other in combinations(self.axes, 2):
             if self.mesh.overlap(one, other):
                 raise LayoutError(f"layout {self} uses axis {one!r} twice", fix="split or reduce over each axis once")
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without the cached hash: that of a string differs from process to process.
+        return Layout, (self.mesh, self.dims, self.partial)
 
     @cached_property
     def _hash(self) -> int:
@@ -291,6 +303,19 @@ def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> D
                 out[-1] = Digit(out[-1].radix * radix, joined)
                 continue
         out.append(Digit(radix, axis))
+    return tuple(out)
+
+
+def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    """(axis, reduce op) in mesh order, without axes of size 1, joinable parts of one axis merged."""
+    out: list[tuple[str, str]] = []
+    kept = [(axis, op) for axis, op in pairs if mesh.size(axis) > 1]
+    for axis, op in sorted(kept, key=lambda pair: mesh.order(pair[0])):
+        joined = mesh.join(out[-1][0], axis) if out and out[-1][1] == op else None
+        if joined is None:
+            out.append((axis, op))
+        else:
+            out[-1] = joined, op
     return tuple(out)
 
 

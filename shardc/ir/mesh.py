@@ -39,6 +39,10 @@ class Mesh:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without the cached hash: that of a string differs from process to process.
+        return Mesh, (self.shape,)
+
     @cached_property
     def _hash(self) -> int:
         return hash(self.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from torch import fx
+from torch.fx.node import Argument
 
 from shardc.analysis.cost import CostModel
 from shardc.analysis.redistribute import Step, steps
@@ -67,8 +68,8 @@ class Collectives:
         reshard.graph.erase_node(reshard)
 
 
-def _options(step: Step) -> dict[str, str]:
-    options = {"axis": ",".join(step.axes)}
+def _options(step: Step) -> dict[str, Argument]:
+    options: dict[str, Argument] = {"axis": ",".join(step.axes)}
     if step.kind in REDUCING:
         assert step.op is not None
         options["op"] = step.op
@@ -79,7 +80,7 @@ def step_of(node: fx.Node) -> Step:
     """The step that a marker node stands for."""
     before = node.args[0]
     assert isinstance(before, fx.Node) and node.target in STEPS, f"{node} is not a step of a reshard"
-    kind = node.target.__name__  # type: ignore[union-attr]
+    kind = node.target.__name__
     axes = tuple(axis for axis in str(node.kwargs["axis"]).split(",") if axis)
     op = str(node.kwargs["op"]) if kind in REDUCING else None
     return Step(kind, axes, op, layout(before), layout(node))

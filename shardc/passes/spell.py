@@ -7,7 +7,7 @@ enters through `Builder.coordinate` alone, so that one graph serves every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -79,7 +79,7 @@ def _wait(builder: Builder, x: Any) -> Any:
 def _to_front(step: Step, x: Any, builder: Builder) -> Any:
     """``x`` with the digits that the step binds in front, in mesh order: [their radices, the other local digits]."""
     held = [slot for slot in slots(step.src, step.dst) if slot.before is None]
-    taken = sorted((k for k, slot in enumerate(held) if slot.after), key=lambda k: step.src.mesh.order(held[k].after))
+    taken = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(held) if slot.after})
     order = taken + [k for k in range(len(held)) if k not in taken]
     if order == sorted(order):
         return x
@@ -87,10 +87,14 @@ def _to_front(step: Step, x: Any, builder: Builder) -> Any:
     return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
+def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
+    return sorted(bound, key=lambda k: step.src.mesh.order(bound[k]))
+
+
 def _from_front(step: Step, x: Any, builder: Builder) -> Any:
-    """The inverse for the digits that the step unbinds: ``x`` is [their radices in mesh order, the other local digits]."""
+    """The inverse for the digits that the step unbinds: ``x`` has them in front, in mesh order."""
     made = [slot for slot in slots(step.src, step.dst) if slot.after is None]
-    freed = sorted((k for k, slot in enumerate(made) if slot.before), key=lambda k: step.src.mesh.order(made[k].before))
+    freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(made) if slot.before})
     order = freed + [k for k in range(len(made)) if k not in freed]
     if order != sorted(order):
         x = _reshape(builder, x, [made[k].radix for k in order])

@@ -14,9 +14,12 @@ from shardc.rules import (
     convolution,
     factory,
     indexing,
+    linalg,
+    normalisation,
     pieces,
     pointwise,
     reduction,
+    scan,
     views,
 )
 from shardc.rules.notation import rule
@@ -33,6 +36,9 @@ FAMILIES = (
     advanced_indexing,
     attention,
     convolution,
+    scan,
+    normalisation,
+    linalg,
     factory,
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))

@@ -82,7 +82,7 @@ _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
 TABLE = table(
     Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
-    windowed("max_pool2d_with_indices max_pool2d_with_indices_backward adaptive_max_pool2d fractional_max_pool2d", 2),
+    windowed("max_pool2d_with_indices max_pool2d_with_indices_backward adaptive_max_pool2d", 2),
     windowed("adaptive_max_pool2d_backward max_unpool2d", 2),
     windowed("max_pool3d_with_indices max_pool3d_with_indices_backward adaptive_max_pool3d", 3),
     windowed("adaptive_max_pool3d_backward", 3),

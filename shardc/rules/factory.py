@@ -44,7 +44,7 @@ def _arange_local(local: Local) -> Any:
 
 
 TABLE = table(
-    *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("full", "zeros", "ones", "empty.memory_format")),
+    *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("full", "zeros", "ones", "empty.memory_format", "empty_permuted")),
     *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("new_full", "new_zeros", "new_ones", "new_empty")),
     Rule("aten.scalar_tensor", _constant, "-> "),
     Rule("aten.arange", _arange, "-> n", _arange_local),

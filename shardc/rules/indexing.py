@@ -72,8 +72,11 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
     out: list[list[Factors]] = [[] for _ in loops.shapes]
     for i, sizes in enumerate(zip(*loops.shapes, strict=True)):
         for at, size in enumerate(sizes):
-            if i == dim and at < 2:
-                out[at].append(loops.dim("vk"[at], size, (looked_up, over)[at]))
+            if i == dim and at == 0:
+                out[at].append(loops.dim("v", size, looked_up))
+            elif i == dim and at == 1:
+                # A source that is larger than its index cannot be split along with it.
+                out[at].append(loops.dim("k", size, over if set(sizes[1:]) == {size} else WHOLE))
             elif i == dim and size == sizes[1]:
                 out[at].append(out[1][i])
             elif i != dim and len(set(sizes)) == 1:

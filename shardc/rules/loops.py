@@ -31,8 +31,6 @@ class Loops:
         if size == 1:
             return ()
         assert self._sizes.setdefault(name, size) == size, f"factor {name} of {self.call.name} has two sizes"
-        # An empty dim cannot be cut into shards.
-        kind = kind if size else WHOLE
         if kind != FREE:
             self._kinds[name] = kind
         return (name,)

@@ -221,12 +221,12 @@ def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> Spe
 _BLOCKS = "(m r) -> (n r)    m n: whole"
 
 TABLE = table(
-    *(Rule(f"aten.{op}", _slice, _BLOCKS, _slice_local) for op in ("slice.Tensor", "slice_copy")),
+    *(Rule(f"aten.{op}", _slice, _BLOCKS, _slice_local) for op in ("slice.Tensor", "slice_copy.Tensor")),
     *(
         Rule(f"aten.{op}", _split, "(m r) -> (n r), ...    m n: whole", _split_local)
         for op in ("split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "chunk")
     ),
-    *(Rule(f"aten.{op}", _select, "n ... -> ...    n: sum", _select_local) for op in ("select.int", "select_copy")),
+    *(Rule(f"aten.{op}", _select, "n ... -> ...    n: sum", _select_local) for op in ("select.int", "select_copy.int")),
     *(Rule(f"aten.{op}", _unbind, "n ... -> ..., ...    n: whole") for op in ("unbind", "unbind_copy")),
     Rule("aten.slice_scatter", _slice_scatter, "(m r), (n r) -> (m r)    m n: whole    linear in both", _slice_scatter_local),
     Rule("aten.select_scatter", _select_scatter, "n ..., ... -> n ...    linear in both", _select_scatter_local),

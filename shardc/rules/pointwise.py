@@ -78,15 +78,18 @@ TABLE = table(
     ),
     pointwise("add sub rsub", linear="self&other"),
     pointwise("mul", linear="self|other"),
-    pointwise("neg positive", linear="self"),
-    pointwise("detach clone alias lift_fresh_copy", moves=True),
+    pointwise("neg positive conj_physical _conj _neg_view", linear="self"),
+    pointwise("complex", linear="real&imag"),
+    pointwise("polar"),
+    pointwise("detach detach_copy clone alias alias_copy lift_fresh_copy", moves=True),
     pointwise("copy", linear="src"),
     pointwise("where.self where.ScalarSelf where.ScalarOther where.Scalar", linear="self&other"),
     pointwise("addcmul addcdiv lerp"),
     pointwise(
         "atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax "
         "fmin fmod ge gcd gt heaviside hypot igamma igammac lcm ldexp le logaddexp logaddexp2 logical_and logical_or "
-        "logical_xor lt max.other maximum min.other minimum ne nextafter pow remainder special_xlog1py special_zeta true_divide xlogy"
+        "logical_xor lt max.other maximum min.other minimum ne nextafter pow remainder special_xlog1py special_zeta "
+        "true_divide xlogy"
     ),
     Rule("aten.div", _div, "... -> ...    linear in self"),
     Rule("aten._to_copy", _cast, "... -> ...    linear in self"),

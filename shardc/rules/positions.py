@@ -33,8 +33,8 @@ def positions(local: Local, layout: Layout, dim: int, device: torch.device | Non
 
 
 def split(layout: Layout, dim: int) -> bool:
-    """Whether ``layout`` splits ``dim`` over some axis."""
-    return bool(layout.dim_axes(dim))
+    """Whether ``layout`` splits ``dim`` over some axis; a tensor without dims is indexed along dim 0 too."""
+    return layout.ndim > 0 and bool(layout.dim_axes(dim))
 
 
 def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]:

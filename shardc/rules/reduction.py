@@ -32,9 +32,8 @@ def reduction_spec(call: Call, kind: str, *, linear: bool = False) -> Spec:
 def reduced_dims(call: Call, ndim: int) -> frozenset[int]:
     names = {argument.name for argument in call.target._schema.arguments}
     dim = call["dim"] if "dim" in names else None
-    if dim is None or dim == ():
-        return frozenset(range(ndim))
-    return frozenset(d % ndim if ndim else 0 for d in ((dim,) if isinstance(dim, int) else dim))
+    dims = (dim,) if isinstance(dim, int) else dim
+    return frozenset(d % max(ndim, 1) for d in dims) if dims else frozenset(range(ndim))
 
 
 def _kept(operand: Dims, dims: frozenset[int], keepdim: bool) -> Dims:
@@ -51,7 +50,8 @@ TABLE = table(
     reduction("prod", "product"),
     # Which index wins, or a value that needs all elements at once: the reduced dim is gathered first.
     reduction(
-        "argmax argmin max.default max.dim min.default min.dim median nanmedian mode kthvalue aminmax logsumexp mean var std var_mean std_mean",
+        "argmax argmin max.default max.dim min.default min.dim median nanmedian mode kthvalue aminmax logsumexp mean var std "
+        "var_mean std_mean linalg_vector_norm",
         WHOLE,
     ),
 )

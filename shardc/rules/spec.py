@@ -64,7 +64,7 @@ class Spec:
 
     def splittable(self, factor: str) -> bool:
         """Whether ``factor`` may be split: every result carries it, or its reduction is known."""
-        if factor in self.whole:
+        if factor in self.whole or not self._size[factor]:
             return False
         if factor in self._reduce:
             return True

@@ -86,8 +86,10 @@ def _repeat(call: Call) -> Spec:
 
 
 def _repeat_local(local: Local) -> Any:
-    shape = [1] * (len(local.results[0].shape) - len(local.operands[0].shape)) + list(local.operands[0].local_shape)
-    return local.same(repeats=[made // size for made, size in zip(local.results[0].local_shape, shape, strict=True)])
+    made = local.results[0].local_shape
+    own = [1] * (len(made) - local.operands[0].ndim) + list(local.operands[0].local_shape)
+    # Where there is nothing to repeat, any number of times will do.
+    return local.same(repeats=[n // size if size else 1 for n, size in zip(made, own, strict=True)])
 
 
 # --- dims that meet each other
@@ -107,7 +109,9 @@ def _unfold(call: Call) -> Spec:
     """One dim becomes its windows, whose elements stand at the end."""
     loops = Loops(call)
     shape, made = loops.shapes[0], loops.made[0]
-    dim = call["dimension"] % max(len(shape), 1)
+    if not shape:
+        return loops.spec([()], [((),)], moves=True)
+    dim = call["dimension"] % len(shape)
     x = tuple(loops.dim(f"d{i}", n, WHOLE if i == dim else FREE) for i, n in enumerate(shape))
     windows, window = (loops.dim(name, n, WHOLE) for name, n in (("windows", made[dim]), ("window", made[-1])))
     return loops.spec([x], [(*x[:dim], windows, *x[dim + 1 :], window)], moves=True)
@@ -125,7 +129,7 @@ def _shuffle(call: Call, *, shrink: bool) -> Spec:
     loops = Loops(call)
     few, many = (loops.made[0], loops.shapes[0]) if shrink else (loops.shapes[0], loops.made[0])
     lead = loops.dims("n", few[:-3])
-    factor = many[-1] // max(few[-1], 1)
+    factor = call["downscale_factor" if shrink else "upscale_factor"]
     c, h, w = loops.dim("c", many[-3]), loops.dim("h", few[-2]), loops.dim("w", few[-1])
     a, b = loops.dim("a", factor, WHOLE), loops.dim("b", factor, WHOLE)
     packed, image = (*lead, c + a + b, h, w), (*lead, c, h + a, w + b)
@@ -140,7 +144,7 @@ def _copies(op: str, spec: SpecOf, text: str, localize: Localize = Local.same) -
 TABLE = table(
     *(
         Rule(f"aten.{op}", _view, "factors shared by both shapes", _reshape_local)
-        for op in ("view.default", "view_copy.default", "reshape", "_unsafe_view", "_reshape_copy")
+        for op in ("view.default", "view_copy.default", "reshape", "_unsafe_view")
     ),
     _copies("squeeze", _view, "dims of size 1 go", _squeezed),
     _copies("unsqueeze", _view, "... -> ... 1"),

@@ -13,7 +13,7 @@ _library = torch.library.Library("shardc", "IMPL")
 
 def _permute_ranks(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
     """Sends ``x`` to ``destinations[rank in the group]``; the result must be waited for."""
-    rank = dist.get_rank(_resolve_process_group(group_name))
+    rank = dist.get_rank(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a str with a name of its own
     sends, receives = [0] * len(destinations), [0] * len(destinations)
     sends[destinations[rank]] = receives[destinations.index(rank)] = x.numel()
     flat = torch.ops._c10d_functional.all_to_all_single(x.reshape(-1), receives, sends, group_name)

@@ -32,7 +32,10 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 Case = tuple[torch.Tensor, Layout, Layout, tuple[Step, ...], bool]
 
 
-def sample(mesh: Mesh, shape: tuple[int, ...], majors: tuple[int, ...], size: tuple[int, ...], pairs: int) -> list[Case]:
+Shape = tuple[int, ...]
+
+
+def sample(mesh: Mesh, shape: Shape, majors: Shape, size: Shape, pairs: int) -> list[Case]:
     """Tensors, layouts and plans, the same on every rank; half of the floating-point tensors are not integers."""
     draw, generator = random.Random(0), torch.Generator().manual_seed(0)
     layouts = every_layout(mesh, shape, majors)
@@ -65,7 +68,7 @@ def reshards_as_lockstep_does(at: int, pairs: int) -> None:
         if exact:
             assert torch.equal(mine, expected), f"{src} -> {dst} {tensor.dtype}: {plan}"
         else:
-            torch.testing.assert_close(mine, expected, msg=lambda why, pair=(src, dst): f"{pair[0]} -> {pair[1]}: {why}")
+            torch.testing.assert_close(mine, expected, msg=partial("{} -> {}: {}".format, src, dst))
 
 
 @pytest.mark.timeout(300)

@@ -72,8 +72,8 @@ class Pairs:
 
     def report(self, capsys: pytest.CaptureFixture[str]) -> None:
         with capsys.disabled():
-            shape = "x".join(map(str, self.tensor.shape))
-            print(f"\n{self.sim.mesh}, {shape}: {len(self.layouts)} layouts, {self.tried} pairs, {len(self.wrong)} wrong")
+            what = f"{self.sim.mesh}, {'x'.join(map(str, self.tensor.shape))}: {len(self.layouts)} layouts"
+            print(f"\n{what}, {self.tried} pairs, {len(self.wrong)} wrong")
         assert not self.wrong, "\n".join(self.wrong[:20])
 
 

@@ -6,7 +6,7 @@ from shardc.rules import contraction, convolution, reduction
 from shardc.rules.attention import TABLE as ATTENTION
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
-from shardc.rules.samples import attention, elements, pointwise, structured
+from shardc.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
 
 
 def samples(op: str) -> list[Sample]:
@@ -15,7 +15,9 @@ def samples(op: str) -> list[Sample]:
         return list(pointwise.samples(op))
     if op in ATTENTION:
         return list(attention.samples(op))
+    if op in convolution.TABLE and not op.startswith("aten.convolution"):
+        return list(windows.samples(op))
     for family in (contraction, reduction, convolution):
         if op in family.TABLE:
             return list(structured.samples(op, family.__name__.rpartition(".")[2]))
-    return elements.samples(op)
+    return elements.samples(op) or indexing.samples(op) or matrices.samples(op)

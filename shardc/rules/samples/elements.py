@@ -1,8 +1,10 @@
-"""Samples of ops that move elements, look them up or make them from numbers."""
+"""Samples of ops that move elements or make them from numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,7 +14,7 @@ aten = torch.ops.aten
 f64 = torch.float64
 
 
-def _calls(overload: object, *calls: tuple[object, ...]) -> list[Sample]:
+def _calls(overload: Any, *calls: tuple[Any, ...]) -> list[Sample]:
     return [Sample(overload, call) for call in calls]
 
 
@@ -33,6 +35,14 @@ def _views(d: Draw) -> dict[str, list[Sample]]:
         "aten.view.default": _calls(aten.view.default, *viewed),
         "aten.reshape": _calls(aten.reshape.default, *viewed, (d.normal(8, 4).t(), [4, 2, 4])),
         "aten._unsafe_view": _calls(aten._unsafe_view.default, *viewed),
+        "aten.diagonal": _calls(aten.diagonal.default, (d.normal(4, 4, 8), 0, 0, 1), (d.normal(2, 4, 8), 1, -1, 1)),
+        "aten.unfold": _calls(aten.unfold.default, (d.normal(4, 8), 1, 4, 2), (d.normal(4, 8), 0, 2, 1)),
+        "aten.as_strided": _calls(aten.as_strided.default, (d.normal(4, 8), [2, 4], [8, 2], 1)),
+        "aten.as_strided_scatter": _calls(
+            aten.as_strided_scatter.default, (d.normal(4, 8), d.normal(2, 4), [2, 4], [8, 2], 1)
+        ),
+        "aten.pixel_shuffle": _calls(aten.pixel_shuffle.default, (d.normal(2, 16, 4, 4), 2), (d.normal(8, 2, 4), 2)),
+        "aten.pixel_unshuffle": _calls(aten.pixel_unshuffle.default, (d.normal(2, 4, 8, 4), 2)),
         "aten.squeeze": [
             *_calls(aten.squeeze.default, (d.normal(2, 1, 4),)),
             *_calls(aten.squeeze.dim, (d.normal(2, 1, 4), 1), (d.normal(2, 1, 4), 0), (d.normal(4, 2), -1)),
@@ -51,7 +61,7 @@ def _views(d: Draw) -> dict[str, list[Sample]]:
 
 def _pieces(d: Draw) -> dict[str, list[Sample]]:
     return {
-        "aten.slice": _calls(
+        "aten.slice.Tensor": _calls(
             aten.slice.Tensor,
             (d.normal(4, 12), 1, 4, 8),
             (d.normal(4, 12), -1, -4, 2**63 - 1),
@@ -66,8 +76,20 @@ def _pieces(d: Draw) -> dict[str, list[Sample]]:
             aten.split_with_sizes.default, (d.normal(4, 16), [8, 4, 4], -1), (d.normal(7, 2), [3, 4])
         ),
         "aten.chunk": _calls(aten.chunk.default, (d.normal(4, 24), 3, -1)),
-        "aten.select": _calls(aten.select.int, (d.normal(4, 8), 1, 3), (d.normal(4, 8), 0, -1)),
+        "aten.select.int": _calls(aten.select.int, (d.normal(4, 8), 1, 3), (d.normal(4, 8), 0, -1)),
         "aten.unbind": _calls(aten.unbind.int, (d.normal(4, 8),), (d.normal(4, 2), -1)),
+        "aten.slice_scatter": _calls(
+            aten.slice_scatter.default,
+            (d.normal(4, 12), d.normal(4, 4), 1, 4, 8),
+            (d.normal(8, 4), d.normal(3, 4), 0, 1, 4),
+            (d.normal(8, 4), d.normal(4, 4), 0, 0, 8, 2),
+        ),
+        "aten.select_scatter": _calls(
+            aten.select_scatter.default, (d.normal(4, 8), d.normal(4), 1, 5), (d.normal(4, 8), d.normal(8), 0, -1)
+        ),
+        "aten.stack": _calls(aten.stack.default, ([d.normal(4, 8), d.normal(4, 8)], 1), ([d.normal(4)],)),
+        "aten.tril": _calls(aten.tril.default, (d.normal(4, 6, 8), 1)),
+        "aten.triu": _calls(aten.triu.default, (d.normal(4, 8),)),
         "aten.cat": _calls(
             aten.cat.default,
             ([d.normal(4, 8), d.normal(4, 8)], 1),
@@ -87,38 +109,6 @@ def _pieces(d: Draw) -> dict[str, list[Sample]]:
     }
 
 
-def _lookups(d: Draw) -> dict[str, list[Sample]]:
-    return {
-        "aten.embedding": _calls(
-            aten.embedding.default, (d.normal(16, 4), d.below(16, 2, 4)), (d.normal(16, 4), d.below(16, 4).int(), 3)
-        ),
-        "aten.embedding_dense_backward": _calls(
-            aten.embedding_dense_backward.default,
-            (d.normal(2, 4, 8), d.below(16, 2, 4), 16, -1, False),
-            (d.normal(8, 4), d.below(4, 8), 4, 2, False),
-            (d.normal(8, 4), d.below(4, 8), 4, 2, True),
-        ),
-        "aten.gather": _calls(
-            aten.gather.default,
-            (d.normal(4, 16), 1, d.below(16, 4, 2)),
-            (d.normal(8, 4), 0, d.below(8, 2, 3)),
-            (d.normal(8), -1, d.below(8, 4)),
-        ),
-        "aten.scatter": [
-            *_calls(
-                aten.scatter.value,
-                (d.normal(4, 16), 1, d.below(16, 4, 1), 2.0),
-                (d.normal(16, 4), 0, d.below(16, 3, 4), 0),
-            ),
-            *_calls(
-                aten.scatter.src,
-                (d.normal(4, 16), -1, d.order(4, 16)[:, :4], d.normal(4, 4)),
-                (d.normal(4, 16), 1, d.order(4, 16)[:, :4], d.normal(4, 6)),
-            ),
-        ],
-    }
-
-
 def _factories(d: Draw) -> dict[str, list[Sample]]:
     x = d.normal(2)
     return {
@@ -126,6 +116,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
         "aten.zeros": [Sample(aten.zeros.default, ([4, 8],))],
         "aten.ones": [Sample(aten.ones.default, ([4, 8],))],
         "aten.empty.memory_format": [Sample(aten.empty.memory_format, ([4, 8],), defined=False)],
+        "aten.empty_permuted": [Sample(aten.empty_permuted.default, ([4, 8], [1, 0]), defined=False)],
         "aten.new_full": _calls(aten.new_full.default, (x, [4, 8], 1.5)),
         "aten.new_zeros": _calls(aten.new_zeros.default, (x, [4, 8])),
         "aten.new_ones": _calls(aten.new_ones.default, (x, [4, 8])),
@@ -140,13 +131,20 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
     }
 
 
-_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (_views, _pieces, _lookups, _factories)
+_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (_views, _pieces, _factories)
 
 
 def samples(op: str) -> list[Sample]:
-    """The samples of a rule of movement, indexing or factories."""
+    """The samples of a rule of views, pieces or factories."""
     for family in _FAMILIES:
         found = family(Draw(family.__name__))
         if op in found:
             return found[op]
+        if (copied := op.removesuffix("_copy").replace("_copy.", ".")) != op and copied in found:
+            return [replace(sample, op=_copy_of(sample.op)) for sample in found[copied]]
     return []
+
+
+def _copy_of(op: Any) -> Any:
+    """The overload of the copying form of a view."""
+    return getattr(getattr(aten, f"{op._opname}_copy"), op._overloadname)

@@ -55,6 +55,8 @@ def _tensor(name: str, argument: str, shape: tuple[int, ...], draw: Draw) -> Ten
         return draw.bools(*shape)
     if name in INTEGER:
         return 1 + draw.below(6, *shape)
+    if name == "_conj":
+        return torch.complex(draw.unit(*shape), draw.unit(*shape))
     if name in LOGICAL:
         return draw.bools(*shape)
     return draw.unit(*shape) + (1 if name in ABOVE_ONE else 0)

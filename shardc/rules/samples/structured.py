@@ -64,7 +64,7 @@ def _by_name(overload: Any, x: Tensor, given: dict[str, Any]) -> Sample:
     return Sample(overload, tuple(args), kwargs)
 
 
-# --- convolution and pooling
+# --- convolution
 
 
 def _convolution(name: str, draw: Draw) -> Iterator[Sample]:
@@ -90,29 +90,6 @@ def _convolution(name: str, draw: Draw) -> Iterator[Sample]:
             yield Sample(aten.convolution_backward.default, (grad, x, w, sizes, *geometry, mask))
 
 
-def _pooling(name: str, draw: Draw) -> Iterator[Sample]:
-    for shape in ((4, 2, 6, 6), (2, 6, 6)):
-        x = draw.normal(*shape)
-        adaptive, average = "adaptive" in name, "avg" in name
-        window: tuple[Any, ...] = ([3, 2],) if adaptive else ([2, 2], [2, 2], [0, 0])
-        if not average:
-            window = (*window, [1, 1], False)
-        plain = aten.avg_pool2d if average else aten.max_pool2d_with_indices
-        forward = aten._adaptive_avg_pool2d if adaptive else plain
-        if not name.endswith("backward"):
-            yield Sample(forward.default, (x, *window))
-            continue
-        made = forward.default(x, *window)
-        grad = draw.normal(*(made if average else made[0]).shape)
-        backward = getattr(aten, name).default
-        if adaptive:
-            yield Sample(backward, (grad, x))
-        elif average:
-            yield Sample(backward, (grad, x, *window, False, True, None))
-        else:
-            yield Sample(backward, (grad, x, *window, made[1]))
-
-
 def samples(op: str, family: str) -> Iterator[Sample]:
     """Samples of a rule of ``family``: contraction, reduction or convolution."""
     name = op.split(".")[1]
@@ -121,7 +98,5 @@ def samples(op: str, family: str) -> Iterator[Sample]:
         yield from _contraction(name, draw)
     elif family == "reduction":
         yield from _reduction(op, name, draw)
-    elif name.startswith("convolution"):
-        yield from _convolution(name, draw)
     else:
-        yield from _pooling(name, draw)
+        yield from _convolution(name, draw)

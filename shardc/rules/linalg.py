@@ -1,0 +1,62 @@
+"""Matrix functions and transforms: the dims of a batch are free, those of a matrix or a transform are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardc.rules.loops import WHOLE, Loops, mixed
+from shardc.rules.notation import rule
+from shardc.rules.rule import Call, Rule, table
+from shardc.rules.spec import Dims, Spec
+
+
+def matrices(ops: str) -> list[Rule]:
+    """Rules for ops on the last two dims of tensors that all have the same batch before them."""
+
+    def spec(call: Call) -> Spec:
+        loops = Loops(call)
+        ranks = {len(shape) for shape in loops.shapes}
+        # Operands of other ranks broadcast, and their batch is not always the first operand's.
+        lead = min(ranks) - 2 if len(ranks) == 1 else 0
+        batches = {shape[:lead] for shape in (*loops.shapes, *loops.made)}
+        lead = lead if len(batches) == 1 else 0
+
+        def dims(name: str, shape: Sequence[int]) -> Dims:
+            return tuple(loops.dim(f"b{i}", n) if i < lead else loops.dim(f"{name}{i}", n, WHOLE) for i, n in enumerate(shape))
+
+        operands = [dims(f"x{at}.", shape) for at, shape in enumerate(loops.shapes)]
+        return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.made)])
+
+    return [Rule(f"aten.{op}", spec, "b... x... -> b... y...    x y: whole") for op in ops.split()]
+
+
+def transforms(ops: str) -> list[Rule]:
+    """Rules for Fourier transforms over the dims of argument ``dim``."""
+
+    def spec(call: Call) -> Spec:
+        return mixed(call, call["dim"], linear=[{0}])
+
+    return [Rule(f"aten.{op}", spec, "... x -> ... y    x y: whole    linear in self") for op in ops.split()]
+
+
+def _parts(call: Call) -> Spec:
+    """A complex number as two real ones at the end, or the other way round."""
+    loops = Loops(call)
+    few = min(loops.shapes[0], loops.made[0], key=len)
+    dims, pair = loops.dims("d", few), loops.dim("parts", 2, WHOLE)
+    x, y = (dims if len(shape) == len(few) else (*dims, pair) for shape in (loops.shapes[0], loops.made[0]))
+    return loops.spec([x], [y], linear=[{0}])
+
+
+TABLE = table(
+    matrices(
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse cholesky_solve "
+        "linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_lu "
+        "linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular triangular_solve"
+    ),
+    transforms("_fft_c2c _fft_r2c _fft_c2r"),
+    *(Rule(f"aten.{op}", _parts, "... -> ... 2    2: whole") for op in ("view_as_real", "view_as_real_copy")),
+    *(Rule(f"aten.{op}", _parts, "... 2 -> ...    2: whole") for op in ("view_as_complex", "view_as_complex_copy")),
+    rule("_cdist_forward", "... i k, ... j k -> ... i j", k="whole", flops=3),
+    rule("_int_mm", "i k, k j -> i j", k="sum", linear="0|1", flops=2),
+)
