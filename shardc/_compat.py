@@ -19,8 +19,11 @@ from shardc.errors import MeshError
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 
 
-def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group of ``ranks`` in this order; only its members call this, all in the same order of calls.
+def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessGroup:
+    """A process group of ``ranks`` in this order.
+
+    Every rank of the world calls this, in the same order of calls; with ``members_only`` its members do, and each
+    of them must have made as many groups before as the others (torch derives the group's name from that).
 
     Raises:
         MeshError: ``ranks`` is not ascending and this torch always sorts the ranks of a group.
@@ -33,7 +36,7 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
             fix="build the DeviceMesh with ascending ranks along every axis",
         )
     options: dict[str, Any] = {"sort_ranks": ordered} if keeps_order else {}
-    return dist.new_group(list(ranks), use_local_synchronization=True, **options)
+    return dist.new_group(list(ranks), use_local_synchronization=members_only, **options)
 
 
 def trunc_normal_rejects() -> bool:

@@ -80,6 +80,7 @@ def compile(
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
         lower=partial(lower, backend=backend),
+        device=device,
     )
     state.owner = sharded
     subclass(sharded, ShardedModule)
@@ -140,7 +141,9 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
     if len({(d.type, d.index) for d in found}) > 1:
         where = {str(t.device): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         listed = ", ".join(f"{name!r} on {device}" for device, name in where.items())
-        raise CaptureError(f"the model is on several devices: {listed}", fix="move it to one device, or build it on meta")
+        raise CaptureError(
+            f"the model is on several devices: {listed}", fix="move it to one device, or build it on meta"
+        )
     if isinstance(mesh, DeviceMesh):
         kind = mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)

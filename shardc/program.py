@@ -30,7 +30,6 @@ from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.value import Plan
 
-
 PARTITIONED = ("partition", "partition.backward")
 
 

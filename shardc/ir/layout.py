@@ -334,9 +334,9 @@ def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
         below = stride // radix if radix else 0
         inner = sorted({c for c in cuts if below < c < stride}, reverse=True)
         edges = [stride, *inner, below]
+        if any(lower == 0 or upper % lower for upper, lower in pairwise(edges)):
+            return None
         for upper, lower in pairwise(edges):
-            if lower == 0 or upper % lower:
-                return None
             step = upper // lower
             if axis is None:
                 out.append(Digit(step))

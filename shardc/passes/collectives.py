@@ -82,5 +82,5 @@ def step_of(node: fx.Node) -> Step:
     assert isinstance(before, fx.Node) and node.target in STEPS, f"{node} is not a step of a reshard"
     kind = node.target.__name__
     axes = tuple(axis for axis in str(node.kwargs["axis"]).split(",") if axis)
-    op = str(node.kwargs["op"]) if kind in REDUCING else None
+    op = str(node.kwargs.get("op", "sum")) if kind in REDUCING else None
     return Step(kind, axes, op, layout(before), layout(node))

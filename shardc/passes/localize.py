@@ -6,7 +6,6 @@ through ``coordinate`` placeholders, so all ranks have the same graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor, fx
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role, Value
-from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.collectives import step_of

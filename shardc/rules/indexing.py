@@ -68,6 +68,9 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
     The other dims are shared where all operands have them of one size, else whole.
     """
     loops = Loops(call)
+    if len({len(shape) for shape in loops.shapes}) > 1:
+        # An index without elements may have any number of dims, one without dims stands for one entry.
+        return loops, [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes)]
     dim = _dim(call)
     out: list[list[Factors]] = [[] for _ in loops.shapes]
     for i, sizes in enumerate(zip(*loops.shapes, strict=True)):

@@ -75,7 +75,7 @@ def _slice_local(local: Local) -> Any:
 
 def _to_local(layout: Layout, dim: int, edge: int) -> int:
     """Where an edge between blocks lies in the local dim."""
-    return edge * layout.local_shape[dim] // max(layout.shape[dim], 1)
+    return edge * layout.local_shape[dim] // layout.shape[dim] if layout.dim_axes(dim) else edge
 
 
 def _split(call: Call) -> Spec:

@@ -18,6 +18,7 @@ from shardc.rules.rule import Builder, Call, Local, Rule
 from shardc.rules.spec import Spec, Strategy, infer, place, results_of
 
 MOVED, COMPUTED = 1e-12, 1e-9  # largest relative error of data movement and of arithmetic in float64
+COARSER = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # in other dtypes
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,13 @@ def run(
     local = Local(ranks, call, spec, strategy.operands, strategy.results, tuple(args.values()), kwargs)
     try:
         made = rule.localize(local)
-        return _difference(sample, spec, dense, made, strategy.results, ranks)
+        return _difference(sample, call, spec, dense, made, strategy.results, ranks)
     except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
 
 def _difference(
-    sample: Sample, spec: Spec, dense: Sequence[Tensor | None], made: Any, layouts: Sequence[Layout], ranks: Ranks
+    sample: Sample, call: Call, spec: Spec, dense: Sequence[Tensor | None], made: Any, layouts: Sequence[Layout], ranks: Ranks
 ) -> str | None:
     """How the assembled results differ from the dense ones; ``made`` is for each rank a tensor or a list of them."""
     many = isinstance(made[0], (tuple, list))
@@ -201,10 +202,15 @@ def _difference(
         got = ranks.assemble([one[place_of] if many else one for one in made], layout)
         if got.dtype != expected.dtype or got.shape != expected.shape:
             return f"result {place_of} is {got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}"
-        tolerance = sample.tolerance or (MOVED if spec.moves else COMPUTED)
-        if sample.defined and not close(got, expected, tolerance):
+        if sample.defined and not close(got, expected, _tolerance(sample, spec, call)):
             return f"result {place_of} differs: {got.flatten()[:8].tolist()}, not {expected.flatten()[:8].tolist()}"
     return None
+
+
+def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
+    dtypes = {value.dtype for value in (*call.operands, *call.results) if value is not None}
+    exact = MOVED if spec.moves else COMPUTED
+    return sample.tolerance or max((COARSER[dtype] for dtype in dtypes if dtype in COARSER), default=exact)
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -9,6 +9,7 @@ names of the graph to the registered ones before lowering.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardc import _compat
 from shardc.errors import MeshError
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.tally import GROUP_PREFIX
 
 Axes = tuple[str, ...]
@@ -50,6 +51,7 @@ class Groups:
         self.mesh = Mesh.of(device_mesh)
         self.rename: dict[str, str] = {}
         self._device_mesh = device_mesh
+        self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
         self._prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
@@ -92,15 +94,21 @@ class Groups:
         return self.rename
 
     def ranks(self, axes: Axes) -> list[int]:
-        """The global ranks of this rank's group along ``axes``, in group order (first axis slowest)."""
-        return [self._global[rank] for rank in self.mesh.group(self._ordered(axes), self.rank)]
+        """The global ranks of this rank's group along ``axes``, in group order (first axis in mesh order slowest)."""
+        return next(group for group in self._groups(self._ordered(axes)) if dist.get_rank() in group)
 
     def coordinate(self, axes: Axes, device: torch.device | str | None = None) -> torch.Tensor:
-        """This rank's index along ``axes``, the first slowest: int64 [1] on ``device`` (the mesh's by default)."""
-        index = 0
-        for axis in axes:
-            index = index * self.mesh.size(axis) + self.mesh.index(axis, self.rank)
-        return torch.tensor([index], device=device or self._device_mesh.device_type)
+        """This rank's index along ``axes``, the first slowest: int64 [1] on ``device`` (the mesh's by default).
+
+        The same tensor at every call: it is for reading.
+        """
+        place = torch.device(device or self._device_mesh.device_type)
+        if (axes, place) not in self._coordinates:
+            index = 0
+            for axis in axes:
+                index = index * self.mesh.size(axis) + self.mesh.index(axis, self.rank)
+            self._coordinates[axes, place] = torch.tensor([index], device=place)
+        return self._coordinates[axes, place]
 
     def _ordered(self, axes: Axes) -> Axes:
         return tuple(sorted(axes, key=self.mesh.order))
@@ -108,15 +116,35 @@ class Groups:
     def _place(self, axis: str) -> tuple[int, int, int]:
         return (*self.mesh.order(axis), self.mesh.size(axis))
 
+    def _groups(self, axes: Axes) -> list[list[int]]:
+        """The global ranks of every group along ``axes``, one group after the other."""
+        dims: list[tuple[str | None, int]] = []
+        for name, size in self.mesh.shape:
+            above = 1
+            for axis in axes:
+                if split_part(axis)[0] == name:
+                    before = split_part(axis)[1]
+                    dims += [(None, before // above), (axis, self.mesh.size(axis))]
+                    above = before * self.mesh.size(axis)
+            dims.append((None, size // above))
+        outside = [at for at, (axis, _) in enumerate(dims) if axis is None]
+        along = [at for at, (axis, _) in enumerate(dims) if axis is not None]
+        ranks = torch.tensor(self._global).view([size for _, size in dims]).permute(*outside, *along)
+        return ranks.reshape(-1, prod(self.mesh.size(axis) for axis in axes)).tolist()
+
     def _make(self, axes: Axes) -> dist.ProcessGroup:
-        ranks = self.ranks(axes)
-        if len(axes) == 1 and axes[0] in self.mesh.axes:
-            group = self._device_mesh.get_group(axes[0])
-            if dist.get_process_group_ranks(group) == ranks:
-                return group
-        if ranks == list(range(dist.get_world_size())):
+        """This rank's group along ``axes``. What is made, and in which order, is the same on all ranks."""
+        groups = self._groups(axes)
+        everyone = list(range(dist.get_world_size()))
+        if groups == [everyone]:
             return _world()
-        return _compat.new_group(ranks)
+        if axes[0] in self.mesh.axes and len(axes) == 1 and all(group == sorted(group) for group in groups):
+            return self._device_mesh.get_group(axes[0])
+        if sorted(self._global) != everyone:
+            # Ranks that are not on the mesh do not take part.
+            return _compat.new_group(self.ranks(axes), members_only=True)
+        made = [_compat.new_group(group) for group in groups]
+        return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
 
 
 # The meshes of each world that have groups, by names, shape and ranks. It is the one record of which names

@@ -9,35 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
-from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
-from torch._functorch._aot_autograd import descriptors as aot
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc.errors import CaptureError
-from shardc.ir import graph as ir
-from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+from shardc.capture.annotate import PREFIX, annotate
+from shardc.capture.errors import capture_error
 from shardc.rules.decompositions import FROM_TORCH, OWN
 
 Loss = Callable[..., Any]
-_WITH_EFFECTS = torch.ops.higher_order.with_effects
-PREFIX = "model."  # of what the traced module holds
-_TORCH_ROOT = os.path.dirname(torch.__file__)
-_HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 @dataclass(frozen=True)
@@ -50,7 +39,7 @@ class Captured:
         input_spec: pytree spec of ``(args, kwargs)``.
         constants: the non-tensor leaves of ``(args, kwargs)`` by flat position.
         output_spec: pytree spec of what the model returns.
-            fake_mode: the mode of the graph's fake values.
+        fake_mode: the mode of the graph's fake values.
     """
 
     graph: fx.GraphModule
@@ -157,9 +146,8 @@ def capture(
                 stack, traced, tuple(fakes), {}, decompositions=decompositions()
             )
         except RuntimeError as error:  # Dynamo's errors are such too
-            raise _capture_error(model, error) from error
-    _drop_effects(joint.graph_module.graph)
-    _annotate(joint.graph_module, [name for name, _ in named])
+            raise capture_error(model, error) from error
+    annotate(joint.graph_module, [name for name, _ in named])
     return Captured(
         graph=joint.graph_module,
         inputs=tuple(name for name, _ in named),
@@ -257,159 +245,3 @@ def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -
         (_, first, *rest) = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
         out.append(".".join(map(str, [list(named)[first] if isinstance(first, int) else first, *rest])))
     return out
-
-
-# --- what the graph's nodes are
-
-
-def _annotate(gm: fx.GraphModule, inputs: Sequence[str]) -> None:
-    """Gives every node its `Info` and the output node its roles; tags become `ops.tag`."""
-    names = NameScope()
-    backward_from = _first_backward(gm.graph)
-    backward = False
-    for node in gm.graph.nodes:
-        backward = backward or node is backward_from
-        if node.op == "output":
-            roles = [_output_role(d, inputs) for d in node.meta["desc"]]
-            kept = [at for at, role in enumerate(roles) if role is not None]
-            node.args = (tuple(node.args[0][at] for at in kept),)
-            node.meta[ir.ROLES] = tuple(roles[at] for at in kept)
-            _check_changes(zip(node.meta[ir.ROLES], node.args[0], strict=True))
-            continue
-        if node.op == "placeholder":
-            role = _input_role(node.meta["desc"], inputs)
-            name = f"d.{role.name}" if role.kind == "tangent" else role.name
-            phase = "backward" if role.kind == "tangent" else "forward"
-            record = Info(names.fresh(name), _value(node), Origin(phase=phase), role)
-        else:
-            phase = "backward" if backward else "forward"
-            if node.target is torch.ops.shardc.tag.default:
-                node.target, node.kwargs, node.args = ops.tag, {"name": node.args[1]}, node.args[:1]
-            module = _module_path(node)
-            stem = _stem(node) if phase == "forward" else f"d.{_stem(node, module)}"
-            name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
-            record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase))
-        ir.set_info(node, record)
-
-
-def _drop_effects(graph: fx.Graph) -> None:
-    """Drops what ops do besides making results (checks, prints), and the tokens that keep it in order."""
-    for node in reversed(list(graph.nodes)):
-        token = isinstance(node.meta.get("desc"), aot.ForwardTokenAOTInput | aot.BackwardTokenAOTInput)
-        picked = node.target is getitem and node.args[0].target is _WITH_EFFECTS
-        if not node.users and (token or picked or node.target is _WITH_EFFECTS):
-            graph.erase_node(node)
-
-
-def _check_changes(outputs: Iterable[tuple[Role, Any]]) -> None:
-    """Raises CaptureError where the model changes an input or a parameter; of what it holds only buffers may change."""
-    for role, made in outputs:
-        if role.kind in ("param", "input"):
-            kind = "parameter" if role.kind == "param" else "input"
-            raise CaptureError(
-                f"the model changes its {kind} {role.name!r} in place",
-                source=_source(made) if isinstance(made, fx.Node) else None,
-                fix=f"compute a new tensor from it, {'or register it as a buffer' if role.kind == 'param' else 'and return it'}",
-            )
-
-
-def _first_backward(graph: fx.Graph) -> fx.Node | None:
-    """The first node that depends on a tangent, or that autograd made."""
-    dependent: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            if isinstance(node.meta.get("desc"), aot.TangentAOTInput):
-                dependent.add(node)
-            continue
-        if node.op == "output":
-            return None
-        if any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward"):
-            return node
-    return None
-
-
-def _value(node: fx.Node) -> Value | tuple[Value | None, ...] | None:
-    val = node.meta.get("val")
-    if isinstance(val, Tensor):
-        return Value(val.dtype, tuple(val.shape))
-    if isinstance(val, (tuple, list)):
-        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
-    return None
-
-
-def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
-    if isinstance(desc, aot.ParamAOTInput):
-        return Role("param", desc.target.removeprefix(PREFIX))
-    if isinstance(desc, aot.BufferAOTInput):
-        return Role("buffer", desc.target.removeprefix(PREFIX))
-    if isinstance(desc, aot.TangentAOTInput):
-        return Role("tangent", _output_name(desc.output), _output_index(desc.output))
-    return Role("input", inputs[desc.idx], desc.idx)
-
-
-def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
-    """The role of an output; None for the gradient of what has none."""
-    if isinstance(desc, aot.GradAOTOutput):
-        target = _input_role(desc.grad_of, inputs)
-        return Role("grad", target.name, target.index)
-    if isinstance(desc, aot.InputMutationAOTOutput):
-        target = _input_role(desc.mutated_input, inputs)
-        return Role(target.kind, target.name, target.index)
-    if isinstance(desc, aot.PlainAOTOutput):
-        return Role("output", _output_name(desc), desc.idx)
-    return None
-
-
-def _output_index(desc: Any) -> int:
-    return getattr(desc, "idx", 0)
-
-
-def _output_name(desc: Any) -> str:
-    return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack:
-        return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
-    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).replace("._modules", "")
-    return (path + ".").removeprefix(PREFIX).strip(".")
-
-
-def _stem(node: fx.Node, module: str = "") -> str:
-    target = node.target
-    name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
-    name = name or target.overloadpacket.__name__
-    return f"{module}.{name}" if module else name
-
-
-def _source(node: fx.Node) -> str:
-    """``file:line`` of the innermost frame that is not torch's."""
-    for file, line in reversed(_frames(node.meta.get("stack_trace") or "")):
-        if not file.startswith((_TORCH_ROOT, _HERE)):
-            return f"{file}:{line}"
-    return ""
-
-
-def _capture_error(model: nn.Module, error: RuntimeError) -> CaptureError:
-    text = str(error)
-    reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    if not isinstance(error, TorchDynamoException):
-        reason = f"{type(error).__name__}: {reason}"
-    frames = [f"{file}:{line}" for file, line in _frames(text)]
-    frames = frames or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
-    own = [frame for frame in frames if not frame.startswith((_TORCH_ROOT, _HERE))]
-    detail = re.search(r"(?:Explanation|Developer debug context): (.*)", text)
-    hint = re.search(r"Hint: (.*)", text)
-    return CaptureError(
-        f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({detail[1].strip()})" if detail else ""),
-        source=own[-1] if own else None,
-        fix=hint[1].strip() if hint else "write this line with tensor operations whose shapes do not depend on values",
-    )
-
-
-def _frames(trace: str) -> list[tuple[str, str]]:
-    """(file, line) of each frame in a traceback's text, the innermost last."""
-    return re.findall(r'File "([^"]+)", line (\d+)', trace)

@@ -1,0 +1,156 @@
+"""What the nodes of a traced graph are: names from module scope, sources, phases, roles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._functorch._aot_autograd import descriptors as aot
+
+from shardc.capture.source import frames, users_own
+from shardc.errors import CaptureError
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+
+PREFIX = "model."  # of what the traced module holds
+_WITH_EFFECTS = torch.ops.higher_order.with_effects
+# Kinds of what must not change -> (how to call it, what to do instead).
+_UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
+
+
+def annotate(gm: fx.GraphModule, inputs: Sequence[str]) -> None:
+    """Gives every node its `Info` and the output node its roles; tags become `ops.tag`."""
+    _name_outputs(ir.output_node(gm.graph), inputs)
+    _drop_effects(gm.graph)
+    names = NameScope()
+    backward_from = _first_backward(gm.graph)
+    backward = False
+    for node in gm.graph.nodes:
+        backward = backward or node is backward_from
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            role = _input_role(node.meta["desc"], inputs)
+            name = f"d.{role.name}" if role.kind == "tangent" else role.name
+            phase = "backward" if role.kind == "tangent" else "forward"
+            record = Info(names.fresh(name), _value(node), Origin(phase=phase), role)
+        else:
+            phase = "backward" if backward else "forward"
+            if node.target is torch.ops.shardc.tag.default:
+                node.target, node.kwargs, node.args = ops.tag, {"name": node.args[1]}, node.args[:1]
+            module = _module_path(node)
+            stem = _stem(node) if phase == "forward" else f"d.{_stem(node, module)}"
+            name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
+            record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase))
+        ir.set_info(node, record)
+
+
+def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:
+    """Gives the output node its roles and drops what has none.
+
+    Raises:
+        CaptureError: the model changes an input or a parameter; of what it holds only buffers may change.
+    """
+    results: Any = output.args[0]
+    named = [(_output_role(desc, inputs), made) for desc, made in zip(output.meta["desc"], results, strict=True)]
+    named = [(role, made) for role, made in named if role is not None]
+    output.args = (tuple(made for _, made in named),)
+    output.meta[ir.ROLES] = tuple(role for role, _ in named)
+    for role, made in named:
+        if role.kind in _UNCHANGED:
+            kind, instead = _UNCHANGED[role.kind]
+            raise CaptureError(
+                f"the model changes its {kind} {role.name!r} in place",
+                source=_source(made) or None,
+                fix=f"compute a new tensor from it, {instead}",
+            )
+
+
+def _drop_effects(graph: fx.Graph) -> None:
+    """Drops what ops do besides making results (checks, prints), and the tokens that keep it in order."""
+    for node in reversed(list(graph.nodes)):
+        token = isinstance(node.meta.get("desc"), aot.ForwardTokenAOTInput | aot.BackwardTokenAOTInput)
+        picked = node.target is getitem and node.args[0].target is _WITH_EFFECTS
+        if not node.users and (token or picked or node.target is _WITH_EFFECTS):
+            graph.erase_node(node)
+
+
+def _first_backward(graph: fx.Graph) -> fx.Node | None:
+    """The first node that depends on a tangent, or that autograd made."""
+    dependent: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if isinstance(node.meta.get("desc"), aot.TangentAOTInput):
+                dependent.add(node)
+            continue
+        if node.op == "output":
+            return None
+        if any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward"):
+            return node
+    return None
+
+
+def _value(node: fx.Node) -> Value | tuple[Value | None, ...] | None:
+    val = node.meta.get("val")
+    if isinstance(val, Tensor):
+        return Value(val.dtype, tuple(val.shape))
+    if isinstance(val, (tuple, list)):
+        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
+    return None
+
+
+def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
+    if isinstance(desc, aot.ParamAOTInput):
+        return Role("param", desc.target.removeprefix(PREFIX))
+    if isinstance(desc, aot.BufferAOTInput):
+        return Role("buffer", desc.target.removeprefix(PREFIX))
+    if isinstance(desc, aot.TangentAOTInput):
+        return Role("tangent", _output_name(desc.output), _output_index(desc.output))
+    return Role("input", inputs[desc.idx], desc.idx)
+
+
+def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
+    """The role of an output; None for the gradient of what has none."""
+    if isinstance(desc, aot.GradAOTOutput):
+        target = _input_role(desc.grad_of, inputs)
+        return Role("grad", target.name, target.index)
+    if isinstance(desc, aot.InputMutationAOTOutput):
+        target = _input_role(desc.mutated_input, inputs)
+        return Role(target.kind, target.name, target.index)
+    if isinstance(desc, aot.PlainAOTOutput):
+        return Role("output", _output_name(desc), desc.idx)
+    return None
+
+
+def _output_index(desc: Any) -> int:
+    return getattr(desc, "idx", 0)
+
+
+def _output_name(desc: Any) -> str:
+    return "out" if _output_index(desc) == 0 else f"out.{_output_index(desc)}"
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).replace("._modules", "")
+    return (path + ".").removeprefix(PREFIX).strip(".")
+
+
+def _stem(node: fx.Node, module: str = "") -> str:
+    target = node.target
+    name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
+    name = name or target.overloadpacket.__name__
+    return f"{module}.{name}" if module else name
+
+
+def _source(node: fx.Node) -> str:
+    return users_own(frames(node.meta.get("stack_trace") or ""))

@@ -1,0 +1,191 @@
+"""One step of a compiled program on this rank: the compiled halves under autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Role
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import group_axes
+from shardc.runtime.groups import Groups
+from shardc.runtime.storage import grad_from_padded, padded_local
+
+Compiled = Callable[[list[Tensor]], Sequence[Any]]
+
+
+class Program(Protocol):
+    """A compiled program, as the runtime sees it."""
+
+    mesh: Mesh
+    inputs: tuple[tuple[str, Layout], ...]
+    outputs: tuple[Role, ...]
+    output_values: tuple[Any, ...]
+    output_spec: Any
+
+    @property
+    def forward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def backward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def inference(self) -> fx.GraphModule: ...
+
+
+class Runner:
+    """Runs one program on this rank; its graphs are lowered when first needed.
+
+    Args:
+        program: what to run.
+        owner: the module whose parameters and buffers it takes, as they are at each call.
+        storages: storage layout of each parameter.
+        groups: this rank's process groups.
+        lower: makes a local graph callable.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        owner: nn.Module,
+        storages: dict[str, Layout],
+        groups: Groups,
+        lower: Callable[..., Compiled],
+    ) -> None:
+        self.program, self.owner, self.storages = program, owner, storages
+        self.groups, self.lower = groups, lower
+        self._compiled: dict[str, Compiled] = {}
+
+    def __call__(self, inputs: list[Tensor]) -> Any:
+        train = torch.is_grad_enabled() and self.program.forward is not None
+        if train:
+            graph = self.program.forward
+            assert graph is not None
+            feed = self._feed(graph, inputs)
+            results = list(_Step.apply(self, len(self.program.outputs), *feed))
+        else:
+            graph = self.program.inference
+            with torch.no_grad():
+                results = list(self.compiled("inference")(self._local(graph, self._feed(graph, inputs))))
+        out = []
+        for role, constant, result in zip(self.program.outputs, self.program.output_values, results, strict=False):
+            if role.kind == "buffer":
+                with torch.no_grad():
+                    self.owner.get_buffer(role.name).copy_(result)
+            elif role.kind == "output":
+                out.append(result if isinstance(result, Tensor) else constant)
+        return pytree.tree_unflatten(out, self.program.output_spec)
+
+    def compiled(self, which: str) -> Compiled:
+        """The lowered "forward", "backward" or "inference" graph."""
+        if which not in self._compiled:
+            graph = getattr(self.program, which)
+            _use_groups(graph, self.groups)
+            self._compiled[which] = self.lower(graph, backward=which == "backward", inference=which == "inference")
+        return self._compiled[which]
+
+    def _feed(self, graph: fx.GraphModule, inputs: list[Tensor]) -> list[Any]:
+        """What the graph takes, parameters as DTensors."""
+        given = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
+        feed: list[Any] = []
+        for node in ir.placeholders(graph.graph):
+            role = ir.info(node).role
+            assert role is not None
+            if role.kind == "param":
+                feed.append(self.owner.get_parameter(role.name))
+            elif role.kind == "buffer":
+                feed.append(self.owner.get_buffer(role.name))
+            elif role.kind == "coordinate":
+                feed.append(self.groups.coordinate(tuple(role.name.split(","))))
+            else:
+                feed.append(given[role.name] if role.name in given else node.meta["val"])
+        return feed
+
+    def _local(self, graph: fx.GraphModule, feed: Sequence[Any]) -> list[Any]:
+        """The same with each parameter's padded local tensor."""
+        out = []
+        for node, x in zip(ir.placeholders(graph.graph), feed, strict=True):
+            role = ir.info(node).role
+            is_param = role is not None and role.kind == "param"
+            out.append(padded_local(x, self.storages[role.name]) if is_param and role is not None else x)
+        return out
+
+
+class _Step(torch.autograd.Function):
+    """A forward that remembers what its backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
+        graph = runner.program.forward
+        backward = runner.program.backward
+        assert graph is not None and backward is not None
+        local = runner._local(graph, feed)
+        by_name = dict(zip((n.name for n in graph.graph.find_nodes(op="placeholder")), local, strict=True))
+        results = runner.compiled("forward")(list(local))
+        names = [n.name if isinstance(n, fx.Node) else "" for n in ir.output_node(graph.graph).args[0]]
+        by_name.update(zip(names, results, strict=True))
+        ctx.runner = runner
+        ctx.saved = {n.name: by_name[n.name] for n in backward.graph.find_nodes(op="placeholder") if n.name in by_name}
+        ctx.feed = feed
+        outputs = tuple(results[:count])
+        plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)
+                 if isinstance(x, Tensor) and (role.kind == "buffer" or not x.is_floating_point())]  # fmt: skip
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        runner: Runner = ctx.runner
+        graph = runner.program.backward
+        assert graph is not None
+        if ctx.saved is None:
+            raise RuntimeError("backward was already run for this step; what it needs is freed. Run the forward again")
+        by_index = {r.index: t for r, t in zip(runner.program.outputs, tangents, strict=True) if r.kind == "output"}
+        local = []
+        for node in ir.placeholders(graph.graph):
+            role = ir.info(node).role
+            if role is not None and role.kind == "tangent":
+                given, val = by_index[role.index], node.meta["val"]
+                if given is None:
+                    given = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
+                local.append(given.contiguous())
+            else:
+                local.append(ctx.saved[node.name])
+        ctx.saved = None
+        results = runner.compiled("backward")(local)
+        grads = {(r.kind, r.name): g for (r, _), g in zip(ir.outputs(graph.graph), results, strict=True)}
+        forward = runner.program.forward
+        assert forward is not None
+        out: list[Any] = [None, None]
+        for node, x in zip(ir.placeholders(forward.graph), ctx.feed, strict=True):
+            role = ir.info(node).role
+            grad = grads.get(("grad", role.name)) if role is not None else None
+            if role is not None and grad is not None and role.kind == "param":
+                grad = grad_from_padded(grad, x)
+            out.append(grad if role is not None and role.kind in ("param", "input") else None)
+        return tuple(out)
+
+
+def _use_groups(graph: fx.GraphModule, groups: Groups) -> None:
+    """Makes the process groups that ``graph`` names and writes the registered names in."""
+    mesh = groups.mesh
+    named = {
+        x: axes
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        for x in (*node.args, *node.kwargs.values())
+        if isinstance(x, str) and (axes := group_axes(x, mesh)) is not None
+    }
+    rename = groups.add(named.values())
+    for node in graph.graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(rename[x] if isinstance(x, str) and x in named else x for x in node.args)
+            node.kwargs = {k: rename[x] if isinstance(x, str) and x in named else x for k, x in node.kwargs.items()}
+    graph.recompile()
