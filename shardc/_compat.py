@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
+from torch.utils._pytree import tree_map_only
 
 from shardc.errors import MeshError
 
@@ -54,3 +56,38 @@ def dtensor_spec(device_mesh: DeviceMesh, placements: tuple[Placement, ...], met
     if "use_strided_shard_as_shard_order" in {field.name for field in fields(DTensorSpec)}:
         options["use_strided_shard_as_shard_order"] = False
     return DTensorSpec(device_mesh, placements, meta, **options)
+
+
+def has_single_dim_table(op: Any) -> bool:
+    """Whether torch knows how ``op`` may be split over one mesh dim."""
+    return op in getattr(DTensor._op_dispatcher.sharding_propagator, "op_single_dim_strategy_funcs", {})
+
+
+def single_dim_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[list[Any]]:
+    """The ways to split ``op``, which has a table, over one mesh dim.
+
+    Args:
+        args, kwargs: the op's, with meta tensors for tensors.
+
+    Returns:
+        For each way one entry a result, then one an operand: an int is the dim that is split, a str the reduce op of
+        a pending reduction, ``...`` means whole, None that the result is not made.
+
+    Raises:
+        NotImplementedError: a placement of another kind. What else torch raises depends on the op.
+    """
+    found = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
+    metas = [
+        tree_map_only(torch.Tensor, lambda x: TensorMeta(x.shape, x.stride(), x.dtype), given) for given in (args, kwargs)
+    ]
+    return [[_one_dim_placement(placement) for placement in row] for row in getattr(found, "func", found)(op, *metas)]
+
+
+def _one_dim_placement(placement: Any) -> Any:
+    if placement is None or isinstance(placement, Replicate):
+        return None if placement is None else ...
+    if type(placement) is Partial:
+        return placement.reduce_op
+    if hasattr(placement, "dim"):
+        return placement.dim
+    raise NotImplementedError(f"placement {placement!r}")

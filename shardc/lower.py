@@ -33,7 +33,7 @@ def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference
         return _eager(gm)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
-    return compiled  # type: ignore[return-value]
+    return compiled
 
 
 def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -56,8 +56,8 @@ def _eager(gm: fx.GraphModule) -> Compiled:
 def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Splits a joint graph by AOTAutograd's min-cut: little is saved, cheap ops run again in backward."""
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
-    primals = [x for x, n in zip(inputs, joint.graph.find_nodes(op="placeholder"), strict=True) if n.name.startswith("primals")]
-    tangents = inputs[len(primals) :]
+    count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
+    primals, tangents = inputs[:count], inputs[count:]
     with functorch_config.patch(functionalize_rng_ops=False):
         return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardc import passes
+from shardc._compat import pytree
 from shardc.analysis.cost import CostModel
 from shardc.capture import Captured, Tag, capture
 from shardc.errors import PlanError

@@ -115,7 +115,7 @@ class Info:
             layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
             values = tuple(v and replace(v, layout=one) for v, one in zip(self.value, layouts, strict=True))
             return replace(self, value=values)
-        assert self.value is not None
+        assert self.value is not None and not isinstance(layout, tuple)
         return replace(self, value=replace(self.value, layout=layout))
 
 
@@ -134,6 +134,13 @@ def value(node: fx.Node) -> Value:
     made = node.meta[KEY].value
     assert isinstance(made, Value), f"{node} makes {made}, not one tensor"
     return made
+
+
+def role(node: fx.Node) -> Role:
+    """What the placeholder ``node`` is."""
+    found = node.meta[KEY].role
+    assert found is not None, f"{node} has no role"
+    return found
 
 
 def layout(node: fx.Node) -> Layout:

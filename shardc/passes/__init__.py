@@ -25,13 +25,12 @@ from shardc.passes.simplify import Simplify
 class Pass(Protocol):
     """What every pass is."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule: ...
 
 
-PIPELINE: tuple[type, ...] = (
+PIPELINE: tuple[type[Pass], ...] = (
     Canonicalize,  # one form of each thing, before anything is decided
     Seed,  # what the plan says
     Propagate,  # every value's layout, at least cost

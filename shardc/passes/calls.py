@@ -8,7 +8,9 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
+from shardc.rules import spec_of
 from shardc.rules.rule import Call
+from shardc.rules.spec import Spec
 
 
 def call_of(node: fx.Node) -> Call:
@@ -45,3 +47,11 @@ def _plain(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return tuple(_plain(a) for a in argument)
     return argument
+
+
+def move_of(node: fx.Node) -> Spec | None:
+    """The spec of ``node`` if it has one operand and one result and only moves data."""
+    if node.op != "call_function" or not hasattr(node.target, "_schema"):
+        return None
+    spec = spec_of(call_of(node))
+    return spec if spec is not None and spec.moves and len(spec.operands) == len(spec.results) == 1 else None

@@ -84,7 +84,7 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     assert spec is not None
     made = ir.info(node).value
     values = made if isinstance(made, tuple) else (made,)
-    layouts = tuple(v.layout for v in values if v is not None)
+    layouts = tuple(v.layout for v in values if v is not None and v.layout is not None)
     operands = tuple(ir.layout(x) for x in operands_of(node))
     return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs))
 
@@ -206,5 +206,3 @@ def _value(val: Any) -> Value | tuple[Value | None, ...] | None:
 def _short(target: Any) -> str:
     packet = getattr(target, "overloadpacket", None)
     return packet.__name__ if packet is not None else target.__name__
-
-

@@ -12,8 +12,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from math import prod
 from operator import getitem
 
 from torch import fx
@@ -24,13 +22,12 @@ from shardc.errors import RuleError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Value
-from shardc.ir.layout import Layout
+from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.calls import call_of, move_of, operands_of
+from shardc.passes.choose import Gradient, choose, compute_seconds
 from shardc.rules import spec_of
-from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, strategies
-
-PIN_PENALTY = 1e4  # a reshard of what the plan pinned counts this many times
+from shardc.rules.spec import Strategy, carries, from_results, infer, strategies
 
 OutputLayout = Callable[[int, str, Layout], tuple[Layout, str]]
 PinLayout = Callable[[str, Layout], tuple[Layout, str]]
@@ -85,7 +82,7 @@ class _Sweep:
                     self._forward_outputs()
                 self._grad_outputs()
             elif node.op == "placeholder":
-                if (role := ir.info(node).role) and role.kind == "param":
+                if ir.role(node).kind == "param":
                     self.pinned.add(node)
             elif node.op == "call_function":
                 if not settled and ir.info(node).origin.phase == "backward":
@@ -104,8 +101,9 @@ class _Sweep:
     def _visit(self, node: fx.Node) -> None:
         if node.target is getitem:
             source, index = node.args
-            layout = ir.info(source).value[index].layout
-            ir.set_info(node, ir.info(node).at(layout))
+            made = ir.info(source).value
+            assert isinstance(made, tuple)
+            ir.set_info(node, ir.info(node).at(made[index].layout))
         elif node.target is ops.tag:
             layout, cause = self.options.pin_layout(node.kwargs["name"], ir.layout(node.args[0]))
             record = ir.info(node)
@@ -118,7 +116,7 @@ class _Sweep:
             source = ir.layout(node.args[0])
             dim, size = node.kwargs["dim"], node.kwargs["size"]
             base = source.unbind(source.dim_axes(dim))
-            dims = [*base.dims[:dim], ((size, None),), *base.dims[dim + 1 :]]
+            dims = [*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]
             self._decide(node, Strategy((base,), (base.replace(dims=dims),)))
         else:
             self._op(node)
@@ -138,8 +136,8 @@ class _Sweep:
         have = tuple(self._known(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
         items = tuple(v.itemsize for v in (*call.operands, *call.results) if v is not None)
-        grad = _Grad(self.grad_target[node], self.options.batch_axes) if node in self.grad_target else None
-        chosen = _choose(spec, layouts, have, pins, items, grad, self.cost)
+        grad = Gradient(self.grad_target[node], self.options.batch_axes) if node in self.grad_target else None
+        chosen = choose(spec, layouts, have, pins, items, grad, self.cost)
         self._decide(node, chosen)
         if spec.moves and operands and operands[0] in self.pinned:
             self.pinned.add(node)
@@ -150,7 +148,7 @@ class _Sweep:
         record = replace(ir.info(node), needs=strategy.operands)
         if isinstance(record.value, tuple):
             made = iter(strategy.results)
-            ir.set_info(node, record.at(tuple(v and next(made) for v in record.value)))
+            ir.set_info(node, record.at(tuple(None if v is None else next(made) for v in record.value)))
         else:
             ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
 
@@ -159,13 +157,13 @@ class _Sweep:
         if layout in self.demanded.get(node, ()):
             return
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
-        if (spec := _move(node)) is not None and (back := from_results(spec, self.mesh, 0, layout)) is not None:
+        if (spec := move_of(node)) is not None and (back := from_results(spec, self.mesh, 0, layout)) is not None:
             self._demand(node.args[0], back.operands[0])
 
     def _known(self, node: fx.Node) -> frozenset[Layout]:
         """The layouts at which ``node`` is wanted already, or is had by moving its source that is."""
         known = self.demanded.get(node, frozenset())
-        if (spec := _move(node)) is None:
+        if (spec := move_of(node)) is None:
             return known
         moved = (infer(spec, [layout]) for layout in self._known(node.args[0]))
         return known | {results[0] for results in moved if not isinstance(results, str)}
@@ -200,13 +198,13 @@ class _Sweep:
         summed = [a for a in self.options.batch_axes if a in split]
         op = "avg" if self.options.reduce == "mean" else "sum"
         for node in ir.placeholders(self.graph, "tangent"):
-            base = layouts[ir.info(node).role.index]
+            base = layouts[ir.role(node).index]
             pending = [(axis, op) for axis in summed if axis not in base.bound]
             ir.set_info(node, ir.info(node).at(base.replace(partial=pending)))
 
     def _grad_outputs(self) -> None:
-        inputs = {r.index: ir.layout(n) for n in ir.placeholders(self.graph, "input") if (r := ir.info(n).role)
-                  and isinstance(ir.info(n).value, Value)}  # fmt: skip
+        tensors = [n for n in ir.placeholders(self.graph, "input") if isinstance(ir.info(n).value, Value)]
+        inputs = {ir.role(node).index: ir.layout(node) for node in tensors}
         for role, node in ir.outputs(self.graph):
             if role.kind == "grad" and isinstance(node, fx.Node):
                 stored = self.options.grad_layouts.get(role.name)
@@ -230,7 +228,8 @@ class _Sweep:
             operands, itemsize = operands_of(node), ir.value(node).itemsize
             now = Strategy(needs, (ir.layout(node),))
             saved = self._price(operands, needs) - self._price(operands, sliced.operands)
-            saved += _compute_seconds(spec, now, itemsize, self.cost) - _compute_seconds(spec, sliced, itemsize, self.cost)
+            saved += compute_seconds(spec, now, itemsize, self.cost)
+            saved -= compute_seconds(spec, sliced, itemsize, self.cost)
             others = self._follow(node, target)
             if others is not None and sum(price for _, _, price in others) <= saved:
                 self._decide(node, sliced)
@@ -285,96 +284,6 @@ class _Sweep:
         )
 
 
-@dataclass(frozen=True)
-class _Grad:
-    """A value whose one way leads to a parameter's gradient.
-
-    Args:
-        target: the layout that it should have there, batch axes aside; None where the way does not tell.
-        batch_axes: pending over these is how such a value is meant to be: the storage layout reduces it.
-    """
-
-    target: Layout | None
-    batch_axes: tuple[str, ...]
-
-    def seconds(self, layout: Layout, itemsize: int, cost: CostModel) -> float:
-        """The time from ``layout`` to the target."""
-        if self.target is None:
-            return 0.0
-        here = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
-        return redistribute.seconds(here, self.target, itemsize, cost)
-
-
-@lru_cache(maxsize=65536)
-def _choose(
-    spec: Spec,
-    operands: tuple[Layout, ...],
-    known: tuple[frozenset[Layout], ...],
-    pinned: tuple[bool, ...],
-    itemsizes: tuple[int, ...],
-    grad: _Grad | None,
-    cost: CostModel,
-) -> Strategy:
-    """The cheapest strategy; memoised, so that a repeated layer is decided once.
-
-    Args:
-        known: for each operand, the layouts at which somebody before wanted it.
-        pinned: for each operand, whether a plan entry says how it lies.
-        itemsizes: of the operands, then of the results.
-        grad: where the result's one way leads to a gradient.
-    """
-    best: tuple[float, Strategy] | None = None
-    for strategy in strategies(spec, operands):
-        price = sum(
-            redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
-            for have, seen, pin, itemsize, want in zip(operands, known, pinned, itemsizes, strategy.operands, strict=False)
-            if have != want and want not in seen
-        )
-        itemsize = itemsizes[-1]
-        if grad is not None:
-            price += grad.seconds(strategy.results[0], itemsize, cost)
-        else:
-            price += _deferred(spec, operands, strategy, itemsize, cost)
-        price += _compute_seconds(spec, strategy, itemsize, cost)
-        if best is None or price < best[0]:
-            best = (price, strategy)
-    assert best is not None, "an op always has the strategy that splits nothing"
-    return best[1]
-
-
-def _compute_seconds(spec: Spec, strategy: Strategy, itemsize: int, cost: CostModel) -> float:
-    """The time that each rank computes."""
-    layouts = (*strategy.operands, *strategy.results)
-    split = prod(layouts[0].mesh.size(axis) for axis in {axis for layout in layouts for axis in layout.bound})
-    moved = 0 if spec.moves else sum(layout.local_numel for layout in layouts) * itemsize
-    return cost.compute_seconds(spec.points() * spec.flops_per_point / split, moved)
-
-
-def _deferred(
-    spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: CostModel
-) -> float:
-    """The time of the reductions that a strategy carries through to its results.
-
-    Only those that the operands bring: a contraction's own pending sum is how it is meant to run.
-    """
-    brought = {axis for layout in operands for axis, _ in layout.partial}
-    total = 0.0
-    for layout in strategy.results:
-        carried = [axis for axis, _ in layout.partial if axis in brought]
-        if carried:
-            total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
-    # On a tie a move carries (its consumer knows where the value should go), arithmetic reduces first.
-    return total * (0.999 if spec.moves else 1.001)
-
-
-def _move(node: fx.Node) -> Spec | None:
-    """The spec of ``node`` if it has one operand and only moves its data."""
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
-        return None
-    spec = spec_of(call_of(node))
-    return spec if spec is not None and spec.moves and len(spec.operands) == len(spec.results) == 1 else None
-
-
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
     """The nodes whose only use, through linear ops, is one parameter's gradient: the layout wanted there."""
     grads = {
@@ -389,8 +298,8 @@ def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) ->
         (user,) = node.users
         if user.op == "output":
             if node in grads:
-                fits = grads[node] is not None and grads[node].shape == ir.value(node).shape
-                out[node] = grads[node] if fits else None
+                target = grads[node]
+                out[node] = target if target is not None and target.shape == ir.value(node).shape else None
         elif user.target is ops.pad and user in out:
             (name,) = (role.name for role, x in ir.outputs(graph) if x is user)
             out[node] = compute.get(name)

@@ -11,7 +11,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Value
-from shardc.ir.layout import Layout
+from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 
 
@@ -36,7 +36,7 @@ class Seed:
     """Gives every placeholder but the tangents its layout.
 
     Each parameter's first use has in front of it an explicit ``reshard`` from storage to compute layout (and
-    ``unpad`` where storage is padded); each parameter's gradient is brought back the same way by ``pad`` before the output.
+    ``unpad`` where storage is padded); each parameter's gradient is brought back the same way by ``pad``.
 
     Args:
         params: by qualified name.
@@ -62,12 +62,11 @@ class Seed:
         inputs = iter(self.inputs)
         for node in ir.placeholders(graph):
             record = ir.info(node)
-            role = record.role
-            assert role is not None
+            role = ir.role(node)
             if role.kind == "param":
                 self._param(graph, node, min(node.users, key=order.__getitem__, default=None), names)
             elif role.kind == "buffer":
-                ir.set_info(node, record.at(Layout.whole(self.mesh, record.value.shape)))
+                ir.set_info(node, record.at(Layout.whole(self.mesh, ir.value(node).shape)))
             elif role.kind == "input" and isinstance(record.value, Value):
                 layout, cause = next(inputs)
                 ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
@@ -78,7 +77,7 @@ class Seed:
         record = ir.info(node)
         seeded = self.params[record.name]
         origin = replace(record.origin, cause=seeded.storage_cause)
-        dtype, shape = record.value.dtype, record.value.shape
+        dtype, shape = ir.value(node).dtype, ir.value(node).shape
         users = list(node.users)
         ir.set_info(node, replace(record, value=Value(dtype, seeded.storage.shape, seeded.storage), origin=origin))
         if before is None:
@@ -111,7 +110,7 @@ class Seed:
                     shape[dim] = size
                     node = results[at] = _insert(graph, output, ops.pad, node, {"dim": dim, "size": size}, replace(
                         record, name=names.fresh(f"{record.name}.padded"),
-                        value=Value(record.value.dtype, tuple(shape))))  # fmt: skip
+                        value=Value(ir.value(results[at]).dtype, tuple(shape))))  # fmt: skip
         output.args = (tuple(results),)
 
 
@@ -130,4 +129,4 @@ def _repad(compute: Layout, shape: Sequence[int]) -> Layout:
 
 def _resize(layout: Layout, dim: int, size: int) -> Layout:
     assert not layout.dim_axes(dim), f"dim {dim} of {layout} is padded in storage and split in compute"
-    return layout.replace(dims=[*layout.dims[:dim], ((size, None),), *layout.dims[dim + 1 :]])
+    return layout.replace(dims=[*layout.dims[:dim], (Digit(size),), *layout.dims[dim + 1 :]])

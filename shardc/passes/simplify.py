@@ -12,9 +12,8 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import NameScope
 from shardc.ir.layout import Layout
-from shardc.passes.calls import call_of
-from shardc.rules import spec_of
-from shardc.rules.spec import Spec, from_results
+from shardc.passes.calls import move_of
+from shardc.rules.spec import from_results
 
 
 @dataclass(frozen=True)
@@ -79,14 +78,13 @@ def _share_before_moves(graph: fx.Graph) -> None:
         with graph.inserting_before(first):
             shared = graph.call_function(ops.reshard, (root,))
         record = ir.info(first)
-        fresh = replace(ir.info(root), name=names.fresh(f"{ir.info(root).name}.at"), origin=record.origin, role=None, needs=None)
+        name = names.fresh(f"{ir.info(root).name}.at")
+        fresh = replace(ir.info(root), name=name, origin=record.origin, role=None, needs=None)
         ir.set_info(shared, fresh.at(layout))
         for node, moves in members:
-            last, here = shared, layout
+            last = shared
             for move in moves:
-                spec = spec_of(call_of(move))
-                assert spec is not None
-                here = _forward(spec, here, _wanted_through(node, moves, move))
+                here = _wanted_through(node, moves, move)
                 with graph.inserting_before(node):
                     last = graph.node_copy(move, lambda x, last=last: last)
                 moved = replace(ir.info(move), name=names.fresh(ir.info(move).name), needs=None)
@@ -99,7 +97,7 @@ def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
     """The value behind the moves that ``node`` reshards, the layout it then needs, and the moves in order."""
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []
-    while (spec := _move_of_tensor(source)) is not None:
+    while (spec := move_of(source)) is not None:
         back = from_results(spec, layout.mesh, 0, layout)
         if back is None:
             break
@@ -112,22 +110,9 @@ def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layou
     """The layout of ``move``'s result on the way to ``node``'s."""
     layout = ir.layout(node)
     for later in reversed(moves[moves.index(move) + 1 :]):
-        spec = spec_of(call_of(later))
+        spec = move_of(later)
         assert spec is not None
         back = from_results(spec, layout.mesh, 0, layout)
         assert back is not None
         layout = back.operands[0]
     return layout
-
-
-def _forward(spec: Spec, source: Layout, result: Layout) -> Layout:
-    made = from_results(spec, source.mesh, 0, result)
-    assert made is not None and made.operands[0] == source
-    return result
-
-
-def _move_of_tensor(node: fx.Node) -> Spec | None:
-    if node.op != "call_function" or not hasattr(node.target, "_schema"):
-        return None
-    spec = spec_of(call_of(node))
-    return spec if spec is not None and spec.moves and len(spec.operands) == len(spec.results) == 1 else None

@@ -22,6 +22,7 @@ from shardc.rules import (
     scan,
     views,
 )
+from shardc.rules.fallback import fallback_rule
 from shardc.rules.notation import rule
 from shardc.rules.rule import Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
@@ -46,13 +47,13 @@ _registered: dict[str, Rule] = {}
 
 
 def find_rule(target: Any) -> Rule | None:
-    """The rule of an op overload: that of the overload if it has one, else that of all its overloads."""
+    """The rule of an op overload: that of the overload, else that of all its overloads, else torch's table."""
     overload = str(target)
     packet = overload.rpartition(".")[0]
     for name in (overload, packet):
         if (found := _registered.get(name) or RULES.get(name)) is not None:
             return found
-    return None
+    return fallback_rule(target)
 
 
 @lru_cache(maxsize=65536)

@@ -49,7 +49,7 @@ class Simulation:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.state = module.shardc
+        self.state: Any = module.shardc
         self.mesh: Mesh = self.state.mesh
         self.ranks = Lockstep(self.mesh)
         self.storages: dict[str, Layout] = self.state.storages

@@ -1,4 +1,4 @@
-"""Training on real gloo ranks equals one device: losses, gradients and the state after three AdamW steps, in float32."""
+"""Training on real gloo ranks equals one device: losses, gradients, the state after three AdamW steps, in float32."""
 
 from __future__ import annotations
 

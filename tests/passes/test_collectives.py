@@ -36,6 +36,34 @@ outputs:
 """
 
 AFTER = """\
+mesh dp=2 tp=4
+inputs:
+  param %w: f32[4096@(tp,dp),1024]
+  input %x: bf16[8@dp,128,64]{sum:tp}
+  input %q: f32[8@dp,512@tp,16,64]
+  tangent w %g: f32[4096,1024]{sum:dp,sum:tp}
+  input %loss: f32[]{avg:dp}
+  input %same: f32[16@dp]
+forward:
+  %w.full: f32[4096@tp,1024] = all_gather(%w, axis=dp)
+  %x.scattered: bf16[8@dp,128@tp,64] = reduce_scatter(%x, axis=tp)
+  %q.moved: f32[8@dp,512,16@tp,64] = all_to_all(%q, axis=tp)
+  %g.scattered: f32[4096@tp,1024]{sum:dp} = reduce_scatter(%g, axis=tp)
+  %g.summed: f32[4096@tp,1024] = all_reduce(%g.scattered, axis=dp)
+  %loss.summed: f32[] = all_reduce(%loss, axis=dp, op="avg")
+  %x.term: bf16[8@dp,128@tp,64] = neg(%x.scattered)
+outputs:
+  output w = %w.full
+  output x = %x.term
+  output q = %q.moved
+  output g = %g.summed
+  output loss = %loss.summed
+  output same = %same
+comm:
+  all_gather(dp) x1 2097152 B/rank
+  all_reduce(dp) x2 4194308 B/rank
+  all_to_all(tp) x1 1572864 B/rank
+  reduce_scatter(tp) x2 12632064 B/rank
 """
 
 

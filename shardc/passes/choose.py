@@ -1,0 +1,96 @@
+"""Choose: the cheapest strategy of one op, by the reshards that it needs and the compute that it leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from shardc.analysis import redistribute
+from shardc.analysis.cost import CostModel
+from shardc.ir.layout import Layout
+from shardc.rules.spec import Spec, Strategy, strategies
+
+PIN_PENALTY = 1e4  # a reshard of what the plan pinned counts this many times
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A value whose one way leads to a parameter's gradient.
+
+    Args:
+        target: the layout that it should have there, batch axes aside; None where the way does not tell.
+        batch_axes: pending over these is how such a value is meant to be: the storage layout reduces it.
+    """
+
+    target: Layout | None
+    batch_axes: tuple[str, ...]
+
+    def seconds(self, layout: Layout, itemsize: int, cost: CostModel) -> float:
+        """The time from ``layout`` to the target."""
+        if self.target is None:
+            return 0.0
+        here = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
+        return redistribute.seconds(here, self.target, itemsize, cost)
+
+
+@lru_cache(maxsize=65536)
+def choose(
+    spec: Spec,
+    operands: tuple[Layout, ...],
+    known: tuple[frozenset[Layout], ...],
+    pinned: tuple[bool, ...],
+    itemsizes: tuple[int, ...],
+    grad: Gradient | None,
+    cost: CostModel,
+) -> Strategy:
+    """The cheapest strategy; memoised, so that a repeated layer is decided once.
+
+    Args:
+        known: for each operand, the layouts at which somebody before wanted it.
+        pinned: for each operand, whether a plan entry says how it lies.
+        itemsizes: of the operands, then of the results.
+        grad: where the result's one way leads to a gradient.
+    """
+    best: tuple[float, Strategy] | None = None
+    for strategy in strategies(spec, operands):
+        price = sum(
+            redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
+            for have, want, seen, pin, itemsize in zip(
+                operands, strategy.operands, known, pinned, itemsizes, strict=False
+            )
+            if have != want and want not in seen
+        )
+        itemsize = itemsizes[-1]
+        if grad is not None:
+            price += grad.seconds(strategy.results[0], itemsize, cost)
+        else:
+            price += _deferred(spec, operands, strategy, itemsize, cost)
+        price += compute_seconds(spec, strategy, itemsize, cost)
+        if best is None or price < best[0]:
+            best = (price, strategy)
+    assert best is not None, "an op always has the strategy that splits nothing"
+    return best[1]
+
+
+def compute_seconds(spec: Spec, strategy: Strategy, itemsize: int, cost: CostModel) -> float:
+    """The time that each rank computes."""
+    layouts = (*strategy.operands, *strategy.results)
+    split = prod(layouts[0].mesh.size(axis) for axis in {axis for layout in layouts for axis in layout.bound})
+    moved = 0 if spec.moves else sum(layout.local_numel for layout in layouts) * itemsize
+    return cost.compute_seconds(spec.points() * spec.flops_per_point / split, moved)
+
+
+def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: CostModel) -> float:
+    """The time of the reductions that a strategy carries through to its results.
+
+    Only those that the operands bring: a contraction's own pending sum is how it is meant to run.
+    """
+    brought = {axis for layout in operands for axis, _ in layout.partial}
+    total = 0.0
+    for layout in strategy.results:
+        carried = [axis for axis, _ in layout.partial if axis in brought]
+        if carried:
+            total += redistribute.seconds(layout, layout.without_partial(carried), itemsize, cost)
+    # On a tie a move carries (its consumer knows where the value should go), arithmetic reduces first.
+    return total * (0.999 if spec.moves else 1.001)
