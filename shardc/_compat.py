@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree as pytree
 
 from shardc.errors import MeshError
 
@@ -78,7 +78,8 @@ def single_dim_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     found = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
     metas = [
-        tree_map_only(torch.Tensor, lambda x: TensorMeta(x.shape, x.stride(), x.dtype), given) for given in (args, kwargs)
+        pytree.tree_map_only(torch.Tensor, lambda x: TensorMeta(x.shape, x.stride(), x.dtype), given)
+        for given in (args, kwargs)
     ]
     return [[_one_dim_placement(placement) for placement in row] for row in getattr(found, "func", found)(op, *metas)]
 

@@ -19,7 +19,7 @@ ENTRY = {"__init__", "__main__", "api", "cli", "program"}  # what ties the stage
 ALLOWED = {
     "errors": set(),
     "_compat": {"errors"},
-    "ir": {"errors"},
+    "ir": {"errors", "_compat"},
     "rules": {"errors", "ir", "_compat"},
     "plan": {"errors", "ir", "_compat"},
     "analysis": {"errors", "ir", "_compat"},

@@ -23,8 +23,8 @@ from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc.capture.annotate import PREFIX, annotate
+from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.errors import capture_error
-from shardc.rules.decompositions import FROM_TORCH, OWN
 
 Loss = Callable[..., Any]
 

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from math import prod
 
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
+from shardc._compat import StridedShard
 from shardc.errors import LayoutError
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
@@ -42,7 +43,7 @@ def to_placements(layout: Layout) -> tuple[Placement, ...]:
             out.append(Replicate())
         else:
             factor = _split_factor(layout, dim, axis, position)
-            out.append(Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor))
+            out.append(Shard(dim) if factor == 1 else StridedShard(dim, split_factor=factor))
     return tuple(out)
 
 
@@ -71,9 +72,9 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
     partial = {}
     for axis, placement in zip(mesh.axes, placements, strict=True):
         size = mesh.size(axis)
-        if isinstance(placement, Shard | _StridedShard):
+        if isinstance(placement, Shard | StridedShard):
             dim = placement.dim % len(shape)
-            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            factor = int(placement.split_factor) if isinstance(placement, StridedShard) else 1
             if size > 1:
                 dims[dim] = _bind(dims[dim], factor, Digit(size, axis), f"{placement} on {axis}", tuple(shape))
         elif placement.is_partial():

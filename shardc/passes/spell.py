@@ -9,32 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, 
 
 import torch
-from torch._ops import OpOverload
 
 from shardc.analysis.redistribute import Step
 from shardc.ir.layout import Layout, refine, strides
+from shardc.rules.rule import Builder
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-
-
-class Builder(Protocol):
-    """Where the ops go: a graph that is being built, or tensors at once."""
-
-    def call(self, target: OpOverload, *args: Any, **kwargs: Any) -> Any:
-        """The value of ``target`` on values and constants."""
-
-    def coordinate(self, axes: tuple[str, ...]) -> Any:
-        """An int64 value of shape [1]: this rank's index along ``axes``, the first varying slowest."""
-
-    def shape(self, x: Any) -> tuple[int, ...]:
-        """The local shape of ``x``."""
-
-    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """(size, name) of the groups whose ranks differ along ``axes``, in mesh order."""
 
 
 class Slot(NamedTuple):

@@ -77,11 +77,47 @@ def _resize_backward(ops: str, places: int) -> list[Rule]:
     return [replace(rule, localize=_resize_backward_local) for rule in windowed(ops, places, linear=True)]
 
 
+def _sampled(call: Call) -> Spec:
+    """An image read at the places of a grid; the grid is the same for all channels."""
+    loops = Loops(call)
+    image, grid = (loops.shapes[loops.names.index(name)] for name in ("input", "grid"))
+    # Channels share a grid, so its gradient sums over them.
+    n, c = loops.dim("n", image[0]), loops.dim("c", image[1], "sum" if "grad_output" in loops.names else FREE)
+    places = loops.dims("y", grid[1:-1], WHOLE if "grad_output" in loops.names else FREE)
+    x = (n, c, *loops.dims("x", image[2:], WHOLE))
+    known = {"input": x, "grid": (n, *places, loops.dim("e", grid[-1], WHOLE)), "grad_output": (n, c, *places)}
+    made = [known["grad_output"]]
+    if "grad_output" in loops.names:
+        made = [known[name] for name, result in zip(("input", "grid"), call.results, strict=True) if result is not None]
+    linear = [{loops.names.index(name)} for name in ("grad_output", "input") if name in loops.names][:1]
+    return loops.spec([known[name] for name in loops.names], made, linear=linear)
+
+
+def _columns(call: Call) -> Spec:
+    """Windows of an image as columns ``n (c k) l``, or the other way round."""
+    loops = Loops(call)
+    columns, image = loops.shapes[0], loops.made[0]
+    if "output_size" not in {a.name for a in call.target._schema.arguments}:
+        columns, image = image, columns
+    lead = loops.dims("n", image[:-3])
+    c = loops.dim("c", image[-3])
+    inside = c + loops.dim("k", columns[-2] // max(image[-3], 1), WHOLE)
+    sides = {columns: (*lead, inside, loops.dim("l", columns[-1], WHOLE)), image: (*lead, c, *loops.dims("x", image[-2:], WHOLE))}
+    return loops.spec([sides[loops.shapes[0]]], [sides[loops.made[0]]], linear=[{0}])
+
+
 _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
 
 TABLE = table(
     Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
+    *(Rule(f"aten.grid_sampler_{k}d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input") for k in (2, 3)),
+    *(
+        Rule(f"aten.grid_sampler_{k}d_backward", _sampled, "n c y, n c x, n y e -> n c x, n y e    c: sum; x y e: whole")
+        for k in (2, 3)
+    ),
+    Rule("aten.im2col", _columns, "n c x -> n (c k) l    x k l: whole    linear"),
+    Rule("aten.col2im", _columns, "n (c k) l -> n c x    x k l: whole    linear"),
     windowed("max_pool2d_with_indices max_pool2d_with_indices_backward adaptive_max_pool2d", 2),
     windowed("adaptive_max_pool2d_backward max_unpool2d", 2),
     windowed("max_pool3d_with_indices max_pool3d_with_indices_backward adaptive_max_pool3d", 3),

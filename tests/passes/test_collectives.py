@@ -25,10 +25,10 @@ forward:
   %g.store: f32[4096@tp,1024] = reshard(%g)
   %loss.whole: f32[] = reshard(%loss)
   %same.again: f32[16@dp] = reshard(%same)
-  %x.term: bf16[8@dp,128@tp,64] = neg(%x.seq)
+  %x.neg: bf16[8@dp,128@tp,64] = neg(%x.seq)
 outputs:
   output w = %w.compute
-  output x = %x.term
+  output x = %x.neg
   output q = %q.heads
   output g = %g.store
   output loss = %loss.whole
@@ -51,10 +51,10 @@ forward:
   %g.scattered: f32[4096@tp,1024]{sum:dp} = reduce_scatter(%g, axis=tp)
   %g.summed: f32[4096@tp,1024] = all_reduce(%g.scattered, axis=dp)
   %loss.summed: f32[] = all_reduce(%loss, axis=dp, op="avg")
-  %x.term: bf16[8@dp,128@tp,64] = neg(%x.scattered)
+  %x.neg: bf16[8@dp,128@tp,64] = neg(%x.scattered)
 outputs:
   output w = %w.full
-  output x = %x.term
+  output x = %x.neg
   output q = %q.moved
   output g = %g.summed
   output loss = %loss.summed

@@ -15,7 +15,7 @@ def samples(op: str) -> list[Sample]:
         return list(pointwise.samples(op))
     if op in ATTENTION:
         return list(attention.samples(op))
-    if op in convolution.TABLE and not op.startswith("aten.convolution"):
+    if op in convolution.TABLE and any(word in op for word in ("pool", "pad", "upsample")):
         return list(windows.samples(op))
     for family in (contraction, reduction, convolution):
         if op in family.TABLE:

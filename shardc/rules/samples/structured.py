@@ -64,7 +64,7 @@ def _by_name(overload: Any, x: Tensor, given: dict[str, Any]) -> Sample:
     return Sample(overload, tuple(args), kwargs)
 
 
-# --- convolution
+# --- convolution and the like
 
 
 def _convolution(name: str, draw: Draw) -> Iterator[Sample]:
@@ -90,6 +90,26 @@ def _convolution(name: str, draw: Draw) -> Iterator[Sample]:
             yield Sample(aten.convolution_backward.default, (grad, x, w, sizes, *geometry, mask))
 
 
+def _sampling(name: str, draw: Draw) -> Iterator[Sample]:
+    places = 2 if "2d" in name else 3
+    image, grid = draw.normal(4, 2, *[4] * places), 2 * draw.unit(4, *[2] * places, places) - 1
+    options = (0, 0, False)
+    if not name.endswith("backward"):
+        yield Sample(getattr(aten, name).default, (image, grid, *options))
+        return
+    for mask in ([True, True], [True, False], [False, True]):
+        yield Sample(getattr(aten, name).default, (draw.normal(4, 2, *[2] * places), image, grid, *options, mask))
+
+
+def _columns(name: str, draw: Draw) -> Iterator[Sample]:
+    windows = ([2, 2], [1, 1], [0, 0], [2, 2])
+    for lead in ((2,), ()):
+        if name == "im2col":
+            yield Sample(aten.im2col.default, (draw.normal(*lead, 4, 6, 4), *windows))
+        else:
+            yield Sample(aten.col2im.default, (draw.normal(*lead, 16, 6), [6, 4], *windows))
+
+
 def samples(op: str, family: str) -> Iterator[Sample]:
     """Samples of a rule of ``family``: contraction, reduction or convolution."""
     name = op.split(".")[1]
@@ -98,5 +118,7 @@ def samples(op: str, family: str) -> Iterator[Sample]:
         yield from _contraction(name, draw)
     elif family == "reduction":
         yield from _reduction(op, name, draw)
+    elif name.startswith("grid"):
+        yield from _sampling(name, draw)
     else:
-        yield from _convolution(name, draw)
+        yield from (_convolution if name.startswith("convolution") else _columns)(name, draw)

@@ -1,0 +1,139 @@
+"""What a program is for: the arguments of a call and the state of the model, and which program fits a call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from shardc.errors import InputError
+from shardc.ir.layout import Layout
+from shardc.runtime.inputs import check_constants, check_inputs
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor of a call, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A leaf that is no tensor: its value is part of the program. 1, 1.0 and True are different ones."""
+
+    kind: type
+    value: Hashable
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The arguments of a call and the state of the model at the time.
+
+    Args:
+        names: of the leaves of ``(args, kwargs)``.
+        leaves: what they are; shapes are global where a program was made, local where one is looked for.
+        spec: their pytree.
+        modes: train or eval, of each module.
+        grads: whether each parameter needs a gradient.
+    """
+
+    names: tuple[str, ...]
+    leaves: tuple[Like | Constant, ...]
+    spec: pytree.TreeSpec
+    modes: tuple[bool, ...]
+    grads: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call.
+
+        Raises:
+            InputError: a leaf that is neither a tensor nor a value that can be compared.
+        """
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        modes = tuple(module.training for module in model.modules())
+        grads = tuple(param.requires_grad for param in model.parameters())
+        return cls(tuple(names), tuple(map(_leaf, names, leaves)), spec, modes, grads)
+
+    @property
+    def tensors(self) -> list[tuple[str, Like]]:
+        return [(name, x) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Like)]
+
+    @property
+    def constants(self) -> list[tuple[str, Any]]:
+        return [(name, x.value) for name, x in zip(self.names, self.leaves, strict=True) if isinstance(x, Constant)]
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The structure: which leaves there are, and which of them are tensors."""
+        return self.spec, tuple(type(x) for x in self.leaves)
+
+
+class Made(Protocol):
+    """A program, as far as it matters here."""
+
+    inputs: tuple[tuple[str, Layout], ...]
+
+
+P = TypeVar("P", bound=Made)
+
+
+def fitting(call: Signature, tensors: Sequence[Tensor], programs: Mapping[Signature, P]) -> P:
+    """The program for a call with local ``tensors``, whatever the model's modes; the last made of several.
+
+    Raises:
+        InputError: none fits; what is wrong with the one that fits best.
+    """
+    errors: list[tuple[int, InputError]] = []
+    for made, program in reversed(programs.items()):
+        for passed, check in enumerate((_check_structure, _check_constants, _check_tensors)):
+            try:
+                check(call, made, program, tensors)
+            except InputError as error:
+                errors.append((passed, error))
+                break
+        else:
+            return program
+    raise max(errors, key=lambda one: one[0])[1]
+
+
+def _check_structure(call: Signature, made: Signature, program: Made, tensors: Sequence[Tensor]) -> None:
+    if call.kinds != made.kinds:
+        raise InputError(
+            f"the call passes {_shown(call)}; the module was lowered for {_shown(made)}",
+            fix="pass the same arguments, or lower the module for these too: module.lower(*examples) at global shapes",
+        )
+
+
+def _check_constants(call: Signature, made: Signature, program: Made, tensors: Sequence[Tensor]) -> None:
+    names = [name for name, _ in call.constants]
+    check_constants(names, [value for _, value in call.constants], [value for _, value in made.constants])
+
+
+def _check_tensors(call: Signature, made: Signature, program: Made, tensors: Sequence[Tensor]) -> None:
+    names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in made.tensors]
+    check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)
+
+
+def _shown(signature: Signature) -> str:
+    return ", ".join(signature.names) or "nothing"
+
+
+def _leaf(name: str, x: Any) -> Like | Constant:
+    if isinstance(x, Tensor):
+        return Like(tuple(x.shape), x.dtype, x.requires_grad)
+    try:
+        hash(x)
+    except TypeError:
+        raise InputError(
+            f"input {name!r} is a {type(x).__name__}, neither a tensor nor a constant that can be compared",
+            fix="pass a tensor, or a number, a string or None (in lists, tuples and dicts, if need be)",
+        ) from None
+    return Constant(type(x), x)
