@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import shardc.runtime.permute  # noqa: F401  (implements shardc::permute_ranks)
 from shardc.ir.comm import group_name
 from shardc.runtime.groups import Groups
 

@@ -71,15 +71,16 @@ def check_inputs(
     """
     if not len(names) == len(tensors) == len(layouts):
         raise InputError(f"{len(tensors)} tensor inputs ({', '.join(names)}), expected {len(layouts)}")
-    wrong = []
+    wrong, fix = [], "pass it in that dtype, or lower the module for this one too"
     for at, (name, x, layout) in enumerate(zip(names, tensors, layouts, strict=True)):
         expected = layout.shape if isinstance(x, DTensor) else layout.local_shape
         if tuple(x.shape) != expected:
             wrong.append(_wrong_shape(name, x, layout))
+            fix = WAYS_OUT
         elif dtypes is not None and x.dtype != dtypes[at]:
             wrong.append(f"input {name!r} is {x.dtype}, expected {dtypes[at]}")
     if wrong:
-        raise InputError("; ".join(wrong), fix=WAYS_OUT)
+        raise InputError("; ".join(wrong), fix=fix)
 
 
 def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import InputError, MeshError
+from shardc.errors import MeshError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
 from shardc.runtime.initialize import init_weights
-from shardc.runtime.inputs import check_inputs, local_input, shard_input
+from shardc.runtime.inputs import local_input, shard_input
+from shardc.runtime.signature import Signature, fitting
 from shardc.runtime.step import Compiled, Program, Runner
 from shardc.runtime.storage import to_parameter
 
@@ -53,7 +54,7 @@ class State:
     loss_args: int | None
     lower: Lower
     device: torch.device
-    programs: dict[Any, Program] = field(default_factory=dict)
+    programs: dict[Signature, Program] = field(default_factory=dict)
     explicit: bool = False
     _runners: dict[int, Runner] = field(default_factory=dict)
     owner: Any = None
@@ -71,19 +72,16 @@ class State:
         return _accepts(self.template, args[: -self.loss_args], kwargs)
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-        """The program for global (example) inputs, built if there is none yet."""
-        self._sync_template()
-        key = self._key(args, kwargs, lambda x: tuple(x.shape))
+        """The program for global (example) inputs in the present mode, built if there is none yet."""
+        key = self.signature(args, kwargs)
         if key not in self.programs:
             self.programs[key] = self.build(self.template, args, kwargs, self.with_loss(args, kwargs))
         return self.programs[key]
 
-    def _key(self, args: Sequence[Any], kwargs: dict[str, Any], shape: Callable[[Tensor], tuple[int, ...]]) -> Any:
-        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        modes = tuple(m.training for m in self.template.modules())
-        grads = tuple(p.requires_grad for p in self.template.parameters())
-        flat = tuple((shape(x), x.dtype, x.requires_grad) if isinstance(x, Tensor) else x for x in leaves)
-        return flat, spec, modes, grads, self.with_loss(args, kwargs)
+    def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call in the present mode."""
+        self._sync_template()
+        return Signature.of(self.template, self.names(self.template, args, kwargs), args, kwargs)
 
     def _sync_template(self) -> None:
         """Carries train and eval mode and ``requires_grad`` over to the template."""
@@ -113,7 +111,7 @@ class ShardedModule(nn.Module):
 
         Raises:
             MeshError: the module was compiled for an abstract mesh.
-            InputError: an input whose local shape no program fits.
+            InputError: after `lower`, inputs that no lowered program fits.
         """
         state = self.shardc
         if state.groups is None:
@@ -132,7 +130,8 @@ class ShardedModule(nn.Module):
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
 
-        After this the module takes inputs of the lowered signatures only.
+        After this the module takes shards of such inputs only: another shape, dtype or constant is an error until
+        it is lowered too. (A change of mode, as by ``eval()``, is compiled for at the next call.)
         """
         self.shardc.explicit = True
         return self.shardc.program_for(args, kwargs)
@@ -180,44 +179,27 @@ class ShardedModule(nn.Module):
 
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
-        state._sync_template()
-        names = state.names(state.template, args, kwargs)
-        tensors = [(name, x) for name, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
+        call = state.signature(args, kwargs)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         if state.explicit:
-            return _lowered(state, args, kwargs, tensors)
-        local = [(n, tuple(x.shape)) for n, x in tensors if not isinstance(x, DTensor)]
-        shapes = iter(state.global_shapes(local))
-        examples = []
-        for x in leaves:
-            if isinstance(x, Tensor):
-                shape = tuple(x.shape) if isinstance(x, DTensor) else next(shapes)
-                x = torch.empty(shape, dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-            examples.append(x)
+            shapes = [layout.shape for _, layout in fitting(call, tensors, state.programs).inputs]
+        else:
+            local = [
+                (name, like.shape)
+                for (name, like), x in zip(call.tensors, tensors, strict=True)
+                if not isinstance(x, DTensor)
+            ]
+            found = iter(state.global_shapes(local))
+            shapes = [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
+        whole = iter(shapes)
+        examples = [
+            torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+            if isinstance(x, Tensor)
+            else x
+            for x in leaves
+        ]
         example_args, example_kwargs = pytree.tree_unflatten(examples, spec)
         return state.program_for(example_args, example_kwargs)
-
-
-def _lowered(state: State, args: Any, kwargs: Any, tensors: list[tuple[str, Tensor]]) -> Program:
-    """The lowered program that fits local ``tensors``.
-
-    Raises:
-        InputError: none does.
-    """
-    wanted = state._key(args, kwargs, lambda x: ())
-    last: InputError | None = None
-    for key, program in reversed(state.programs.items()):
-        flat = tuple(((), *k[1:]) if isinstance(k, tuple) else k for k in key[0])
-        if (flat, *key[1:]) != wanted:
-            continue
-        try:
-            check_inputs([n for n, _ in tensors], [x for _, x in tensors], [layout for _, layout in program.inputs])
-            return program
-        except InputError as error:
-            last = last or error
-    raise last or InputError(
-        "no lowered program takes inputs of these kinds, dtypes and constants in this mode",
-        fix="call module.lower(...) with examples like them, at global shapes",
-    )
 
 
 def _accepts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
