@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--mesh", help="axis sizes, such as dp=2,tp=2 (default: what suits the plan)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start where torchrun has not started any")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--check", action="store_true", help="train the same on one device and compare")
@@ -69,7 +69,7 @@ def main() -> None:
 
     if args.check:
         say(compare(module, losses, Llama(config), loss, batches, lr))
-    say("sampled:", show(sample(module, b"def ", count=4 * length, length=length, copies=size)))
+    say("sampled:", show(sample(module, b"def ", count=2 * length, length=length, copies=dist.get_world_size())))
     dist.destroy_process_group()
 
 

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardc.cli import dump
+from shardc.cli import calibrate, dump
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (dump,)
+COMMANDS = (calibrate, dump)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

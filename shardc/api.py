@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.capture import input_names, loss_arity
-from shardc.errors import CaptureError, MeshError
+from shardc.errors import CaptureError, InputError
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
 from shardc.plan.ports import resolve_activations, resolve_inputs
@@ -48,17 +50,20 @@ def compile(
         or by ``module.lower(*global_examples)``.
 
     Raises:
-        PlanError, LayoutError, MeshError: what the plan says cannot be; nothing is changed then.
+        InputError: an argument of the wrong kind.
+        MeshError: a mesh without names, or larger than the world.
+        CaptureError: a model on several devices.
+        PlanError, LayoutError: what the plan says cannot be.
+        Nothing is changed then.
 
     >>> import shardc, torch
     >>> module = shardc.compile(torch.nn.Linear(8, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"))
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
-    if backend not in BACKENDS:
-        raise MeshError(f"unknown backend {backend!r}", fix=f"use one of {BACKENDS}")
+    _check_kinds(model, plan, backend, options)
     options = options or Options()
-    module = model if isinstance(model, nn.Module) else _Function(model)
+    module = model if isinstance(model, nn.Module) else _as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)
@@ -88,15 +93,32 @@ def compile(
     return sharded
 
 
-class _Function(nn.Module):
-    """A function of tensors as a module."""
+def _check_kinds(model: Any, plan: Any, backend: Any, options: Any) -> None:
+    """Raises InputError where an argument of `compile` is not what it should be."""
+    if not callable(model):
+        raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
+    if not isinstance(plan, Plan):
+        raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
+    if backend not in BACKENDS:
+        near = get_close_matches(str(backend), BACKENDS)
+        fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, BACKENDS))}"
+        raise InputError(f"unknown backend {backend!r}", fix=fix)
+    if options is not None and not isinstance(options, Options):
+        raise InputError(f"{options!r} are not options", fix="pass shardc.Options(...)")
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+def _as_module(function: Callable[..., Any]) -> nn.Module:
+    """``function`` as a module of its name and signature."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    own = inspect.signature(function)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    name = getattr(function, "__name__", type(function).__name__)
+    cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
+    return cls()
 
 
 class _Build:

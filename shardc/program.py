@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,12 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import pytree
 from shardc.analysis.cost import CostModel
+from shardc.analysis.hardware import Hardware, find
+from shardc.analysis.schedule import Schedule, build, model_flops
 from shardc.capture import Captured, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
+from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -25,12 +29,13 @@ from shardc.lower import min_cut, must_recompute, must_save
 from shardc.passes.check import check
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
-from shardc.plan.ports import batch_axes, grad_mode, resolve_activations, resolve_inputs, resolve_outputs
+from shardc.plan.ports import ActivationPin, batch_axes, grad_mode, resolve_activations, resolve_inputs, resolve_outputs
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.value import Plan
 
-PARTITIONED = ("partition", "partition.backward")
+# The stages behind the cut into forward and backward; they run when a half is first asked for.
+PARTITIONED = tuple(f"{name}{half}" for name in ("partition", "bucket", "schedule") for half in ("", ".backward"))
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,31 @@ class Options:
         strict: an op without a sharding rule is an error instead of a warning.
         cost: the cost model that layouts and algorithms are chosen by.
         verify: check the graph after every pass.
+        bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for what the cost
+            model takes for large.
+        max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
+            two buckets.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
     """
 
     strict: bool = False
     cost: CostModel = field(default_factory=CostModel)
     verify: bool = True
+    bucket_size: int | None = None
+    max_in_flight: int | None = None
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
+
+    def bucket_bytes(self) -> int:
+        """The size of a bucket: by default where latency is a tenth of a collective's time, 8 MiB at most."""
+        if self.bucket_size is not None:
+            return self.bucket_size
+        return min(int(10 * self.cost.latency * self.cost.bandwidth), 8 << 20)
+
+    def in_flight_bytes(self) -> int:
+        """How much may be started ahead."""
+        if self.max_in_flight is not None:
+            return self.max_in_flight
+        return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 1 << 20)
 
 
 class Program:
@@ -71,12 +94,16 @@ class Program:
         self._graphs: dict[str, fx.Graph] = {}
         self._root = captured.graph
         self._levels: dict[str, int] = {}
+        self._causes: dict[str, str] = {}
         self._local: fx.GraphModule | None = None
+        self._last: tuple[passes.Pass, ...] = ()
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages in order; the last ones run when they are first asked for."""
-        return (*self._graphs, *(stage for stage in PARTITIONED if stage not in self._graphs))
+        assert self._local is not None
+        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self._local.graph))
+        return tuple(dict.fromkeys((*self._graphs, *PARTITIONED[: 2 if differentiated else 1])))
 
     @property
     def forward(self) -> fx.GraphModule | None:
@@ -89,22 +116,35 @@ class Program:
     @cached_property
     def inference(self) -> fx.GraphModule:
         assert self._local is not None
-        return inference(self._local)
+        return self._scheduled(inference(self._local))
 
     @cached_property
     def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """The forward and the backward, or two None where nothing needs a gradient."""
         assert self._local is not None
         first, second = passes.Partition(self._levels, min_cut, must_recompute, must_save)(self._local)
-        self.keep(PARTITIONED[0], first.graph)
+        self.keep("partition", first.graph)
         if second is None:
             return None, None
-        self.keep(PARTITIONED[1], second.graph)
-        return first, second
+        self.keep("partition.backward", second.graph)
+        return self._scheduled(first, ""), self._scheduled(second, ".backward")
 
-    def finish(self, local: fx.GraphModule, levels: Mapping[str, int]) -> None:
-        """Takes the localized joint graph; it is split when a half of it is first asked for."""
-        self._local, self._levels = local, dict(levels)
+    def _scheduled(self, half: fx.GraphModule, suffix: str | None = None) -> fx.GraphModule:
+        """``half`` bucketed and scheduled; with ``suffix`` the graphs are kept under the passes' names."""
+
+        def keep(stage: str, gm: fx.GraphModule) -> None:
+            if suffix is not None:
+                self.keep(stage + suffix, gm.graph)
+
+        return passes.run(self._last, half, keep)
+
+    def finish(self, local: fx.GraphModule, levels: Mapping[str, int], causes: Mapping[str, str]) -> None:
+        """Takes the localized joint graph; it is split when a half of it is first asked for.
+
+        Args:
+            levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
+        """
+        self._local, self._levels, self._causes = local, dict(levels), dict(causes)
         forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
@@ -118,12 +158,35 @@ class Program:
         if stage in PARTITIONED and stage not in self._graphs:
             _ = self._halves
         if stage not in self._graphs:
-            raise PlanError(f"there is no stage {stage!r}", fix=f"use one of {', '.join(self._graphs)}")
+            near = get_close_matches(stage, self.stages)
+            fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(self.stages)}"
+            raise PlanError(f"there is no stage {stage!r}", fix=fix)
         return self._graphs[stage]
 
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
         """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause."""
         return dump(fx.GraphModule(self._root, self.graph(stage)), self.mesh, origins=origins)
+
+    def schedule(
+        self, hardware: str | Hardware = "h100", *, order: str = "graph", optimizer_copies: float = 2.0
+    ) -> Schedule:
+        """The communication, the time and the memory of one training step, predicted without running anything.
+
+        Args:
+            hardware: a description, or its name in `shardc.analysis.hardware`.
+            order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
+            optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+
+        Raises:
+            MeshError: no such hardware, or the mesh is larger than its description.
+            PlanError: no such order.
+        """
+        assert self._local is not None
+        useful = model_flops(self.graph("collectives")) / self.mesh.ranks
+        return build(
+            self._local.graph, self.mesh, self._levels, find(hardware) if isinstance(hardware, str) else hardware,
+            order=order, causes=self._causes, useful_flops=useful, optimizer_copies=optimizer_copies,
+        )  # fmt: skip
 
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the text of every stage as ``NN_stage.txt``; returns the paths."""
@@ -168,6 +231,7 @@ def build_program(
     pins = resolve_activations(plan, [name for name, _ in model.named_modules()])
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
     captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags)
+    _check_pins(pins, tags, captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     inputs = resolve_inputs(plan, mesh, shapes)
@@ -181,7 +245,8 @@ def build_program(
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
         pin = by_tag[tag]
         what = f"{pin.where} of module {pin.module!r}"
-        return to_layout(pin.spec, mesh, base.shape, base.without_partial(), what=what, entry=pin.entry), pin.entry
+        base = base.without_partial()
+        return to_layout(pin.spec, mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry
 
     def output_layout(index: int, name: str, natural: Layout) -> tuple[Layout, str]:
         said = outputs.get(index)
@@ -216,10 +281,25 @@ def build_program(
         gm,
         hook,
     )  # fmt: skip
-    program.finish(local, {name: p.level for name, p in params.items()})
+    program.finish(
+        local, {name: p.level for name, p in params.items()}, {name: p.compute_cause for name, p in params.items()}
+    )
     if options.dump:
         program.save(options.dump)
     return program
+
+
+def _check_pins(pins: Sequence[ActivationPin], tags: Sequence[Tag], graph: fx.Graph) -> None:
+    """Raises PlanError for a plan entry about activations none of which is in the program."""
+    met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
+    heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag.name in met}
+    for pin in pins:
+        if pin.entry not in heard:
+            raise PlanError(
+                f"{pin.where} {pin.index!r} of module {pin.module!r} is no tensor of the program",
+                plan_entry=pin.entry,
+                fix="name a module that the model calls, and a tensor that it takes or returns there",
+            )
 
 
 def _output_specs(plan: Plan, captured: Captured) -> dict[int, tuple[Any, str]]:

@@ -53,6 +53,13 @@ def fenced(language: str, path: Path) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+def run(*arguments: str | Path) -> str:
+    """What Python prints when run with ``arguments`` in the project's root."""
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_each_unit_imports_only_what_it_may() -> None:
     known = set(ALLOWED) | ENTRY
     wrong = []
@@ -98,38 +105,27 @@ def test_no_file_is_named_after_nothing() -> None:
     assert [path for path in (*SOURCES, *(ROOT / "examples").rglob("*.py")) if path.name in vague] == []
 
 
-def test_readme_python_blocks_run(tmp_path: Path) -> None:
-    blocks = fenced("python", ROOT / "README.md")
-    assert blocks, "the README shows no Python"
-    for number, block in enumerate(blocks):
-        script = tmp_path / f"readme_{number}.py"
-        script.write_text(block)
-        done = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+def test_readme_program_prints_what_the_readme_shows(tmp_path: Path) -> None:
+    (program,) = fenced("python", ROOT / "README.md")
+    script = tmp_path / "readme.py"
+    script.write_text(program)
+    assert run(script) == fenced("text", ROOT / "README.md")[0]
+
+
+def test_readme_commands_are_real() -> None:
+    """The dump runs; the example takes its flags; make knows its targets."""
+    commands = [line for block in fenced("sh", ROOT / "README.md") for line in block.splitlines()]
+    python = [shlex.split(line)[1:] for line in commands if line.startswith(".venv/bin/python ")]
+    dump, example = (next(args for args in python if word in args) for word in ("dump", "examples/train_decoder.py"))
+    assert run(*dump).startswith("mesh dp=2 tp=2\n")
+    assert run(*example, "--help").startswith("usage: train_decoder.py")
+    assert len(commands) == len(python) + sum(line.startswith("make ") for line in commands)
 
 
 def test_readme_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     asked = set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text()))
     assert {"demo", "test"} <= asked <= targets
-
-
-def test_readme_dump_is_what_the_command_prints() -> None:
-    """A ``console`` block holds one ``$ python ...`` line and all that it prints."""
-    blocks = fenced("console", ROOT / "README.md")
-    assert blocks, "the README shows no command with its output"
-    for block in blocks:
-        command, _, expected = block.partition("\n")
-        assert command.startswith("$ python "), command
-        done = subprocess.run(
-            [sys.executable, *shlex.split(command.removeprefix("$ python "))],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.rstrip() == expected.rstrip()
 
 
 def test_demo_is_the_decoder_example() -> None:

@@ -1,13 +1,34 @@
 """The cost model: seconds of communication, compute and local copies, per rank.
 
 Linear in bytes and messages (the alpha-beta model of Hockney, 1994): good enough to rank plans, and
-its few numbers can be measured (``python -m shardc calibrate``).
+its few numbers can be measured: ``python -m shardc calibrate`` writes a file that `CostModel.load` reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from shardc.errors import InputError
+
+
+class Measured(NamedTuple):
+    """What a kind of collective takes on groups of ``ranks`` ranks.
+
+    Args:
+        kind: as in `shardc.analysis.redistribute.Step`.
+        ranks: ranks of a group; a group of another size is priced by the nearest.
+        latency: seconds before the first byte.
+        bandwidth: bytes per second that a rank receives.
+    """
+
+    kind: str
+    ranks: int
+    latency: float
+    bandwidth: float
 
 
 @dataclass(frozen=True)
@@ -20,8 +41,7 @@ class CostModel:
         bandwidth: bytes per second that a rank receives.
         flops: floating-point operations per second.
         memory_bandwidth: bytes per second read or written by local ops.
-        kinds: (kind, latency, bandwidth) of collectives that differ, e.g. gloo's reduce_scatter, which
-            runs as a whole all-reduce.
+        kinds: collectives that differ, as measured; ``latency``, ``hop`` and ``bandwidth`` are of the others.
     """
 
     latency: float = 20e-6
@@ -29,23 +49,30 @@ class CostModel:
     bandwidth: float = 50e9
     flops: float = 100e12
     memory_bandwidth: float = 1e12
-    kinds: tuple[tuple[str, float, float], ...] = (("permute_ranks", 30e-6, 40e9),)
+    kinds: tuple[Measured, ...] = (Measured("permute_ranks", 2, 30e-6, 40e9),)
 
     @cached_property
-    def _by_kind(self) -> dict[str, tuple[float, float]]:
-        return {kind: (latency, bandwidth) for kind, latency, bandwidth in self.kinds}
+    def _by_kind(self) -> dict[str, list[Measured]]:
+        out: dict[str, list[Measured]] = {}
+        for row in self.kinds:
+            out.setdefault(row.kind, []).append(row)
+        return out
 
     @cached_property
     def _best(self) -> tuple[float, float]:
-        rows = [(self.latency, self.bandwidth), *self._by_kind.values()]
-        return min(latency for latency, _ in rows), max(bandwidth for _, bandwidth in rows)
+        latencies = [self.latency, *(row.latency for row in self.kinds)]
+        return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
         """Seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks, each receiving ``wire_bytes`` in all."""
         if ranks == 1:
             return 0.0
-        latency, bandwidth = self._by_kind.get(kind, (self.latency, self.bandwidth))
-        return messages * (latency + self.hop * (ranks - 1)) + wire_bytes / bandwidth
+        rows = self._by_kind.get(kind)
+        if rows is None:
+            return messages * (self.latency + self.hop * (ranks - 1)) + wire_bytes / self.bandwidth
+        row = min(rows, key=lambda row: abs(row.ranks - ranks))
+        further = self.hop * max(ranks - row.ranks, 0)
+        return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
     def least_seconds(self, wire_bytes: float) -> float:
         """A lower bound of ``seconds`` for receiving ``wire_bytes`` by whatever collectives."""
@@ -55,3 +82,28 @@ class CostModel:
     def compute_seconds(self, flops: float, nbytes: float) -> float:
         """Seconds of a local op that does ``flops`` operations and reads and writes ``nbytes``."""
         return max(flops / self.flops, nbytes / self.memory_bandwidth)
+
+    # --- files
+
+    def save(self, path: str | Path) -> None:
+        """Writes the numbers as JSON."""
+        table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
+        Path(path).write_text(json.dumps(table, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        """What `save` wrote.
+
+        Raises:
+            InputError: no such file, or one that is not a cost model.
+        """
+        fix = "write it with python -m shardc calibrate"
+        try:
+            table = json.loads(Path(path).read_text())
+            table["kinds"] = tuple(Measured(**row) for row in table.get("kinds", ()))
+            return cls(**table)
+        except OSError as error:
+            raise InputError(f"cost model {path} cannot be read: {error.strerror}", fix=fix) from error
+        except (ValueError, TypeError, AttributeError) as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise InputError(f"{path} is not a cost model ({names}): {error}", fix=fix) from error

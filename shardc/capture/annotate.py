@@ -57,8 +57,8 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:
         CaptureError: the model changes an input or a parameter; of what it holds only buffers may change.
     """
     results: Any = output.args[0]
-    named = [(_output_role(desc, inputs), made) for desc, made in zip(output.meta["desc"], results, strict=True)]
-    named = [(role, made) for role, made in named if role is not None]
+    roles = [_output_role(desc, inputs) for desc in output.meta["desc"]]
+    named = [(role, made) for role, made in zip(roles, results, strict=True) if role is not None]
     output.args = (tuple(made for _, made in named),)
     output.meta[ir.ROLES] = tuple(role for role, _ in named)
     for role, made in named:

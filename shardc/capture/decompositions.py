@@ -135,6 +135,16 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
 
 
+def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
+    """One value written where a mask holds is a choice; how many places there are need not be known."""
+    given = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if len(given) != 1 or given[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
+        return NotImplemented
+    at, mask = given[0]
+    mask = aten.view.default(mask, [*mask.shape, *[1] * (x.ndim - at - mask.ndim)])
+    return aten.where.self(mask, aten.view.default(values, []), x)
+
+
 def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
@@ -155,4 +165,5 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
     aten.full_like.default: _full_like,
+    aten.index_put.default: _index_put,
 }

@@ -12,6 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ class Captured:
 
 @dataclass(frozen=True)
 class Tag:
-    """Where to put an `ops.tag` in the trace: on a module's input or output, tensor ``index`` of it."""
+    """Where to put an `ops.tag` in the trace: on a module's input or output, tensor (or keyword) ``index`` of it."""
 
     module: str
     where: str
-    index: int
+    index: int | str
 
     @property
     def name(self) -> str:
@@ -130,8 +131,8 @@ def capture(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    leaves = zip(input_names(model, args, kwargs), flat, strict=True)
-    named = [(name, x) for name, x in leaves if isinstance(x, Tensor)]
+    names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
+    named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
     root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -177,7 +178,8 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
     made: dict[int, Tensor] = {}
     try:
         for module in root.modules():
-            for held in (module._parameters, module._buffers):
+            both: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for held in both:
                 saved.append((held, dict(held)))
                 for name, tensor in list(held.items()):
                     if tensor is None:
@@ -210,7 +212,7 @@ def _tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
     for tag in tags:
         module = modules[(PREFIX + tag.module).rstrip(".")]
         if tag.where == "input":
-            handles.append(module.register_forward_pre_hook(lambda _m, args, tag=tag: _replace(args, tag)))
+            handles.append(module.register_forward_pre_hook(partial(_replace_inputs, tag), with_kwargs=True))
         else:
             handles.append(module.register_forward_hook(lambda _m, _args, output, tag=tag: _replace(output, tag)))
     try:
@@ -220,28 +222,46 @@ def _tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
             handle.remove()
 
 
+def _replace_inputs(tag: Tag, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
+
+
 def _replace(values: Any, tag: Tag) -> Any:
-    """``values`` (a tensor, or a tuple or list of them) with tensor ``tag.index`` tagged."""
+    """``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if it is there."""
     if isinstance(values, Tensor):
         return _tag(values, tag.name) if tag.index == 0 else values
-    if isinstance(values, (tuple, list)):
-        items = list(values)
-        tensors = [i for i, x in enumerate(items) if isinstance(x, Tensor)]
-        if tag.index < len(tensors):
-            items[tensors[tag.index]] = _tag(items[tensors[tag.index]], tag.name)
-        return tuple(items) if isinstance(values, tuple) else items
-    return values
+    if not isinstance(values, (tuple, list, dict)):
+        return values
+    places = list(values) if isinstance(values, dict) else range(len(values))
+    tensors = [at for at in places if isinstance(values[at], Tensor)]
+    if isinstance(tag.index, int):
+        tensors = tensors[tag.index : tag.index + 1]
+    else:
+        tensors = [at for at in tensors if at == tag.index]
+    made = dict(values) if isinstance(values, dict) else list(values)
+    for at in tensors:
+        made[at] = _tag(values[at], tag.name)
+    return tuple(made) if isinstance(values, tuple) else made
 
 
-def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
-    """A dotted name for every flat leaf of ``(args, kwargs)``; loss arguments are named ``target``."""
-    parameters = [p.name for p in inspect.signature(model.forward).parameters.values() if p.kind != p.KEYWORD_ONLY]
-    extra = len(args) - len(parameters)
-    targets = ["target"] if extra == 1 else [f"target{i}" for i in range(extra)]
-    named = dict(zip([*parameters, *targets], args, strict=False)) | kwargs
-    paths, _ = pytree.tree_flatten_with_path((tuple(named[n] for n in list(named)[: len(args)]), dict(kwargs)))
+def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:
+    """A dotted name for every flat leaf of ``(args, kwargs)``.
+
+    Args:
+        extra: how many of ``args``, at the end, are the loss's: these are named ``target``, or ``target0`` and so on.
+    """
+    own = len(args) - extra
+    names: list[str] = []
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names += [f"{parameter.name}.{at}" for at in range(own - len(names))]
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names = [*names[:own], *(["target"] if extra == 1 else [f"target{at}" for at in range(extra)])]
+    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     out = []
     for path, _ in paths:
-        (_, first, *rest) = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
-        out.append(".".join(map(str, [list(named)[first] if isinstance(first, int) else first, *rest])))
+        keys: list[Any] = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
+        group, first, *rest = keys
+        out.append(".".join(map(str, [names[first] if group == 0 else first, *rest])))
     return out

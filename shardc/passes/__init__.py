@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import fx
 
+from shardc.passes.bucket import Bucket
 from shardc.passes.canonicalize import Canonicalize
 from shardc.passes.collectives import Collectives
 from shardc.passes.localize import Localize
@@ -18,6 +19,7 @@ from shardc.passes.objective import Objective
 from shardc.passes.partition import Partition
 from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
+from shardc.passes.schedule import Schedule
 from shardc.passes.seed import Seed
 from shardc.passes.simplify import Simplify
 
@@ -39,10 +41,16 @@ PIPELINE: tuple[type[Pass], ...] = (
     Simplify,  # fewer of them, while they are still whole changes of layout
     Collectives,  # each spelled as steps
     Localize,  # global shapes become local ones
-    # bucket, schedule and the memory plan stand here: they need collectives at local sizes, before the split
 )
 
-STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name)
+# Partition then cuts the joint graph in two; these run on each half, and on the forward alone for inference.
+HALVES: tuple[type[Pass], ...] = (
+    Bucket,  # while each collective still stands where its inputs and uses put it
+    Schedule,  # starts and waits, of what is left after bucketing
+    # the memory plan stands here: lifetimes depend on the schedule
+)
+
+STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name, *(p.name for p in HALVES))
 
 Hook = Callable[[str, fx.GraphModule], None]
 
@@ -56,8 +64,10 @@ def run(passes: tuple[Pass, ...], gm: fx.GraphModule, hook: Hook) -> fx.GraphMod
 
 
 __all__ = [
+    "HALVES",
     "PIPELINE",
     "STAGES",
+    "Bucket",
     "Canonicalize",
     "Collectives",
     "Localize",
@@ -66,6 +76,7 @@ __all__ = [
     "Pass",
     "Propagate",
     "Reshard",
+    "Schedule",
     "Seed",
     "Simplify",
     "run",

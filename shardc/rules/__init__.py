@@ -88,9 +88,11 @@ def register_rule(
 
     Raises:
         RuleError: where the text cannot be read; at a call, where it does not fit the op's shapes.
+
+    >>> _ = register_rule("mylib::rowwise_scale", "i j, i -> i j", linear="0|1")
     """
     name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
-    made = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))
+    made = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
     _registered[made.op] = made
     spec_of.cache_clear()
     return made

@@ -59,6 +59,23 @@ def _embedding_backward_local(local: Local) -> Any:
     return call(aten.embedding_dense_backward.default, grad, index, layout.local_shape[0], -1, False)
 
 
+def _embedding_bag(call: Call) -> Spec:
+    """Rows are added up bag by bag; a part of every row is as good as the row."""
+    loops = Loops(call)
+    row = loops.dim("d", loops.shapes[0][1])
+    operands = [(loops.dim("v", loops.shapes[0][0], WHOLE), row)]
+    operands += [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes[1:])]
+    bags = loops.dim("bags", loops.made[0][0], WHOLE)
+    rest = [loops.dims(f"y{at}.", shape, WHOLE) for at, shape in enumerate(loops.made[1:-1])]
+    # Which row was the largest, in each of its places.
+    largest = (bags, row) if call["mode"] == _MAX else loops.dims("largest", loops.made[-1], WHOLE)
+    aside = [1, 2] if call["mode"] == _MAX else [1, 2, 3]
+    return loops.spec(operands, [(bags, row), *rest, largest], aside=aside)
+
+
+_MAX = 2
+
+
 # --- an index of as many dims as the tensor
 
 
@@ -217,6 +234,7 @@ TABLE = table(
         "... d, ... -> v d    ...: sum    linear in grad_output",
         _embedding_backward_local,
     ),
+    Rule("aten._embedding_bag", _embedding_bag, "v d, ... -> bags d    v bags: whole"),
     Rule("aten.gather", _gather, "v ..., k ... -> k ...    v: sum    linear in self", _lookup_local),
     Rule("aten.index_select", _index_select, "v ..., k -> k ...    v: sum    linear in self", _lookup_local),
     Rule("aten.scatter", _scatter, _REPLACES, _write_local),

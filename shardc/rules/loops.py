@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from math import gcd, prod
 
+from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call
 from shardc.rules.spec import Dims, Factors, Spec
 
-FREE, WHOLE = "", "whole"
+FREE = ""
 
 
 class Loops:

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from math import prod
 
 from shardc.errors import RuleError
+from shardc.ir.layout import REDUCE_OPS
 from shardc.rules.rule import Call, Local, Localize, Rule
 from shardc.rules.spec import Dims, Spec
+
+WHOLE = "whole"
 
 
 def rule(
@@ -32,22 +36,38 @@ def rule(
         text: the notation.
         linear: operand sets that carry a pending sum, by position: ``"0|1"`` either, ``"0&1"`` both together.
         moves: the op only moves operand 0.
-        localize: how it is spelled on local tensors.
+        localize: how it is spelled on local tensors; without it a factor that only results have is whole.
         flops: floating-point operations per point of the loop nest.
         factors: ``k="sum"``, ``d="whole"``.
 
     Raises:
-        RuleError: at a call whose shapes the notation does not fit.
+        RuleError: a text that cannot be read, a factor that is not in it; and at a call whose shapes do not fit.
     """
     name = op.replace("::", ".") if "::" in op else f"aten.{op.removeprefix('aten.')}"
     operands, results = parse(text)
     sets = tuple(frozenset(int(i) for i in group.split("&")) for group in linear.split("|") if group)
+    _check(name, text, operands + results, factors)
+    kinds = dict(factors)
+    if localize is Local.same:
+        kinds |= dict.fromkeys(_names(results) - _names(operands), WHOLE)
 
     def spec(call: Call) -> Spec:
-        return bind(call, operands, results, factors, sets, moves, flops)
+        return bind(call, operands, results, kinds, sets, moves, flops)
 
     said = "; ".join(f"{f}: {kind}" for f, kind in factors.items())
     return Rule(name, spec, f"{text}    {said}".rstrip(), localize)
+
+
+def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, str]) -> None:
+    for factor, kind in factors.items():
+        if factor not in _names(sides):
+            raise RuleError(f"the rule {text!r} of {op} has no factor {factor!r}", fix="name a factor of the text")
+        if kind not in (*REDUCE_OPS, WHOLE):
+            raise RuleError(f"the rule of {op} says {factor}: {kind!r}", fix=f"say one of {(*REDUCE_OPS, WHOLE)}")
+
+
+def _names(sides: tuple[Dims, ...]) -> set[str]:
+    return {name for dims in sides for names in dims for name in names} - {"..."}
 
 
 def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
@@ -80,14 +100,20 @@ def bind(
     """The `Spec` of ``call`` under parsed notation; sizes are read off the shapes."""
     shapes = [v.shape for v in call.operands]
     made = [v.shape for v in call.results if v is not None]
-    if len(shapes) != len(operands):
-        raise RuleError(f"the rule of {call.name} is for {len(operands)} tensors, the call has {len(shapes)}")
+    for kind, said, there in (("operands", operands, shapes), ("results", results, made)):
+        if len(said) != len(there):
+            raise RuleError(
+                f"the rule of {call.name} is for {len(said)} {kind}, the call has {len(there)}",
+                fix="separate the operands, and the results, by commas, one for each tensor",
+            )
     sizes: dict[str, int] = {}
     left = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(operands, shapes, strict=True))
     right = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(results, made, strict=True))
+    _complete(sizes, left + right, [*shapes, *made])
+    sizes = {name: size for name, size in sizes.items() if size != 1}
     left, right = (tuple(_only_sized(side, sizes) for side in sides) for sides in (left, right))
-    reduce = tuple((f, op) for f, op in factors.items() if op != "whole" and f in sizes)
-    whole = frozenset(f for f, op in factors.items() if op == "whole")
+    reduce = tuple((f, op) for f, op in factors.items() if op != WHOLE and f in sizes)
+    whole = frozenset(f for f, op in factors.items() if op == WHOLE)
     spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves, flops)
     spec.check(shapes, made, call.name)
     return spec
@@ -101,17 +127,32 @@ def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int])
         rest = len(shape) - (len(dims) - 1)
         dims = (*dims[:at], *((f".{rest - i}",) for i in range(rest)), *dims[at + 1 :])
     if len(dims) != len(shape):
-        raise RuleError(f"the rule of {call.name} is for {len(dims)} dims, the tensor has shape {list(shape)}")
+        raise RuleError(
+            f"the rule of {call.name} has {len(dims)} dims ({_shown(dims)}) for a tensor of shape {list(shape)}",
+            fix="name a factor for every dim, or write ... for any number of leading dims",
+        )
     out = []
     for names, size in zip(dims, shape, strict=True):
-        if size == 1:
-            out.append(())
-            continue
-        if len(names) == 1:
-            sizes.setdefault(names[0], size)
-        out.append(names)
+        # A dim of size 1 broadcasts to what its factor is elsewhere.
+        if len(names) == 1 and sizes.get(names[0], 1) == 1:
+            sizes[names[0]] = size
+        out.append(names if size != 1 else ())
     return tuple(out)
 
 
+def _shown(dims: Dims) -> str:
+    return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" if names else "1" for names in dims)
+
+
+def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Iterable[int]]) -> None:
+    """The sizes of factors that stand in no dim of their own: what the others leave of a dim."""
+    for dims, shape in zip(sides, shapes, strict=True):
+        for names, size in zip(dims, shape, strict=True):
+            unknown = [name for name in names if name not in sizes]
+            known = prod(sizes[name] for name in names if name in sizes)
+            if len(unknown) == 1 and known and size % known == 0:
+                sizes[unknown[0]] = size // known
+
+
 def _only_sized(dims: Dims, sizes: Mapping[str, int]) -> Dims:
-    return tuple(tuple(f for f in names if f in sizes) for names in dims)
+    return tuple(tuple(name for name in names if name in sizes) for names in dims)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import MeshError
+from shardc.errors import InputError, MeshError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
@@ -38,6 +38,7 @@ class State:
         storages: storage layout of each parameter.
         build: (template, args, kwargs, with_loss) at global shapes -> Program.
         global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
+        names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
         lower: makes a local graph callable.
         device: where parameters live.
@@ -64,12 +65,20 @@ class State:
         return self.groups.rank if self.groups is not None else 0
 
     def with_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Whether a call passes the loss its arguments: its last positional ones, if the model does without them."""
-        if not self.loss_args:
-            return self.loss_args is not None
-        if len(args) < self.loss_args:
+        """Whether a call passes the loss its arguments: its last positional ones, if the model does without them.
+
+        Raises:
+            InputError: these are no arguments of the model, with or without those of the loss.
+        """
+        own = len(args) - (self.loss_args or 0)
+        if self.loss_args is not None and own >= 0 and _refuses(self.template, args[:own], kwargs) is None:
+            return True
+        reason = _refuses(self.template, args, kwargs)
+        if reason is None:
             return False
-        return _accepts(self.template, args[: -self.loss_args], kwargs)
+        takes = f"{type(self.template).__name__}.forward{inspect.signature(self.template.forward)}"
+        after = f", and after these {self.loss_args} for the loss, by position" if self.loss_args else ""
+        raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         """The program for global (example) inputs in the present mode, built if there is none yet."""
@@ -81,7 +90,12 @@ class State:
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
         self._sync_template()
-        return Signature.of(self.template, self.names(self.template, args, kwargs), args, kwargs)
+        return Signature.of(self.template, self.input_names(args, kwargs), args, kwargs)
+
+    def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+        """A name for each leaf of a call's arguments."""
+        extra = self.loss_args if self.with_loss(args, kwargs) else 0
+        return self.names(self.template, args, kwargs, extra)
 
     def _sync_template(self) -> None:
         """Carries train and eval mode and ``requires_grad`` over to the template."""
@@ -144,7 +158,7 @@ class ShardedModule(nn.Module):
         """
         state = self.shardc
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        named = zip(state.names(state.template, args, kwargs), leaves, strict=True)
+        named = zip(state.input_names(args, kwargs), leaves, strict=True)
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
         layouts = iter(state.build.input_layouts(shapes))  # type: ignore[attr-defined]
         cut = [shard_input(x, next(layouts), state.rank) if isinstance(x, Tensor) else x for x in leaves]
@@ -202,12 +216,13 @@ class ShardedModule(nn.Module):
         return state.program_for(example_args, example_kwargs)
 
 
-def _accepts(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why ``model.forward`` does not take these arguments, or None where it does."""
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def _replace(module: nn.Module, kind: str, name: str, tensor: Tensor) -> None:

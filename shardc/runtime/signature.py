@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -85,7 +85,7 @@ class Made(Protocol):
 P = TypeVar("P", bound=Made)
 
 
-def fitting(call: Signature, tensors: Sequence[Tensor], programs: Mapping[Signature, P]) -> P:
+def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Signature, P]) -> P:
     """The program for a call with local ``tensors``, whatever the model's modes; the last made of several.
 
     Raises:
@@ -123,7 +123,10 @@ def _check_tensors(call: Signature, made: Signature, program: Made, tensors: Seq
 
 
 def _shown(signature: Signature) -> str:
-    return ", ".join(signature.names) or "nothing"
+    """The arguments of a call as one writes them: ``x, mask=...``."""
+    count = len(pytree.tree_leaves(pytree.tree_unflatten(signature.names, signature.spec)[0]))
+    named = [name if at < count else f"{name}=..." for at, name in enumerate(signature.names)]
+    return ", ".join(named) or "nothing"
 
 
 def _leaf(name: str, x: Any) -> Like | Constant:

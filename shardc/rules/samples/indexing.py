@@ -21,6 +21,9 @@ def _one_dim(d: Draw) -> dict[str, list[tuple[Any, ...]]]:
             (d.normal(8, 4), d.below(4, 8), 4, 2, False),
             (d.normal(8, 4), d.below(4, 8), 4, 2, True),
         ],
+        "_embedding_bag.default": [
+            (d.normal(16, 4), d.below(16, 6), torch.tensor([0, 2, 4]), False, mode) for mode in (0, 1, 2)
+        ],
         "gather.default": [
             (x, 1, d.below(16, 4, 2)),
             (d.normal(8, 4), 0, d.below(8, 2, 3)),

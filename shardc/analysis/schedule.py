@@ -1,0 +1,293 @@
+"""The communication schedule: every collective of a training step, when it runs, what it costs and why it is there."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.analysis import export
+from shardc.analysis.causes import Cause, Explainer
+from shardc.analysis.hardware import Hardware, Price, price, route
+from shardc.analysis.kernels import Kernel, buffers, flops_of, kernels
+from shardc.analysis.memory import Memory, memory_of
+from shardc.analysis.sequence import START, Sequence, sequence
+from shardc.analysis.simulate import ORDERS, Span, Timeline, simulate
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir import tally
+from shardc.ir.mesh import Mesh, split_part
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a step, as every rank runs it.
+
+    Args:
+        name: of the node.
+        kind: as in `shardc.ir.ops`.
+        axis: the mesh axes of its groups, joined by commas.
+        ranks: in each group.
+        dtype: of what moves.
+        bytes: that each rank hands in.
+        wire: bytes that each rank sends, as `shardc.ir.tally` counts them.
+        phase: "forward" or "backward".
+        start, end: predicted seconds from the start of the step.
+        exposed: seconds that the rank stands still for it.
+        hidden_by: the module whose kernels run most of the time meanwhile; "" where none do.
+        cause: where it comes from.
+        algorithm, link: what the prediction assumes.
+    """
+
+    name: str
+    kind: str
+    axis: str
+    ranks: int
+    dtype: str
+    bytes: int
+    wire: int
+    phase: str
+    start: float
+    end: float
+    exposed: float
+    hidden_by: str
+    cause: Cause
+    algorithm: str
+    link: str
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Run:
+    """One kernel of a step and when it runs (seconds from the start of the step)."""
+
+    kernel: Kernel
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Total:
+    """Collectives that have something in common.
+
+    Args:
+        count: how many.
+        wire: bytes that each rank sends.
+        seconds: on the wire.
+        exposed: seconds of them that nothing hides.
+    """
+
+    count: int
+    wire: int
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A training step (forward and backward, without the optimizer) of one rank, predicted.
+
+    Args:
+        mesh, hardware: what it is predicted for.
+        order: "graph" or "earliest" (`shardc.analysis.simulate`).
+        collectives, runs: in the order of the graph.
+        memory: bytes of a rank over the step.
+        clock: seconds at which each op of the step's sequence is reached.
+        seconds: of the step.
+        useful_flops: operations of the whole model's dense ops divided by the ranks, without replicated work.
+        dtype: that most dense operations are in.
+    """
+
+    mesh: Mesh
+    hardware: Hardware
+    order: str
+    collectives: tuple[Collective, ...]
+    runs: tuple[Run, ...]
+    memory: Memory
+    clock: tuple[float, ...]
+    seconds: float
+    useful_flops: float
+    dtype: torch.dtype
+
+    @property
+    def wire(self) -> int:
+        """Bytes that each rank sends."""
+        return sum(each.wire for each in self.collectives)
+
+    @property
+    def compute_seconds(self) -> float:
+        return sum(run.seconds for run in self.runs)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that a rank stands still for collectives."""
+        return sum(each.exposed for each in self.collectives)
+
+    @property
+    def flops(self) -> int:
+        """Operations of the dense ops that a rank runs, replicated ones included."""
+        return sum(run.kernel.flops for run in self.runs)
+
+    @property
+    def mfu(self) -> float:
+        """Model flops utilisation that the prediction allows: useful operations over the peak of the step's time."""
+        return self.useful_flops / (self.seconds * self.hardware.peak(self.dtype)) if self.seconds else 0.0
+
+    def totals(self, by: str) -> dict[str, Total]:
+        """Totals by "axis", "kind", "module", "tensor", "phase" or "entry", largest exposed time first."""
+        groups: dict[str, list[Collective]] = {}
+        for each in self.collectives:
+            key = getattr(each.cause, by) if by in ("module", "tensor", "entry") else getattr(each, by)
+            groups.setdefault(key, []).append(each)
+        made = {
+            key: Total(len(of), sum(c.wire for c in of), sum(c.seconds for c in of), sum(c.exposed for c in of))
+            for key, of in groups.items()
+        }
+        return dict(sorted(made.items(), key=lambda item: (-item[1].exposed, -item[1].wire, item[0])))
+
+    def fits(self, gigabytes: float | None = None) -> bool:
+        """Whether the peak is within ``gigabytes`` (of 10^9 bytes; by default what the hardware has)."""
+        return self.memory.peak.total <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
+
+    def table(self, rows: int | None = 40) -> str:
+        """The collectives (the first ``rows`` by exposed time, alike ones together), totals, step and memory, as text."""
+        return export.table(self, rows)
+
+    def to_json(self) -> str:
+        """All of it, as JSON that is the same to the byte for the same program."""
+        return json.dumps(export.record(self), indent=1) + "\n"
+
+    def to_trace(self) -> str:
+        """A Chrome trace (for Perfetto): the compute stream, one track for each axis, and memory by owner."""
+        return json.dumps(export.trace(self)) + "\n"
+
+    def save_trace(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_trace())
+
+
+def build(
+    graph: fx.Graph,
+    mesh: Mesh,
+    levels: Mapping[str, int],
+    hardware: Hardware,
+    *,
+    order: str = "graph",
+    causes: Mapping[str, str] | None = None,
+    useful_flops: float | None = None,
+    optimizer_copies: float = 2.0,
+) -> Schedule:
+    """The schedule of a localized joint graph.
+
+    Args:
+        graph: one rank's forward and backward, at local shapes.
+        levels: reshard level of each parameter that is gathered.
+        order: "graph" (as the graph stands) or "earliest" (as dependences allow).
+        causes: by parameter the plan entries of its compute layout.
+        useful_flops: by default those of the local graph.
+        optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+
+    Raises:
+        MeshError: ``mesh`` is larger than the hardware's description.
+        PlanError: no such order.
+    """
+    hardware.check(mesh)
+    if order not in ORDERS:
+        raise PlanError(f"there is no order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
+    step = sequence(graph, levels)
+    made = buffers(step)
+    work = kernels(step, made)
+    moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
+    prices = {at: price(hardware, m.kind, route(mesh, m.axes, hardware.node), m.wire) for at, m in moved.items()}
+    times = simulate(
+        step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype),
+        {at: tuple(dict.fromkeys(split_part(axis)[0] for axis in m.axes)) for at, m in moved.items()},
+        {at: p.seconds for at, p in prices.items()}, order,
+    )  # fmt: skip
+    runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
+    by_dtype: dict[torch.dtype, int] = {}
+    for run in runs:
+        by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
+    return Schedule(
+        mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
+        memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
+        float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
+        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32),
+    )  # fmt: skip
+
+
+def model_flops(graph: fx.Graph) -> int:
+    """Operations of the dense ops of a graph at global shapes: of the whole model, forward and backward."""
+    return sum(flops_of(node) for node in graph.nodes if node.op == "call_function")
+
+
+@dataclass(frozen=True)
+class _Moved:
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    dtype: str
+    bytes: int
+    wire: int
+
+
+def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
+    """What a collective moves."""
+    kind = tally.collective_kind(node)
+    axes = tally.group_axes(tally.arguments_of(node)["group_name"], mesh)
+    assert kind is not None and axes is not None, f"{node} is no collective over a group of {mesh}"
+    operands: Any = node.args[0]
+    values = [ir.value(x) for x in (operands if isinstance(operands, list | tuple) else [operands])]
+    ranks = 1
+    for axis in axes:
+        ranks *= mesh.size(axis)
+    sizes = [torch.Size(v.shape).numel() for v in values]
+    return _Moved(
+        kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
+        sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
+        sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
+    )  # fmt: skip
+
+
+def _rows(
+    step: Sequence,
+    moved: Mapping[int, _Moved],
+    prices: Mapping[int, Price],
+    times: Timeline,
+    runs: tuple[Run, ...],
+    causes: Mapping[str, str],
+) -> tuple[Collective, ...]:
+    explain = Explainer(step, causes)
+    starts = [run.start for run in runs]
+    return tuple(
+        Collective(
+            ir.info(step.ops[at].node).name, m.kind, ",".join(m.axes), m.ranks, m.dtype, m.bytes, m.wire,
+            step.ops[at].phase, times.collectives[at].start, times.collectives[at].end, times.collectives[at].exposed,
+            _hides(times.collectives[at], runs, starts), explain.cause(at), prices[at].algorithm, prices[at].link,
+        )
+        for at, m in moved.items()
+    )  # fmt: skip
+
+
+def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
+    """The module whose kernels overlap a span most."""
+    overlap: dict[str, float] = {}
+    at = max(bisect_right(starts, span.start) - 1, 0)
+    while at < len(runs) and runs[at].start < span.end:
+        shared = min(runs[at].end, span.end) - max(runs[at].start, span.start)
+        if shared > 0:
+            overlap[runs[at].kernel.module] = overlap.get(runs[at].kernel.module, 0.0) + shared
+        at += 1
+    return max(overlap, key=lambda module: overlap[module], default="")

@@ -1,0 +1,164 @@
+"""The ops of one training step in the order in which a rank runs them.
+
+Read from the localized joint graph: its forward ops, then its backward ops, with the gathers of level-3 parameters run
+again before their first use in backward, as ``partition`` has them. What the partitioner's min-cut would compute again
+besides (cheap pointwise ops) is saved here, so saved activations are an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import graph as ir
+from shardc.ir import tally
+from shardc.ir.graph import Role
+
+aten = torch.ops.aten
+
+INPUT, MOVE, START, WAIT, COMPUTE = "input", "move", "start", "wait", "compute"
+# Ops that may copy, yet only move or cast what they read: they stand between a parameter and its uses.
+_COPIES = {
+    aten.clone.default, aten._to_copy.default, aten.index_select.default, aten.constant_pad_nd.default,
+    aten.cat.default, aten.reshape.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Op:
+    """One run of a node.
+
+    Args:
+        node: what runs.
+        kind: INPUT (placeholders and constants), MOVE (a view: no work), START (of a collective), WAIT or COMPUTE.
+        phase: "forward" or "backward".
+        reads: positions in the sequence of the ops whose values it reads.
+        gathered: it makes a whole parameter of its shards.
+    """
+
+    node: fx.Node
+    kind: str
+    phase: str
+    reads: tuple[int, ...]
+    gathered: bool
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A step.
+
+    Args:
+        ops: in order, inputs first.
+        outputs: (role, position) of each output that is a tensor of the graph.
+    """
+
+    ops: tuple[Op, ...]
+    outputs: tuple[tuple[Role, int], ...]
+
+
+def sequence(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
+    """The step that a localized joint graph makes.
+
+    Args:
+        graph: local shapes, forward and backward, ``meta["val"]`` on every node.
+        levels: reshard level of each parameter that is gathered; 3 is gathered again in backward.
+    """
+    gathered = gathered_parameters(graph, levels)
+    builder = _Builder(gathered)
+    later: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            builder.add(node, "forward")
+        elif node.op == "call_function":
+            if ir.info(node).origin.phase == "forward":
+                builder.add(node, "forward")
+            else:
+                later.append(node)
+    builder.turn()
+    for node in later:
+        builder.add(node, "backward")
+    outputs = tuple((role, builder.at[x]) for role, x in ir.outputs(graph) if isinstance(x, fx.Node))
+    return Sequence(tuple(builder.ops), outputs)
+
+
+class _Builder:
+    def __init__(self, gathered: Mapping[fx.Node, int]) -> None:
+        self.gathered = gathered
+        self.ops: list[Op] = []
+        self.at: dict[fx.Node, int] = {}
+
+    def turn(self) -> None:
+        """Backward begins: what level 3 gathered is gone."""
+        for node, level in self.gathered.items():
+            if level == 3:
+                self.at.pop(node, None)
+
+    def add(self, node: fx.Node, phase: str) -> None:
+        for read in node.all_input_nodes:
+            if read not in self.at:
+                self.add(read, phase)
+        self.at[node] = len(self.ops)
+        reads = tuple(self.at[read] for read in node.all_input_nodes)
+        self.ops.append(Op(node, kind_of(node), phase, reads, node in self.gathered))
+
+
+def kind_of(node: fx.Node) -> str:
+    """What a node does to a rank's time."""
+    if node.op != "call_function":
+        return INPUT
+    if tally.collective_kind(node) is not None:
+        return START
+    if is_wait(node):
+        return WAIT
+    return MOVE if node.target is getitem or aliased(node) is not None else COMPUTE
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def aliased(node: fx.Node) -> fx.Node | None:
+    """The operand whose memory ``node``'s tensor is, or None where it has its own."""
+    made = node.meta.get("val")
+    if not isinstance(made, Tensor):
+        return None
+    mine = made.untyped_storage()._cdata
+    for read in node.all_input_nodes:
+        theirs = read.meta.get("val")
+        if isinstance(theirs, Tensor) and theirs.untyped_storage()._cdata == mine:
+            return read
+    return None
+
+
+def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The nodes that hold gathered parameters, and the level at which: made of parameters alone, by a collective."""
+    alone: dict[fx.Node, int] = {}
+    whole: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = ir.info(node).role
+            level = levels.get(ir.info(node).name, 0) if role is not None and role.kind == "param" else 0
+            if level:
+                alone[node] = level
+            continue
+        if node.op != "call_function" or ir.info(node).origin.phase != "forward":
+            continue
+        reads = [read for read in node.all_input_nodes if not _is_coordinate(read)]
+        if not reads or any(read not in alone for read in reads):
+            continue
+        kind = kind_of(node)
+        if kind == COMPUTE and node.target not in _COPIES:
+            continue
+        alone[node] = min(alone[read] for read in reads)
+        if kind == START or any(read in whole for read in reads):
+            whole[node] = alone[node]
+    return whole
+
+
+def _is_coordinate(node: fx.Node) -> bool:
+    role = ir.info(node).role if node.op == "placeholder" else None
+    return role is not None and role.kind == "coordinate"

@@ -1,0 +1,49 @@
+"""``schedule``: when each collective of a training step runs and what it costs, without devices or processes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import shardc
+from shardc.analysis import hardware
+from shardc.analysis.simulate import ORDERS
+from shardc.cli import target
+
+DEFAULT_ROWS = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say what to predict: target, mesh, plan, hardware, order."""
+    target.add_arguments(parser)
+    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    parser.add_argument("--order", default="graph", choices=ORDERS, help="as the graph stands, or as dependences allow")
+
+
+def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
+    """The program and the schedule that the arguments of `add_arguments` say."""
+    described = hardware.find(options.hardware)
+    found, mesh, plan, loss = target.resolve(options)
+    described.check(mesh)  # before the model is captured, which may take a while
+    program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
+    return program, program.schedule(described, order=options.order)
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("schedule", help="predict the communication of a training step")
+    add_arguments(parser)
+    parser.add_argument("--rows", type=int, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all")
+    parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the table; with ``--trace`` and ``--json``, writes them too."""
+    _, predicted = predict(options)
+    print(predicted.table(options.rows or None), end="")
+    for path, text in ((options.trace, predicted.to_trace), (options.json, predicted.to_json)):
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(text())

@@ -1,0 +1,41 @@
+"""The order of a graph's nodes: a stable topological sort by wished places."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from heapq import heappop, heappush
+
+from torch import fx
+
+from shardc.ir.graph import output_node
+
+
+def places(graph: fx.Graph) -> dict[fx.Node, float]:
+    """Where each node stands."""
+    return {node: float(at) for at, node in enumerate(graph.nodes)}
+
+
+def reorder(graph: fx.Graph, wished: Mapping[fx.Node, float]) -> None:
+    """Moves every node as near to its wished place as its inputs allow; ties keep the present order.
+
+    Placeholders stay in front and the output at the end. Nodes are taken smallest wish first among those whose
+    inputs are there, so the order depends on the graph and the wishes alone.
+    """
+    present = {node: at for at, node in enumerate(graph.nodes)}
+    output = output_node(graph)
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready: list[tuple[bool, float, int, fx.Node]] = []
+
+    def push(node: fx.Node) -> None:
+        heappush(ready, (node.op != "placeholder", wished[node], present[node], node))
+
+    for node, count in missing.items():
+        if count == 0 and node is not output:
+            push(node)
+    while ready:
+        *_, node = heappop(ready)
+        output.prepend(node)
+        for user in node.users:
+            missing[user] -= 1
+            if missing[user] == 0 and user is not output:
+                push(user)

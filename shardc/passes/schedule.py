@@ -1,0 +1,93 @@
+"""Schedule: where collectives start and where they are waited for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.order import places, reorder
+
+c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Starts collectives early and waits for them late; the values are the same.
+
+    Takes: one half of a local graph, bucketed. A collective starts as soon as its inputs are there, one whose
+    inputs are all there from the beginning (a parameter's gather) under the compute before the present use of
+    another, as far ahead as ``max_in_flight`` allows. A wait stands in front of the first use. The collectives
+    start in one order, the same on every rank, since every rank has this graph.
+
+    Args:
+        max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
+            that are started ahead; -1 for no limit.
+    """
+
+    max_in_flight: int
+    name = "schedule"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        wished = places(gm.graph)
+        starts = [n for n in gm.graph.nodes if is_start(n)]
+        uses = {node: _first_use(node, wished) for node in starts}
+        for node in starts:
+            ready = max((wished[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)
+            if ready is not None:
+                wished[node] = ready + 0.25
+            for wait in waits_of(node):
+                wished[wait] = min((wished[user] for user in wait.users), default=float("inf")) - 0.25
+        self._prefetch([n for n in starts if _always_ready(n)], uses, wished)
+        reorder(gm.graph, wished)
+        gm.recompile()
+        return gm
+
+    def _prefetch(self, gathers: list[fx.Node], uses: dict[fx.Node, float], wished: dict[fx.Node, float]) -> None:
+        """Starts each gather at the first use of an earlier one, while what is in flight stays under the limit."""
+        gathers.sort(key=lambda node: (uses[node], wished[node]))
+        for at, node in enumerate(gathers):
+            ahead, flying = at, result_bytes(node)
+            while ahead > 0:
+                flying += result_bytes(gathers[ahead - 1])
+                if 0 <= self.max_in_flight < flying:
+                    break
+                ahead -= 1
+            # Everything from `ahead` on may fly together: start where the last one before them is first used.
+            place = uses[gathers[ahead - 1]] - 0.5 if ahead > 0 else -1.0
+            wished[node] = min(wished[node], place)
+
+
+def is_start(node: fx.Node) -> bool:
+    """Whether ``node`` starts a collective."""
+    return (
+        node.op == "call_function"
+        and getattr(node.target, "namespace", "") in ("_c10d_functional", "shardc")
+        and node.target is not c10d.wait_tensor.default
+    )
+
+
+def waits_of(node: fx.Node) -> list[fx.Node]:
+    """The waits on the collective ``node``, through the items of a coalesced one."""
+    out = []
+    for user in node.users:
+        out += [user] if user.target is c10d.wait_tensor.default else waits_of(user)
+    return out
+
+
+def result_bytes(node: fx.Node) -> int:
+    """Bytes of what the collective ``node`` makes."""
+    made = ir.info(node).value
+    values = made if isinstance(made, tuple) else (made,)
+    return sum(prod(v.shape) * v.itemsize for v in values if v is not None)
+
+
+def _always_ready(node: fx.Node) -> bool:
+    return all(x.op == "placeholder" for x in node.all_input_nodes)
+
+
+def _first_use(node: fx.Node, wished: dict[fx.Node, float]) -> float:
+    return min((wished[user] for wait in waits_of(node) for user in wait.users), default=float("inf"))

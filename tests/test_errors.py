@@ -1,0 +1,466 @@
+# ruff: noqa: E501
+"""Bad arguments of `shardc.compile` and `lower`: the whole message of each error, and the model left as it was."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import Shard
+
+import shardc
+from shardc import Mesh, Plan, ddp, fsdp, tp
+from shardc.errors import CaptureError, InputError, LayoutError, MeshError, PlanError, ShardcWarning
+from tests.unchanged import snapshot
+
+MESH = Mesh(dp=2, tp=2)
+
+
+class Net(nn.Module):
+    """Two layers, a buffer, a frozen parameter, a hook and a child in eval mode, so that there is much to change."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, hidden)
+        self.down = nn.Linear(hidden, 8)
+        self.drop = nn.Dropout(0.5).eval()
+        self.register_buffer("scale", torch.ones(8))
+        self.up.bias.requires_grad_(False)
+        self.down.register_forward_hook(lambda module, args, output: output + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(self.up(x).relu())) * self.scale
+
+
+def fails(model: Any, act: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    """``act`` raises ``kind`` with this whole message, and ``model`` is as it was."""
+    before = snapshot(model)
+    with pytest.raises(kind) as caught:
+        act()
+    assert str(caught.value) == message
+    assert type(caught.value) is kind
+    assert snapshot(model) == before
+
+
+def compiles_not(plan: Any, kind: type[Exception], message: str, mesh: Any = MESH, **options: Any) -> None:
+    model = Net()
+    fails(model, lambda: shardc.compile(model, mesh, plan, **{"backend": "eager", **options}), kind, message)
+
+
+def lowers_not(plan: Plan, kind: type[Exception], message: str, *args: Any, model: nn.Module | None = None) -> None:
+    """Neither the model nor the module that `compile` made of it is changed by a `lower` that fails."""
+    model = model or Net()
+    module = shardc.compile(model, MESH, plan, backend="eager")
+    before = snapshot(model)
+    fails(module, lambda: module.lower(*args), kind, message)
+    assert snapshot(model) == before
+
+
+# --- the plan
+
+
+def test_a_glob_that_matches_nothing() -> None:
+    compiles_not(
+        Plan(params={"uup.weight": ("tp", None)}),
+        PlanError,
+        """\
+'uup.weight' matches no parameter
+  plan entry: params["uup.weight"] = ("tp", None)
+  fix: did you mean 'up.weight' or 'down.weight'?""",
+    )
+    compiles_not(
+        tp("tp", colwise=["layers.*.attention"]),
+        PlanError,
+        """\
+'layers.*.attention' matches no module with a weight
+  plan entry: tp("tp", colwise=["layers.*.attention"])
+  fix: there are 'up', 'down'""",
+    )
+    compiles_not(
+        Plan(activations={"dwn.output": "_, @tp"}),
+        PlanError,
+        """\
+'dwn' matches no module
+  plan entry: activations["dwn.output"] = "_, @tp"
+  fix: did you mean 'down'?""",
+    )
+
+
+def test_an_unknown_axis() -> None:
+    compiles_not(
+        fsdp("dpp"),
+        PlanError,
+        """\
+unknown mesh axis 'dpp'; the mesh is dp=2 tp=2
+  plan entry: fsdp("dpp", level=3)
+  fix: did you mean 'dp'?""",
+    )
+    compiles_not(
+        Plan(params={"up.weight": ("model", None)}),
+        PlanError,
+        """\
+unknown mesh axis 'model'; the mesh is dp=2 tp=2
+  plan entry: params["up.weight"] = ("model", None)
+  fix: use one of ['dp', 'tp']""",
+    )
+
+
+def test_an_axis_used_twice() -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(params={"up.weight": ("tp", "tp")})
+    assert (
+        str(caught.value)
+        == """\
+spec ("tp", "tp") uses axis 'tp' twice
+  plan entry: params["up.weight"] = ('tp', 'tp')
+  fix: split or reduce over each axis once; give the specs of several tensors as a list"""
+    )
+    compiles_not(
+        ddp("dp") | tp("dp", colwise=["up"]),
+        PlanError,
+        """\
+axis 'dp' is given to TP and to ddp("dp")
+  plan entry: tp("dp", colwise=["up"])
+  fix: use one axis for the batch and another for TP""",
+    )
+
+
+def test_a_spec_of_the_wrong_rank() -> None:
+    compiles_not(
+        Plan(params={"*.bias": ("tp", None)}),
+        PlanError,
+        """\
+spec ("tp", None) has 2 dims, parameter 'up.bias' of shape (16,) has 1
+  plan entry: params["*.bias"] = ("tp", None)
+  fix: give one item for each dim of the tensor""",
+    )
+    compiles_not(
+        Plan(params={"up.weight": (Shard(0),)}),
+        PlanError,
+        """\
+(Shard(0),) has 1 placements, the mesh dp=2 tp=2 has 2 axes
+  plan entry: params["up.weight"] = (Shard(0),)
+  fix: give one placement for each mesh axis""",
+    )
+
+
+def warned(act: Callable[[], Any]) -> tuple[Any, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = act()
+    return made, [str(w.message) for w in caught if issubclass(w.category, ShardcWarning)]
+
+
+def test_a_parameter_dim_that_does_not_divide_stays_whole() -> None:
+    model = Net(hidden=15)
+    before = snapshot(model)
+    module, said = warned(lambda: shardc.compile(model, MESH, tp("tp", colwise=["up"]), backend="eager"))
+    assert said == [
+        """\
+dim 0 of parameter 'up.weight' of shape (15, 8) does not divide over axis 'tp' of size 2; the parameter stays whole on tp
+  plan entry: tp("tp", colwise=["up"])""",
+        """\
+dim 0 of parameter 'up.bias' of shape (15,) does not divide over axis 'tp' of size 2; the parameter stays whole on tp
+  plan entry: tp("tp", colwise=["up"])""",
+    ]
+    assert snapshot(model) == before
+    text = module.lower(torch.empty(4, 8)).text("seed")
+    assert "param %up.weight: f32[15,8]\n  param %up.bias: f32[15]\n" in text
+
+
+def test_a_storage_dim_that_does_not_divide_is_padded() -> None:
+    module, said = warned(lambda: shardc.compile(Odd(), Mesh(dp=2), fsdp("dp"), backend="eager"))
+    text = module.lower(torch.empty(4, 7)).text("seed")
+    assert said == []
+    assert "param %odd.weight: f32[6@dp,7]\n  param %odd.bias: f32[6@dp]\n" in text
+    assert "%odd.weight.unpadded: f32[5,7] = unpad(%odd.weight.full, dim=0, size=5)" in text
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.odd(x)
+
+
+def test_an_activation_dim_that_does_not_divide_stays_whole() -> None:
+    plan = ddp("dp") | Plan(activations={"odd.output": "~, @tp"})
+    module = shardc.compile(Odd(), MESH, plan, backend="eager")
+    program, said = warned(lambda: module.lower(torch.empty(4, 7)))
+    assert (
+        said[0]
+        == """\
+dim 1 of output of module 'odd' of shape (4, 5): 5 elements do not divide over axis 'tp' of size 2; the dim stays whole on tp
+  plan entry: activations["odd.output"] = "~, @tp"
+  fix: make the size a multiple of 2, or leave tp off"""
+    )
+    assert "output out = %odd.add\n" in program.text("collectives")
+
+
+def test_an_input_dim_that_does_not_divide() -> None:
+    lowers_not(
+        ddp("dp"),
+        LayoutError,
+        """\
+dim 0 of input 'x', shape (7, 8): 7 elements do not divide over dp (2 ranks), and inputs are split there unless the plan says otherwise
+  plan entry: ddp("dp")
+  fix: pass a batch that is a multiple of 2, or keep it whole with Plan(inputs={"x": "..."})""",
+        torch.empty(7, 8),
+    )
+
+
+def test_an_entry_for_what_is_not_there() -> None:
+    x = torch.empty(4, 8)
+    lowers_not(
+        Plan(inputs={"tokens": "@dp, _"}),
+        PlanError,
+        """\
+there is no input 'tokens'
+  plan entry: inputs["tokens"] = "@dp, _"
+  fix: the inputs are 'x'""",
+        x,
+    )
+    lowers_not(
+        Plan(outputs={"logits": "@dp, _"}),
+        PlanError,
+        """\
+there is no output 'logits'
+  plan entry: outputs["logits"] = "@dp, _"
+  fix: the outputs are '0'""",
+        x,
+    )
+    lowers_not(
+        Plan(activations={"up.output": [None, "@dp, _"]}),
+        PlanError,
+        """\
+output 1 of module 'up' is no tensor of the program
+  plan entry: activations["up.output[1]"] = "@dp, _"
+  fix: name a module that the model calls, and a tensor that it takes or returns there""",
+        x,
+    )
+
+
+def test_a_plan_file_with_an_unknown_key(tmp_path: Any) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"shardc_plan": 1, "calls": [{"fsdp": {"axis": "dp", "levle": 3}}]}')
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert (
+        str(caught.value)
+        == f"""\
+unknown key 'levle' in fsdp
+  source: {path}
+  fix: did you mean 'level'?"""
+    )
+
+
+# --- the other arguments
+
+
+def test_arguments_of_the_wrong_kind() -> None:
+    compiles_not(
+        fsdp("dp"), InputError, "unknown backend 'indcutor'\n  fix: did you mean 'inductor'?", backend="indcutor"
+    )
+    compiles_not(fsdp("dp"), InputError, "unknown backend 'tvm'\n  fix: use one of 'inductor', 'eager'", backend="tvm")
+    compiles_not(
+        "fsdp", InputError, "'fsdp' is not a plan\n  fix: pass shardc.fsdp(\"dp\"), shardc.Plan(...), or several with |"
+    )
+    compiles_not(
+        fsdp("dp"), InputError, "{'strict': True} are not options\n  fix: pass shardc.Options(...)", options={"strict": True}
+    )
+    compiles_not(
+        fsdp("dp"), MeshError, "'dp=2' is not a mesh\n  fix: pass a DeviceMesh or shardc.Mesh(dp=2, tp=4)", mesh="dp=2"
+    )
+    with pytest.raises(InputError, match="3 is not a model\n  fix: pass an nn.Module or a function of tensors"):
+        shardc.compile(3, MESH, fsdp("dp"))  # type: ignore[arg-type]
+
+
+def test_a_model_on_two_devices() -> None:
+    model = Net()
+    with FakeTensorMode():
+        model.up.bias = nn.Parameter(torch.empty(16, device="cuda:1"))
+    fails(
+        model,
+        lambda: shardc.compile(model, MESH, fsdp("dp")),
+        CaptureError,
+        """\
+the model is on several devices: 'scale' on cpu, 'up.bias' on cuda:1
+  fix: move it to one device, or build it on meta""",
+    )
+
+
+# --- the model
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.a(x))
+
+    def step(self, y: Tensor) -> Tensor:
+        return y if y.sum() > 0 else -y
+
+
+class Filter(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        return y[y > 0]
+
+
+class Raises(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        raise ValueError(f"{y.ndim} dims")
+
+
+class Mismatch(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        return y @ y
+
+
+class ChangesInput(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.mul_(2))
+
+
+class ChangesParameter(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.bias.mul_(0.5)
+        return y
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """``file:line`` of the first line of ``function`` that holds ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    at = next(at for at, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(function)}:{first + at}"
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "line", "fix"),
+    [
+        (
+            Branch(),
+            r"Branch cannot be traced to one graph: Data-dependent branching \(Detected data-dependent branching .*",
+            line_of(Branch.step, "y.sum() > 0"),
+            r".+",
+        ),
+        (
+            Filter(),
+            r"Filter cannot be traced to one graph: DynamicOutputShapeException: aten\.nonzero\.default",
+            line_of(Filter.step, "y[y > 0]"),
+            "write this line with tensor operations whose shapes do not depend on values",
+        ),
+        (
+            Raises(),
+            r"Raises cannot be traced to one graph: .*raised exception ValueError\('2 dims'\).*",
+            line_of(Raises.step, "raise"),
+            r".+",
+        ),
+        (
+            Mismatch(),
+            r"Mismatch cannot be traced to one graph: .*must have same reduction dim, but got \[4, 8\] X \[4, 8\].*",
+            line_of(Mismatch.step, "y @ y"),
+            r".+",
+        ),
+        (
+            ChangesInput(),
+            "the model changes its input 'x' in place",
+            line_of(ChangesInput.forward, "mul_"),
+            "compute a new tensor from it, and return it",
+        ),
+        (
+            ChangesParameter(),
+            "the model changes its parameter 'a.bias' in place",
+            line_of(ChangesParameter.step, "mul_"),
+            "compute a new tensor from it, or register it as a buffer",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_model_that_is_not_one_graph(model: nn.Module, what: str, line: str, fix: str) -> None:
+    """Dynamo words its reasons differently from version to version; the line is always the user's own."""
+    module = shardc.compile(model, MESH, fsdp("dp"), backend="eager")
+    before = snapshot(model), snapshot(module)
+    with pytest.raises(CaptureError) as caught:
+        module.lower(torch.empty(4, 8))
+    assert re.fullmatch(what, caught.value.what)
+    assert caught.value.source == line
+    assert re.fullmatch(fix, caught.value.fix or "")
+    assert (snapshot(model), snapshot(module)) == before
+
+
+# --- the call
+
+
+def test_arguments_that_forward_does_not_take() -> None:
+    x = torch.empty(4, 8)
+    lowers_not(
+        fsdp("dp"), InputError, "Net.forward(x: 'Tensor') -> 'Tensor': missing a required argument: 'x'\n  fix: pass what forward takes"
+    )
+    lowers_not(
+        fsdp("dp"),
+        InputError,
+        "Net.forward(x: 'Tensor') -> 'Tensor': too many positional arguments\n  fix: pass what forward takes",
+        x,
+        x,
+    )
+    module = shardc.compile(Net(), MESH, fsdp("dp"), loss=F.mse_loss, backend="eager")
+    fails(
+        module,
+        lambda: module.lower(x, x, x),
+        InputError,
+        """\
+Net.forward(x: 'Tensor') -> 'Tensor': too many positional arguments
+  fix: pass what forward takes, and after these 1 for the loss, by position""",
+    )
+
+
+def test_an_input_that_is_neither_tensor_nor_constant() -> None:
+    lowers_not(
+        fsdp("dp"),
+        InputError,
+        """\
+input 'x' is a ndarray, neither a tensor nor a constant that can be compared
+  fix: pass a tensor, or a number, a string or None (in lists, tuples and dicts, if need be)""",
+        torch.ones(4, 8).numpy(),
+    )
+
+
+def test_an_unknown_stage() -> None:
+    program = shardc.compile(Net(), MESH, fsdp("dp"), backend="eager").lower(torch.empty(4, 8))
+    with pytest.raises(PlanError) as caught:
+        program.text("reshrad")
+    assert str(caught.value) == "there is no stage 'reshrad'\n  fix: did you mean 'reshard'?"
+    with pytest.raises(PlanError) as caught:
+        program.text("bucketing")
+    assert (
+        str(caught.value)
+        == """\
+there is no stage 'bucketing'
+  fix: use one of capture, canonicalize, seed, propagate, objective, reshard, simplify, collectives, localize, partition, partition.backward"""
+    )
+
+
+def test_a_call_without_a_process_group() -> None:
+    module = shardc.compile(Net(), MESH, fsdp("dp"), backend="eager")
+    fails(
+        module,
+        lambda: module(torch.empty(4, 8)),
+        MeshError,
+        """\
+the module was compiled for the abstract mesh dp=2 tp=2 and cannot run
+  fix: pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)""",
+    )
