@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardc.cli import calibrate, dump
+from shardc.cli import calibrate, dump, schedule
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (calibrate, dump)
+COMMANDS = (calibrate, dump, schedule)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,7 @@ from shardc._compat import pytree
 from shardc.analysis.cost import CostModel
 from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.schedule import Schedule, build, model_flops
+from shardc.analysis.sequence import of_halves, of_joint
 from shardc.capture import Captured, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
@@ -103,7 +104,7 @@ class Program:
         """The stages in order; the last ones run when they are first asked for."""
         assert self._local is not None
         differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self._local.graph))
-        return tuple(dict.fromkeys((*self._graphs, *PARTITIONED[: 2 if differentiated else 1])))
+        return tuple(dict.fromkeys((*self._graphs, *(PARTITIONED if differentiated else PARTITIONED[::2]))))
 
     @property
     def forward(self) -> fx.GraphModule | None:
@@ -138,13 +139,20 @@ class Program:
 
         return passes.run(self._last, half, keep)
 
-    def finish(self, local: fx.GraphModule, levels: Mapping[str, int], causes: Mapping[str, str]) -> None:
-        """Takes the localized joint graph; it is split when a half of it is first asked for.
+    def finish(
+        self,
+        local: fx.GraphModule,
+        levels: Mapping[str, int],
+        causes: Mapping[str, str],
+        last: tuple[passes.Pass, ...],
+    ) -> None:
+        """Takes the localized joint graph; it is split, and scheduled, when a half of it is first asked for.
 
         Args:
             levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
+            last: the passes to run on each half.
         """
-        self._local, self._levels, self._causes = local, dict(levels), dict(causes)
+        self._local, self._levels, self._causes, self._last = local, dict(levels), dict(causes), last
         forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
@@ -168,23 +176,37 @@ class Program:
         return dump(fx.GraphModule(self._root, self.graph(stage)), self.mesh, origins=origins)
 
     def schedule(
-        self, hardware: str | Hardware = "h100", *, order: str = "graph", optimizer_copies: float = 2.0
+        self,
+        hardware: str | Hardware = "h100",
+        *,
+        stage: str = "schedule",
+        order: str = "graph",
+        optimizer_copies: float = 2.0,
     ) -> Schedule:
         """The communication, the time and the memory of one training step, predicted without running anything.
 
         Args:
             hardware: a description, or its name in `shardc.analysis.hardware`.
+            stage: "schedule": the forward and backward that run; "localize": the joint graph before it is cut, bucketed
+                and scheduled, which takes a fraction of the time on a large model.
             order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
             optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
 
         Raises:
             MeshError: no such hardware, or the mesh is larger than its description.
-            PlanError: no such order.
+            PlanError: no such stage or order.
         """
         assert self._local is not None
+        if stage not in ("schedule", "localize"):
+            raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
+        if stage == "localize":
+            step = of_joint(self._local.graph, self._levels)
+        else:
+            first = self.forward or self.inference
+            step = of_halves(first.graph, self.backward and self.backward.graph, self._levels)
         useful = model_flops(self.graph("collectives")) / self.mesh.ranks
         return build(
-            self._local.graph, self.mesh, self._levels, find(hardware) if isinstance(hardware, str) else hardware,
+            step, self.mesh, find(hardware) if isinstance(hardware, str) else hardware,
             order=order, causes=self._causes, useful_flops=useful, optimizer_copies=optimizer_copies,
         )  # fmt: skip
 
@@ -282,7 +304,10 @@ def build_program(
         hook,
     )  # fmt: skip
     program.finish(
-        local, {name: p.level for name, p in params.items()}, {name: p.compute_cause for name, p in params.items()}
+        local,
+        {name: p.level for name, p in params.items()},
+        {name: p.compute_cause for name, p in params.items()},
+        (passes.Bucket(options.bucket_bytes(), device.type == "cpu"), passes.Schedule(options.in_flight_bytes())),
     )
     if options.dump:
         program.save(options.dump)

@@ -20,20 +20,24 @@ class Cause:
     """Where a collective comes from.
 
     Args:
-        tensor: the parameter that is gathered, or whose gradient is reduced; else the value that moves.
+        tensors: the parameters that are gathered, or whose gradients are reduced; else the value that moves.
         module, source: of the code that it serves.
         entry: the plan entry that asked for it, "" where none is found.
         reason: what the compiler says of the node itself, such as ``needed by layers.0.add``.
     """
 
-    tensor: str
+    tensors: tuple[str, ...]
     module: str
     source: str
     entry: str
     reason: str
 
+    @property
+    def tensor(self) -> str:
+        """The first of the tensors, and how many more there are."""
+        return self.tensors[0] if len(self.tensors) == 1 else f"{self.tensors[0]} and {len(self.tensors) - 1} more"
 
-@dataclass(frozen=True)
+
 class Explainer:
     """Finds the causes of the collectives of one step.
 
@@ -42,51 +46,63 @@ class Explainer:
         compute: by parameter the plan entries that say how it is computed with.
     """
 
-    step: Sequence
-    compute: Mapping[str, str]
+    def __init__(self, step: Sequence, compute: Mapping[str, str]) -> None:
+        self.step, self.compute = step, compute
+        self.users: list[list[int]] = [[] for _ in step.ops]
+        self.params: dict[str, fx.Node] = {}
+        for at, op in enumerate(step.ops):
+            for read in op.reads:
+                self.users[read].append(at)
+            record = ir.info(op.node)
+            if record.role is not None and record.role.kind == "param":
+                self.params[record.name] = op.node
 
     def cause(self, at: int) -> Cause:
         """Of the collective at position ``at``."""
         op = self.step.ops[at]
-        record = ir.info(op.node)
-        origin = record.origin
-        reason = origin.cause
-        param = self._param(at) if op.gathered else self._named(reason.removeprefix(NEEDED_BY))
-        if param is None:
-            first = self.step.ops[op.reads[0]].node if op.reads else op.node
-            return Cause(ir.info(first).name, origin.module, origin.source, self._entry(at, _axes(op.node)), reason)
-        name = ir.info(param).name
-        source = origin.source or self._first_use(at)
-        module = origin.module or name.rpartition(".")[0]
-        return Cause(name, module, source, ir.info(param).origin.cause, reason)
+        origin = ir.info(op.node).origin
+        params = self._gathered(at) if op.gathered else self._needed(at)
+        if not params:
+            first = self.step.ops[op.reads[0]].node
+            entry = self._entry(at, _axes(op.node))
+            return Cause((ir.info(first).name,), origin.module, origin.source, entry, origin.cause)
+        module = origin.module or params[0].rpartition(".")[0]
+        entry = ir.info(self.params[params[0]]).origin.cause
+        return Cause(tuple(params), module, origin.source or self._first_use(at), entry, origin.cause)
 
-    def _param(self, at: int) -> fx.Node | None:
-        """The parameter that a chain of gathers and moves starts from."""
-        seen: list[int] = [at]
-        while seen:
-            op = self.step.ops[seen.pop()]
-            role = ir.info(op.node).role
-            if role is not None and role.kind == "param":
-                return op.node
-            seen.extend(reversed(op.reads))
-        return None
+    def _gathered(self, at: int) -> list[str]:
+        """The parameters that a chain of gathers and moves starts from."""
+        work, found = [at], []
+        while work:
+            op = self.step.ops[work.pop()]
+            name = ir.info(op.node).name
+            found += [name] if name in self.params else []
+            work.extend(reversed(op.reads))
+        return found
 
-    def _named(self, name: str) -> fx.Node | None:
-        """The parameter of that name."""
-        for op in self.step.ops:
-            if op.node.op == "placeholder" and (record := ir.info(op.node)).name == name:
-                return op.node if record.role is not None and record.role.kind == "param" else None
-        return None
+    def _needed(self, at: int) -> list[str]:
+        """The parameters for whose gradients the collective, or a part of its result, is needed."""
+        work, found = [at], []
+        while work:
+            here = work.pop(0)
+            name = ir.info(self.step.ops[here].node).origin.cause.removeprefix(NEEDED_BY)
+            if name in self.params and name not in found:
+                found.append(name)
+            work += [user for user in self.users[here] if self.step.ops[user].kind in (MOVE, WAIT)]
+        return found
 
     def _first_use(self, at: int) -> str:
         """The source line of the first op that computes with the value."""
-        reach = {at}
-        for later in range(at + 1, len(self.step.ops)):
-            op = self.step.ops[later]
-            if reach.intersection(op.reads):
-                if op.kind not in (MOVE, WAIT) or ir.info(op.node).origin.source:
-                    return ir.info(op.node).origin.source
-                reach.add(later)
+        work, seen = [at], {at}
+        while work:
+            here = min(work)
+            work.remove(here)
+            op = self.step.ops[here]
+            if here != at and (source := ir.info(op.node).origin.source):
+                return source
+            fresh = [user for user in self.users[here] if user not in seen]
+            seen.update(fresh)
+            work += fresh
         return ""
 
     def _entry(self, at: int, axes: set[str]) -> str:

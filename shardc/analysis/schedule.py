@@ -17,7 +17,7 @@ from shardc.analysis.causes import Cause, Explainer
 from shardc.analysis.hardware import Hardware, Price, price, route
 from shardc.analysis.kernels import Kernel, buffers, flops_of, kernels
 from shardc.analysis.memory import Memory, memory_of
-from shardc.analysis.sequence import START, Sequence, sequence
+from shardc.analysis.sequence import START, Sequence
 from shardc.analysis.simulate import ORDERS, Span, Timeline, simulate
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
@@ -179,9 +179,8 @@ class Schedule:
 
 
 def build(
-    graph: fx.Graph,
+    step: Sequence,
     mesh: Mesh,
-    levels: Mapping[str, int],
     hardware: Hardware,
     *,
     order: str = "graph",
@@ -189,14 +188,12 @@ def build(
     useful_flops: float | None = None,
     optimizer_copies: float = 2.0,
 ) -> Schedule:
-    """The schedule of a localized joint graph.
+    """The schedule of one rank's step.
 
     Args:
-        graph: one rank's forward and backward, at local shapes.
-        levels: reshard level of each parameter that is gathered.
         order: "graph" (as the graph stands) or "earliest" (as dependences allow).
         causes: by parameter the plan entries of its compute layout.
-        useful_flops: by default those of the local graph.
+        useful_flops: by default all that a rank does.
         optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
 
     Raises:
@@ -206,7 +203,6 @@ def build(
     hardware.check(mesh)
     if order not in ORDERS:
         raise PlanError(f"there is no order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
-    step = sequence(graph, levels)
     made = buffers(step)
     work = kernels(step, made)
     moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}

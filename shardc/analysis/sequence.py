@@ -1,15 +1,18 @@
 """The ops of one training step in the order in which a rank runs them.
 
-Read from the localized joint graph: its forward ops, then its backward ops, with the gathers of level-3 parameters run
-again before their first use in backward, as ``partition`` has them. What the partitioner's min-cut would compute again
-besides (cheap pointwise ops) is saved here, so saved activations are an upper bound.
+Read from the forward and backward graphs that run, or from the localized joint graph that they are cut from, which
+needs no cut: its forward ops, then its backward ops, with the gathers of level-3 parameters run again before their
+first use in backward, as ``partition`` has them. The cut also computes cheap ops again; in the joint graph their
+results are saved instead, so that its saved activations are an upper bound, and nothing is bucketed or moved yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -60,15 +63,14 @@ class Sequence:
     outputs: tuple[tuple[Role, int], ...]
 
 
-def sequence(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
+def of_joint(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
     """The step that a localized joint graph makes.
 
     Args:
         graph: local shapes, forward and backward, ``meta["val"]`` on every node.
         levels: reshard level of each parameter that is gathered; 3 is gathered again in backward.
     """
-    gathered = gathered_parameters(graph, levels)
-    builder = _Builder(gathered)
+    builder = _Builder(gathered_parameters(graph, levels))
     later: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -78,32 +80,63 @@ def sequence(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
                 builder.add(node, "forward")
             else:
                 later.append(node)
-    builder.turn()
+    builder.forget()
     for node in later:
         builder.add(node, "backward")
-    outputs = tuple((role, builder.at[x]) for role, x in ir.outputs(graph) if isinstance(x, fx.Node))
+    return Sequence(tuple(builder.ops), builder.results(graph))
+
+
+def of_halves(forward: fx.Graph, backward: fx.Graph | None, levels: Mapping[str, int]) -> Sequence:
+    """The step that a forward graph, and the backward graph that was cut from the same joint graph, make.
+
+    Args:
+        forward: or the graph of inference.
+        backward: its placeholders are named as what the forward saves for it; None for inference.
+        levels: of each parameter that is gathered.
+    """
+    builder = _Builder(gathered_parameters(forward, levels))
+    for node in forward.nodes:
+        if node.op != "output":
+            builder.add(node, "forward")
+    outputs = builder.results(forward)
+    if backward is not None:
+        builder.at = {twin: builder.names[twin.name] for twin in ir.placeholders(backward) if twin.name in builder.names}
+        builder.gathered = gathered_parameters(backward, levels)
+        for node in backward.nodes:
+            if node.op != "output" and node not in builder.at:
+                builder.add(node, "backward")
+        outputs += builder.results(backward)
     return Sequence(tuple(builder.ops), outputs)
 
 
 class _Builder:
-    def __init__(self, gathered: Mapping[fx.Node, int]) -> None:
+    """Ops as they are added; ``at`` says where each node's value stands, ``names`` the same by name."""
+
+    def __init__(self, gathered: dict[fx.Node, int]) -> None:
         self.gathered = gathered
         self.ops: list[Op] = []
         self.at: dict[fx.Node, int] = {}
+        self.names: dict[str, int] = {}
 
-    def turn(self) -> None:
+    def forget(self) -> None:
         """Backward begins: what level 3 gathered is gone."""
         for node, level in self.gathered.items():
             if level == 3:
                 self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
+        """``node``, after what it reads and is not there."""
         for read in node.all_input_nodes:
             if read not in self.at:
                 self.add(read, phase)
-        self.at[node] = len(self.ops)
+        self.at[node] = self.names[node.name] = len(self.ops)
         reads = tuple(self.at[read] for read in node.all_input_nodes)
         self.ops.append(Op(node, kind_of(node), phase, reads, node in self.gathered))
+
+    def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:
+        """The outputs of ``graph`` that leave the step."""
+        found = [(role, x) for role, x in ir.outputs(graph) if role.kind != "saved" and isinstance(x, fx.Node)]
+        return tuple((role, self.at[x]) for role, x in found)
 
 
 def kind_of(node: fx.Node) -> str:
@@ -123,15 +156,30 @@ def is_wait(node: fx.Node) -> bool:
 
 def aliased(node: fx.Node) -> fx.Node | None:
     """The operand whose memory ``node``'s tensor is, or None where it has its own."""
-    made = node.meta.get("val")
-    if not isinstance(made, Tensor):
+    made, target = node.meta.get("val"), node.target
+    if not isinstance(made, Tensor) or not node.all_input_nodes:
         return None
+    first = node.all_input_nodes[0]
+    if target is aten.reshape.default and (whole := first.meta["val"]).is_contiguous():
+        return first if isinstance(whole, Tensor) else None
+    if _is_view(target):
+        return first
     mine = made.untyped_storage()._cdata
     for read in node.all_input_nodes:
         theirs = read.meta.get("val")
         if isinstance(theirs, Tensor) and theirs.untyped_storage()._cdata == mine:
             return read
     return None
+
+
+@lru_cache(maxsize=4096)
+def _is_view(target: Any) -> bool:
+    """Whether ``target`` makes one tensor that lies in its operand's memory, whatever the operand."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or len(schema.returns) != 1:
+        return False
+    alias = schema.returns[0].alias_info
+    return alias is not None and not alias.is_write and str(schema.returns[0].type) == "Tensor"
 
 
 def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.Node, int]:
@@ -145,7 +193,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             if level:
                 alone[node] = level
             continue
-        if node.op != "call_function" or ir.info(node).origin.phase != "forward":
+        if node.op != "call_function":
             continue
         reads = [read for read in node.all_input_nodes if not _is_coordinate(read)]
         if not reads or any(read not in alone for read in reads):

@@ -138,7 +138,8 @@ def capture(
         warnings.simplefilter("ignore")
         stack.enter_context(_faked(root, mode, device))
         stack.enter_context(_tagged(root, tags))
-        stack.enter_context(torch._dynamo.config.patch(specialize_float=True))
+        # Numbers are constants, and sizes too, whatever the sizes of another capture were.
+        stack.enter_context(torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False))
         with mode:
             fakes = [_fake(x, device) for _, x in named]
         try:

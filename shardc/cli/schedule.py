@@ -18,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to predict: target, mesh, plan, hardware, order."""
     target.add_arguments(parser)
     parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    parser.add_argument(
+        "--stage", default="schedule", choices=("schedule", "localize"),
+        help="the graphs that run, or the joint graph before it is cut (fast on large models)",
+    )  # fmt: skip
     parser.add_argument("--order", default="graph", choices=ORDERS, help="as the graph stands, or as dependences allow")
 
 
@@ -27,7 +31,7 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     found, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
     program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
-    return program, program.schedule(described, order=options.order)
+    return program, program.schedule(described, stage=options.stage, order=options.order)
 
 
 def add_parser(commands: Any) -> None:

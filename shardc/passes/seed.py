@@ -80,6 +80,8 @@ class Seed:
         dtype, shape = ir.value(node).dtype, ir.value(node).shape
         users = list(node.users)
         ir.set_info(node, replace(record, value=Value(dtype, seeded.storage.shape, seeded.storage), origin=origin))
+        if seeded.storage.shape != shape:
+            node.meta["val"] = node.meta["val"].new_empty(seeded.storage.shape)
         if before is None:
             return
         padded = _repad(seeded.compute, seeded.storage.shape)

@@ -19,7 +19,7 @@ from shardc.runtime.lockstep import Lockstep
 
 # The database's favourite sizes are 5 and 10.
 MESHES = (Mesh(x=2), Mesh(x=5))
-PARTS = 24
+PARTS = 8
 LARGE = 1000
 UNDEFINED = "empty"
 
@@ -54,7 +54,7 @@ def recorded(info: Any, count: int) -> Iterator[Sample]:
                 made = info.op(sample.input, *sample.args, **sample.kwargs)
                 outputs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor) and x.requires_grad]
                 torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-            except (RuntimeError, NotImplementedError):
+            except (RuntimeError, AssertionError):
                 pass  # some entries need what this build lacks; the calls before are still good samples
         yield from recorder.calls
 

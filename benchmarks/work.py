@@ -1,0 +1,80 @@
+"""The work that every row of the ruler does: one decoder, one stream of batches, one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from examples.models.llama import Llama, LlamaConfig, loss
+
+LEARNING_RATE = 1e-3
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and how much of the batch each rank has.
+
+    Args:
+        config: of the decoder.
+        length: tokens per sequence.
+        batch: sequences per rank.
+    """
+
+    config: LlamaConfig
+    length: int
+    batch: int
+
+    def model(self) -> Llama:
+        """The decoder with the same float32 parameters on every rank and in every row."""
+        torch.manual_seed(0)
+        return Llama(self.config)
+
+    def data(self, step: int, ranks: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of the global batch of ``step``, both int64 ``[ranks * batch, length]``."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (ranks * self.batch, self.length + 1)
+        text = torch.randint(self.config.vocab, shape, generator=generator)
+        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+SIZES = {
+    "tiny": Work(LlamaConfig(2048, 256, 4, heads=8, kv_heads=4, hidden=768), length=128, batch=4),
+    "small": Work(LlamaConfig(8192, 512, 8, heads=8, kv_heads=4, hidden=1536), length=256, batch=2),
+}
+
+
+def train_step(forward: Step, parameters: Iterable[nn.Parameter]) -> Step:
+    """A training step, ``(tokens, targets) -> loss``, from a forward of the same form.
+
+    The optimizer is AdamW, fused, which is the fastest for every row: with DTensor parameters it is one dispatch
+    instead of some for every parameter.
+    """
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        value = forward(tokens, targets)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return step
+
+
+def model_loss(model: Callable[[Tensor], Tensor]) -> Step:
+    """The forward that gives the mean loss of ``model`` over the batch that it is given."""
+    return lambda tokens, targets: loss(model(tokens), targets)
+
+
+def single_device_loss(work: Work, steps: int, ranks: int) -> float:
+    """The loss of the last of ``steps`` steps over the global batch, on one device."""
+    model = work.model()
+    step = train_step(model_loss(model), model.parameters())
+    value = torch.empty(())
+    for at in range(steps):
+        value = step(*work.data(at, ranks))
+    return value.item()

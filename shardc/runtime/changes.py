@@ -1,0 +1,187 @@
+"""Parameters that change between steps: values loaded into them, and what may not change of them.
+
+A compiled module keeps its parameters: the same names, tied as they were, of the same shapes, stored in the same
+layouts. Values, ``requires_grad``, dtypes and the objects themselves may change. `check` tells before a step, when
+nothing is lost yet; `load_hooks` makes ``load_state_dict`` take tensors of the unsharded model and DTensors of any
+mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from shardc.errors import LayoutError
+from shardc.ir.layout import Layout
+from shardc.ir.placements import to_placements
+from shardc.runtime.storage import padded_local, refill, shard_tensor
+from shardc.runtime.whole import whole, write
+
+_FIX = "load values into the module's own parameters (load_state_dict, or copy_ under torch.no_grad())"
+# On a parameter: (its id, the id of its own storage, which `param.data = x` replaces to no effect on a DTensor).
+_SEEN = "shardc_seen"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What stays of one parameter.
+
+    Args:
+        first: the name that it is stored under; another one for the other names of a tied parameter.
+        shape: global, without the pad.
+        placements: of its storage layout, one for each mesh dim.
+    """
+
+    first: str
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+def kept(template: nn.Module, storages: Mapping[str, Layout]) -> dict[str, Kept]:
+    """What stays of each parameter, by each of its names; ``template`` has them at global shapes."""
+    first: dict[int, str] = {}
+    out = {}
+    for name, param in template.named_parameters(remove_duplicate=False):
+        owner = first.setdefault(id(param), name)
+        out[name] = Kept(owner, tuple(param.shape), to_placements(storages[owner]))
+    return out
+
+
+def check(module: nn.Module, expected: Mapping[str, Kept], device_mesh: DeviceMesh) -> None:
+    """Checks that the parameters of ``module`` are still as they were compiled for; reads and writes nothing of them.
+
+    Raises:
+        LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, or
+            got a new ``.data``, which torch drops without a word.
+    """
+    found = dict(module.named_parameters(remove_duplicate=False))
+    if found.keys() != expected.keys():
+        gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        what = f"parameter {gone[0]!r} is gone" if gone else f"parameter {new[0]!r} came after the module was compiled"
+        raise LayoutError(what, fix="change the model first and compile it then")
+    for name, param in found.items():
+        keep = expected[name]
+        if param is not found[keep.first]:
+            raise LayoutError(f"parameters {keep.first!r} and {name!r} were tied and now are two", fix=_FIX)
+        if not isinstance(param, DTensor):
+            raise LayoutError(
+                f"parameter {name!r} was replaced by a {type(param).__name__} of shape {list(param.shape)} that is no "
+                f"DTensor (or the module is inside of summon_full_params, where it does not run)",
+                fix=_FIX,
+            )
+        if tuple(param.shape) != keep.shape:
+            raise LayoutError(
+                f"parameter {name!r} has shape {list(param.shape)}; the module was compiled with {list(keep.shape)}",
+                fix="compile the changed model again",
+            )
+        if param.device_mesh != device_mesh or param.placements != keep.placements:
+            raise LayoutError(
+                f"parameter {name!r} is laid out as {list(param.placements)} on {param.device_mesh}; the plan stores "
+                f"it as {list(keep.placements)} on {device_mesh}",
+                fix=_FIX,
+            )
+        _check_data(name, param)
+
+
+def _check_data(name: str, param: DTensor) -> None:
+    now = (id(param), param.untyped_storage()._cdata)
+    seen = getattr(param, _SEEN, now)
+    setattr(param, _SEEN, now)
+    if seen[0] == now[0] and seen != now:
+        raise LayoutError(
+            f"the .data of parameter {name!r} was assigned, which does not reach a DTensor: it has its old values",
+            fix=_FIX,
+        )
+
+
+def watch(module: nn.Module) -> None:
+    """Remembers the parameters as they are, for `check` to tell what became of them."""
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            _check_data(name, param)
+
+
+def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, device: torch.device) -> None:
+    """Makes ``load_state_dict`` of ``module``, and of each module in it, take whole tensors and any DTensors."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    for one in module.modules():
+        held = {key: storages[names[id(param)]] for key, param in one._parameters.items() if param is not None}
+        if held:
+            one.register_load_state_dict_pre_hook(partial(_load, held, rank, device))
+
+
+def _load(
+    held: Mapping[str, Layout],
+    rank: int,
+    device: torch.device,
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Fills the parameters of ``module`` itself, and leaves each in the state dict as its own new value."""
+    for key, storage in held.items():
+        param, given = module._parameters.get(key), state_dict.get(prefix + key)
+        if not isinstance(param, DTensor) or not isinstance(given, Tensor) or given is param:
+            continue
+        if given.shape != param.shape or given.is_meta:
+            continue  # torch says what it thinks of that
+        value = given.detach()
+        if isinstance(value, DTensor):
+            same = value.device_mesh == param.device_mesh and value.placements == param.placements
+            value = whole(value, storage) if same else value.full_tensor()
+        if param.is_meta:
+            refill(param, shard_tensor(value.to(param.dtype), storage, rank).to(device), storage, rank)  # type: ignore[arg-type]
+            watch(module)
+        else:
+            write(param, value, storage, rank)
+        state_dict[prefix + key] = param
+
+
+def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
+    """Loads the shapes of ``state_dict`` into ``template``, which is on ``meta``: what is wrong with it comes up first.
+
+    Raises:
+        RuntimeError: torch's own, which names what is missing, unexpected or of another shape.
+    """
+    shapes = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+        for name, value in state_dict.items()
+    }
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        shapes = _with_metadata(shapes, metadata)
+    template.load_state_dict(shapes, strict=strict)
+
+
+class _Shapes(dict[str, Any]):
+    """A state dict with the versions of its modules."""
+
+    _metadata: Any
+
+    def copy(self) -> _Shapes:
+        return _with_metadata(self, self._metadata)
+
+
+def _with_metadata(shapes: dict[str, Any], metadata: Any) -> _Shapes:
+    out = _Shapes(shapes)
+    out._metadata = metadata
+    return out
+
+
+def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int) -> None:
+    """Puts parameters that torch converted (to another dtype, say) on padded buffers again; the same objects."""
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            grad, param.grad = param.grad, None
+            refill(param, padded_local(param, storages[name]), storages[name], rank)
+            param.grad = grad
+    watch(module)

@@ -1,0 +1,80 @@
+"""The norm of all gradients as one device has it: pads are not in it, replicas and tied parameters count once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc.errors import LayoutError
+from shardc.ir.comm import group_name
+from shardc.ir.layout import Layout
+from shardc.runtime.groups import Groups
+
+_SMALL = (torch.float16, torch.bfloat16)
+
+
+def clip_grad_norm_(
+    module: nn.Module,
+    storages: Mapping[str, Layout],
+    groups: Groups,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_`` on one device; one all-reduce of one number, gradients or none.
+
+    Each shard is counted on the one of its replicas whose other coordinates are 0.
+
+    Returns:
+        The norm before clipping, a plain scalar in the gradients' widest dtype, float32 at least; the same on all
+        ranks.
+
+    Raises:
+        LayoutError: a gradient that is not laid out as its parameter, or ``norm_type`` is not positive.
+        RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are as they were.
+    """
+    if not norm_type > 0:
+        raise LayoutError(f"a norm of type {norm_type} is not one", fix="pass a positive number, or inf")
+    mesh, device = groups.mesh, torch.device(groups.device_type)
+    norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
+    for name, param in module.named_parameters():
+        if param.grad is None:
+            continue
+        local = _local_grad(name, param)
+        grads.append(local)
+        dtype = torch.promote_types(dtype, local.dtype)
+        others = [axis for axis in mesh.axes if axis not in storages[name].bound]
+        if local.numel() and not any(mesh.index(axis, groups.rank) for axis in others):
+            wide = torch.float32 if local.dtype in _SMALL else local.dtype
+            norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double())
+    largest = norm_type == float("inf")
+    stacked = torch.stack(norms)
+    total = stacked.max() if largest else stacked.pow(norm_type).sum()
+    if mesh.ranks > 1:
+        name = groups.add([mesh.axes])[group_name(mesh.axes)]
+        reduced = torch.ops._c10d_functional.all_reduce(total, "max" if largest else "sum", name)
+        total = torch.ops._c10d_functional.wait_tensor(reduced)
+    total = total if largest else total.pow(1.0 / norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped; "
+            "to scale them all the same, pass error_if_nonfinite=False"
+        )
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.dtype))
+    return total.to(dtype)
+
+
+def _local_grad(name: str, param: nn.Parameter) -> Tensor:
+    """This rank's shard of the gradient of ``param``."""
+    grad = param.grad
+    if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements != param.placements:
+        raise LayoutError(
+            f"the gradient of parameter {name!r} is not laid out as the parameter is",
+            fix="leave the gradients that backward made, or assign DTensors with the parameter's placements",
+        )
+    return grad._local_tensor

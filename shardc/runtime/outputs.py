@@ -1,0 +1,56 @@
+"""Outputs as DTensors on the mesh, with the layouts that the program gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from shardc.ir.graph import Role
+from shardc.runtime.storage import parameter_spec
+
+
+def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: DeviceMesh) -> list[Any]:
+    """Local outputs as DTensors; what is no tensor stays as it is.
+
+    Gradients flow back: one that comes as a DTensor is brought to its output's layout, pending sums done, and is the
+    gradient of one global loss (so the plan's ``reduce``, which is of losses that each rank computes, has no say).
+
+    Args:
+        outputs: the flat outputs of one call, each at its role's local shape.
+        roles: of kind "output".
+
+    Raises:
+        LayoutError: a layout that no placements mean.
+    """
+    out: list[Any] = []
+    for value, role in zip(outputs, roles, strict=True):
+        if isinstance(value, Tensor):
+            assert role.layout is not None
+            spec = parameter_spec(role.layout, role.layout.shape, value.dtype, device_mesh)
+            value = _ToDTensor.apply(value, spec)
+        out.append(value)
+    return out
+
+
+class _ToDTensor(torch.autograd.Function):
+    """A local tensor as a DTensor; backward, a DTensor gradient as a local tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
+        ctx.spec = spec
+        if not local.is_floating_point():
+            out = DTensor(local.view_as(local), spec, requires_grad=False)
+            ctx.mark_non_differentiable(out)
+            return out
+        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, None]:
+        placements = [Replicate() if p.is_partial() else p for p in ctx.spec.placements]
+        return grad.redistribute(placements=placements).to_local(), None
