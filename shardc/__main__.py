@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardc.cli import calibrate, dump, schedule
+from shardc.cli import calibrate, dump, rules, schedule
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (calibrate, dump, schedule)
+COMMANDS = (calibrate, dump, rules, schedule)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

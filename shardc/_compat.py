@@ -92,3 +92,15 @@ def _one_dim_placement(placement: Any) -> Any:
     if hasattr(placement, "dim"):
         return placement.dim
     raise NotImplementedError(f"placement {placement!r}")
+
+
+def aten_overloads() -> list[Any]:
+    """Every overload of an aten op, by name."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, qualified = name.partition("::")
+        packet, _, overload = qualified.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if namespace == "aten" else None
+        if op is not None:
+            found.append(op)
+    return found

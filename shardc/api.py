@@ -86,10 +86,11 @@ def compile(
         loss_args=None if loss is None else loss_arity(loss),
         lower=partial(lower, backend=backend),
         device=device,
+        dtensor_outputs=plan.setting("dtensor_outputs"),
     )
-    state.owner = sharded
     subclass(sharded, ShardedModule)
     object.__setattr__(sharded, "shardc", state)
+    state.adopt(sharded)
     return sharded
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from shardc import passes
 from shardc._compat import pytree
+from shardc.analysis.certificate import Certificate, certify
 from shardc.analysis.cost import CostModel
 from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.schedule import Schedule, build, model_flops
@@ -157,6 +158,12 @@ class Program:
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
 
+    def certificate(self, training: bool = True) -> Certificate:
+        """The order of the collectives of a training step (forward and backward), or of an evaluation."""
+        halves = [("forward", self.forward), ("backward", self.backward)] if training else []
+        graphs = [(name, half.graph) for name, half in halves if half is not None]
+        return certify(self.mesh, graphs or [("inference", self.inference.graph)])
+
     def graph(self, stage: str) -> fx.Graph:
         """The graph as it was after ``stage``.
 
@@ -261,6 +268,8 @@ def build_program(
     by_tag = {tag.name: pin for tag, pin in zip(tags, pins, strict=True)}
     axes = batch_axes(plan, mesh)
     reduce, grad_scale = grad_mode(plan)
+    # The gradient of an output that is a DTensor is of one global loss: the same on all replicas, and of no one rank.
+    tangents, scaling = ("mean", "sum") if plan.setting("dtensor_outputs") else (reduce, reduce)
     outputs = _output_specs(plan, captured)
     seeded = {n: SeededParam(p.storage, p.compute, p.storage_cause, p.compute_cause) for n, p in params.items()}
 
@@ -292,9 +301,9 @@ def build_program(
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
                 {name: p.storage for name, p in params.items()}, {name: p.compute for name, p in params.items()},
-                reduce, options.strict,
+                tangents, options.strict,
             ),
-            passes.Objective(axes, reduce, grad_scale),
+            passes.Objective(axes, scaling, grad_scale),
             passes.Reshard(),
             passes.Simplify(options.cost),
             passes.Collectives(options.cost),

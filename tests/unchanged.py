@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 # Where modules keep their hooks.
 HOOKS = [name for name in nn.Module().__dict__ if "hook" in name]
@@ -29,9 +30,7 @@ def snapshot(model: nn.Module) -> Any:
 def _tensor(x: Tensor | None) -> Any:
     if x is None:
         return None
-    values = None if x.device.type == "meta" or _is_fake(x) else x.tolist()
+    local = x.to_local() if isinstance(x, DTensor) else x
+    values = None if x.device.type == "meta" or isinstance(x.detach(), FakeTensor) else local.tolist()
     return id(x), type(x), x.dtype, tuple(x.shape), str(x.device), x.requires_grad, x.grad is None, x._version, values
 
-
-def _is_fake(x: Tensor) -> bool:
-    return isinstance(x.detach(), FakeTensor)

@@ -6,9 +6,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -45,10 +45,38 @@ def _styles(sequence: bool) -> tuple[dict[str, ParallelStyle], dict[str, Paralle
     return block, rest
 
 
-def _whole(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes the parameters that no style touched replicated DTensors, which the fused optimizer wants all to be."""
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            if not isinstance(p, DTensor):
-                whole = nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate()]))
-                module.register_parameter(name, whole)
+def _build(work: Work, mesh: DeviceMesh, sequence: bool, compiled: bool) -> Step:
+    model = work.model()
+    block, rest = _styles(sequence)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, block)
+        if compiled:
+            layer.compile(dynamic=False)
+    parallelize_module(model, mesh, rest)
+
+    def forward(tokens: Tensor, targets: Tensor) -> Tensor:
+        # The logits stay split over the vocabulary; `loss_parallel` needs to see their backward too.
+        logits = model(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    step = train_step(forward, model.parameters())
+
+    def parallel_step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with loss_parallel():
+            value = step(tokens, targets)
+        return value.full_tensor()
+
+    return parallel_step
+
+
+ROWS = tuple(
+    Row(
+        f"{'tp+sp' if sequence else 'tp'}/{'compiled' if compiled else 'eager'}",
+        "TP+SP" if sequence else "TP",
+        "tp",
+        partial(_build, sequence=sequence, compiled=compiled),
+        whole_batch=True,
+    )
+    for sequence in (False, True)
+    for compiled in (False, True)
+)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import getitem
 
 from torch import fx
 
-from shardc.analysis.sequence import MOVE, WAIT, Sequence
+from shardc.analysis.sequence import MOVE, START, WAIT, Sequence
 from shardc.ir import graph as ir
 from shardc.ir.tally import GROUP_PREFIX, arguments_of
 
@@ -80,16 +81,26 @@ class Explainer:
             work.extend(reversed(op.reads))
         return found
 
+    def _sources(self, at: int) -> tuple[int, ...]:
+        """What an op is made of; of a part of several tensors that are gathered or reduced as one, its own."""
+        op = self.step.ops[at]
+        if op.node.target is getitem and self.step.ops[op.reads[0]].kind == START:
+            return (self.step.ops[op.reads[0]].reads[op.node.args[1]],)
+        return op.reads
+
     def _needed(self, at: int) -> list[str]:
         """The parameters for whose gradients the collective, or a part of its result, is needed."""
         work, found = [at], []
         while work:
             here = work.pop(0)
-            name = ir.info(self.step.ops[here].node).origin.cause.removeprefix(NEEDED_BY)
+            name = self._reason(here).removeprefix(NEEDED_BY)
             if name in self.params and name not in found:
                 found.append(name)
-            work += [user for user in self.users[here] if self.step.ops[user].kind in (MOVE, WAIT)]
+            work += [x for x in self.users[here] if self._reason(x) or self.step.ops[x].kind in (MOVE, WAIT)]
         return found
+
+    def _reason(self, at: int) -> str:
+        return ir.info(self.step.ops[at].node).origin.cause
 
     def _first_use(self, at: int) -> str:
         """The source line of the first op that computes with the value."""
@@ -111,12 +122,14 @@ class Explainer:
         for _ in range(_FAR):
             if not work:
                 return ""
-            op = self.step.ops[work.pop(0)]
+            here = work.pop(0)
+            op = self.step.ops[here]
             said = self.compute.get(ir.info(op.node).name, "") if op.node.op == "placeholder" else ""
             if any(f'"{axis}"' in said or f"@{axis}" in said for axis in axes):
                 return said
-            work.extend(read for read in op.reads if read not in seen)
-            seen.update(op.reads)
+            fresh = [read for read in self._sources(here) if read not in seen]
+            work += fresh
+            seen.update(fresh)
         return ""
 
 

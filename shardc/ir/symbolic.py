@@ -7,11 +7,12 @@ The algebra runs on it, and its sizes are read back by their primes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import sympy
 
+from shardc.errors import LayoutError
 from shardc.ir.layout import Digit, Digits, Layout
 
 FIRST = 2**31  # above the concrete sizes that it stands beside
@@ -80,3 +81,19 @@ def _factors(size: Any) -> list[tuple[Any, int]]:
         return []
     factors = (factor.as_base_exp() for factor in sympy.factor_terms(size).as_coeff_mul()[1])
     return [(base, int(power)) for base, power in factors]
+
+
+def at(layout: Layout, values: Mapping[Any, int]) -> Layout:
+    """``layout`` with numbers in the place of symbols.
+
+    Raises:
+        LayoutError: a symbol without a value.
+    """
+
+    def size(radix: Any) -> int:
+        value = sympy.sympify(radix).subs(values)
+        if not value.is_Integer:
+            raise LayoutError(f"size {radix} of {layout} is {value} at {dict(values)}", fix="give every symbol a value")
+        return int(value)
+
+    return layout.replace(dims=[[Digit(size(radix), axis) for radix, axis in digits] for digits in layout.dims])

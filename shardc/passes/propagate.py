@@ -244,6 +244,9 @@ class _Sweep:
             if user.op == "output":
                 wants.add(self.wanted[node])
                 continue
+            if user.target is ops.reshard:  # the plan pins what it makes
+                wants.add(ir.layout(user))
+                continue
             needs = ir.info(user).needs
             if needs is None:
                 return None
@@ -261,6 +264,8 @@ class _Sweep:
         """How the uses that want ``node`` as it is now can take it at ``target``, and what each then costs more."""
         out = []
         for user in node.users:
+            if user.target is ops.reshard and ir.layout(user) != target:
+                return None
             needs = None if user.op == "output" else ir.info(user).needs
             if needs is None or target in [w for x, w in zip(operands_of(user), needs, strict=True) if x is node]:
                 continue

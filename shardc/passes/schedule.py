@@ -11,7 +11,12 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.order import places, reorder
 
-c10d = torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+# What stands between a wait and the output: `bucket` puts it there.
+_FINISHING = (
+    c10d.wait_tensor.default, aten.reshape.default, aten.sum.dim_IntList, aten.slice.Tensor, aten.div.Tensor,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Schedule:
             for wait in waits_of(node):
                 wished[wait] = min((wished[user] for user in wait.users), default=float("inf")) - 0.25
         self._prefetch([n for n in starts if _always_ready(n)], uses, wished)
+        _drain(gm.graph, starts, wished)
         reorder(gm.graph, wished)
         gm.recompile()
         return gm
@@ -59,6 +65,30 @@ class Schedule:
             # Everything from `ahead` on may fly together: start where the last one before them is first used.
             place = uses[gathers[ahead - 1]] - 0.5 if ahead > 0 else -1.0
             wished[node] = min(wished[node], place)
+
+
+def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float]) -> None:
+    """Waits for a collective whose results only leave the graph when the next such one starts, or at the end."""
+    leaving = _leaving(graph)
+    drained = [node for node in starts if waits_of(node) and all(wait in leaving for wait in waits_of(node))]
+    drained.sort(key=wished.__getitem__)
+    for at, node in enumerate(drained):
+        place = wished[drained[at + 1]] + 0.1 if at + 1 < len(drained) else float("inf")
+        work = waits_of(node)
+        while work:
+            tail = work.pop()
+            wished[tail] = max(wished[tail], place)
+            work += [user for user in tail.users if user in leaving]
+
+
+def _leaving(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose every use leads to the graph's output through local moves and sums of what came."""
+    out: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and node.target in _FINISHING and node.users:
+            if all(user.op == "output" or user in out for user in node.users):
+                out.add(node)
+    return out
 
 
 def is_start(node: fx.Node) -> bool:

@@ -43,9 +43,20 @@ def _arange_local(local: Local) -> Any:
     return at if value.dtype == torch.int64 else call(aten._to_copy.default, at, dtype=value.dtype)
 
 
+def _strided_local(local: Local) -> Any:
+    """The local shape, its dims in the same order in memory."""
+    shape, stride = local.results[0].local_shape, local.call["stride"]
+    local_stride, below = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
+        local_stride[dim] = below
+        below *= shape[dim]
+    return local.same(size=list(shape), stride=local_stride)
+
+
 TABLE = table(
     *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("full", "zeros", "ones", "empty.memory_format", "empty_permuted")),
     *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("new_full", "new_zeros", "new_ones", "new_empty")),
+    Rule("aten.empty_strided", _constant, "-> ...", _strided_local),
     Rule("aten.scalar_tensor", _constant, "-> "),
     Rule("aten.arange", _arange, "-> n", _arange_local),
 )

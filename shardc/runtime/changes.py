@@ -8,6 +8,7 @@ mesh.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.placements import to_placements
-from shardc.runtime.storage import padded_local, refill, shard_tensor
-from shardc.runtime.whole import whole, write
+from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
 
 _FIX = "load values into the module's own parameters (load_state_dict, or copy_ under torch.no_grad())"
 # On a parameter: (its id, the id of its own storage, which `param.data = x` replaces to no effect on a DTensor).
@@ -134,16 +134,23 @@ def _load(
             continue
         if given.shape != param.shape or given.is_meta:
             continue  # torch says what it thinks of that
-        value = given.detach()
-        if isinstance(value, DTensor):
-            same = value.device_mesh == param.device_mesh and value.placements == param.placements
-            value = whole(value, storage) if same else value.full_tensor()
+        shard = _shard(given.detach(), param, storage, rank)
         if param.is_meta:
-            refill(param, shard_tensor(value.to(param.dtype), storage, rank).to(device), storage, rank)  # type: ignore[arg-type]
+            refill(param, shard.to(device, param.dtype, copy=True), storage, rank)  # type: ignore[arg-type]
             watch(module)
         else:
-            write(param, value, storage, rank)
+            with torch.no_grad():
+                param._local_tensor.copy_(cut(shard, param._local_tensor.shape))
         state_dict[prefix + key] = param
+
+
+def _shard(value: Tensor, param: DTensor, storage: Layout, rank: int) -> Tensor:
+    """This rank's padded shard of ``value``, whole or a DTensor on any mesh."""
+    if not isinstance(value, DTensor):
+        return shard_tensor(value, storage, rank)
+    if value.device_mesh == param.device_mesh and value.placements == param.placements:
+        return padded_local(value, storage)
+    return shard_tensor(value.full_tensor(), storage, rank)
 
 
 def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool) -> None:
@@ -152,29 +159,13 @@ def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool
     Raises:
         RuntimeError: torch's own, which names what is missing, unexpected or of another shape.
     """
-    shapes = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+    shapes = OrderedDict(
+        (name, torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value)
         for name, value in state_dict.items()
-    }
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        shapes = _with_metadata(shapes, metadata)
+    )
+    if hasattr(state_dict, "_metadata"):
+        shapes._metadata = state_dict._metadata  # type: ignore[attr-defined]
     template.load_state_dict(shapes, strict=strict)
-
-
-class _Shapes(dict[str, Any]):
-    """A state dict with the versions of its modules."""
-
-    _metadata: Any
-
-    def copy(self) -> _Shapes:
-        return _with_metadata(self, self._metadata)
-
-
-def _with_metadata(shapes: dict[str, Any], metadata: Any) -> _Shapes:
-    out = _Shapes(shapes)
-    out._metadata = metadata
-    return out
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int) -> None:

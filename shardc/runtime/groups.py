@@ -45,12 +45,14 @@ class Groups:
     Attributes:
         mesh: the abstract mesh.
         rank: where this process stands on it: the row-major index of its coordinates, not its global rank.
+        agreed: how many programs the ranks have compared.
         rename: group name in a graph -> registered name, for the groups added so far.
     """
 
     def __init__(self, device_mesh: DeviceMesh, tag: int = 0) -> None:
         self.mesh = Mesh.of(device_mesh)
         self.rename: dict[str, str] = {}
+        self.agreed = 0
         self._device_mesh = device_mesh
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
         self._prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
@@ -93,6 +95,10 @@ class Groups:
             c10d._register_process_group(self._prefix + name, self._make(axes))  # type: ignore[arg-type]
             self.rename[GROUP_PREFIX + name] = self._prefix + name
         return self.rename
+
+    def everyone(self) -> list[int]:
+        """The global ranks of the mesh, in the mesh's order."""
+        return list(self._global)
 
     def ranks(self, axes: Axes) -> list[int]:
         """The global ranks of this rank's group along ``axes``, in group order (first axis in mesh order slowest)."""

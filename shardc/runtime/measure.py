@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def measure_collectives(
         times, wires = [], []
         for held in (small, large):
             x = torch.zeros(held // 4 // ranks * ranks)
-            times.append(_slowest(_fastest(lambda call=call, x=x: c10d.wait_tensor(call(x)), runs, group), group))
+            times.append(_slowest(_fastest(partial(_waited, call, x), runs, group), group))
             wires.append(4 * wire_elements(kind, ranks, x.numel()))
         # A machine that is busy may time the large message below the small one; a bandwidth is positive.
         yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
@@ -60,6 +61,10 @@ def measure_compute(size: int = 512, runs: int = 5) -> tuple[float, float]:
     wide = torch.rand(1 << 22)
     copy = _fastest(wide.clone, runs)
     return 2 * size**3 / matmul, 2 * wide.numel() * wide.element_size() / copy
+
+
+def _waited(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return c10d.wait_tensor(call(x))
 
 
 def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None = None) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +18,16 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import InputError, MeshError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.runtime import changes
 from shardc.runtime.groups import Groups
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import local_input, shard_input
+from shardc.runtime.norm import clip_grad_norm_
+from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.signature import Signature, fitting
 from shardc.runtime.step import Compiled, Program, Runner
-from shardc.runtime.storage import to_parameter
+from shardc.runtime.storage import refill
+from shardc.runtime.whole import full_state_dict, summon_full_params
 
 Lower = Callable[..., Compiled]
 
@@ -42,6 +48,7 @@ class State:
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
         lower: makes a local graph callable.
         device: where parameters live.
+        dtensor_outputs: whether outputs come back as DTensors.
     """
 
     mesh: Mesh
@@ -55,6 +62,7 @@ class State:
     loss_args: int | None
     lower: Lower
     device: torch.device
+    dtensor_outputs: bool = False
     programs: dict[Signature, Program] = field(default_factory=dict)
     explicit: bool = False
     _runners: dict[int, Runner] = field(default_factory=dict)
@@ -97,12 +105,34 @@ class State:
         extra = self.loss_args if self.with_loss(args, kwargs) else 0
         return self.names(self.template, args, kwargs, extra)
 
+    @cached_property
+    def kept(self) -> dict[str, changes.Kept]:
+        """What stays of each parameter."""
+        return changes.kept(self.template, self.storages)
+
+    def adopt(self, owner: ShardedModule) -> None:
+        """Takes ``owner`` as the module that holds the parameters."""
+        self.owner = owner
+        if self.device_mesh is not None:
+            changes.load_hooks(owner, self.storages, self.rank, self.device)
+            changes.watch(owner)
+
+    def check(self) -> None:
+        """Checks that the parameters are still the ones that were compiled for."""
+        if self.device_mesh is not None:
+            changes.check(self.owner, self.kept, self.device_mesh)
+
     def _sync_template(self) -> None:
-        """Carries train and eval mode and ``requires_grad`` over to the template."""
+        """Carries train and eval mode, ``requires_grad`` and dtypes over to the template."""
+        self.check()
         for mine, theirs in zip(self.owner.modules(), self.template.modules(), strict=True):
             theirs.training = mine.training
         for param, like in zip(self.owner.parameters(), self.template.parameters(), strict=True):
             like.requires_grad_(param.requires_grad)
+        for held in ("parameters", "buffers"):
+            for mine, like in zip(getattr(self.owner, held)(), getattr(self.template, held)(), strict=True):
+                if like.dtype != mine.dtype:
+                    like.data = like.data.to(mine.dtype)
 
     def runner(self, program: Program) -> Runner:
         """What runs ``program`` on this rank."""
@@ -139,7 +169,12 @@ class ShardedModule(nn.Module):
         assert state.device_mesh is not None
         layouts = [layout for _, layout in program.inputs]
         local = [local_input(x, layout, state.device_mesh) for x, layout in zip(tensors, layouts, strict=True)]
-        return state.runner(program)(local)
+        outputs = state.runner(program)(local)
+        if not state.dtensor_outputs:
+            return outputs
+        roles = [role for role in program.outputs if role.kind == "output"]
+        flat = program.output_spec.flatten_up_to(outputs)
+        return pytree.tree_unflatten(as_dtensors(flat, roles, state.device_mesh), program.output_spec)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
@@ -177,19 +212,54 @@ class ShardedModule(nn.Module):
             InitError: an op that cannot run shard by shard, or a tensor that was left without values.
         """
         state = self.shardc
-        made = init_weights(state.template, fn, state.storages, state.rank)
         if state.device_mesh is None:
             raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
+        state.check()
+        made = init_weights(state.template, fn, state.storages, state.rank)
+        for name, param in self.named_parameters():
+            refill(param, made[name].to(state.device, param.dtype), state.storages[name], state.rank)
         fresh: dict[int, Tensor] = {}
-        for name, old in self.named_parameters(remove_duplicate=False):
-            if id(old) not in fresh:
-                padded = made[name].to(state.device)
-                fresh[id(old)] = to_parameter(
-                    padded, state.storages[name], old.shape, state.device_mesh, state.rank, old.requires_grad
-                )
-            _replace(self, "_parameters", name, fresh[id(old)])
-        for name, _ in self.named_buffers(remove_duplicate=False):
-            _replace(self, "_buffers", name, made[name].to(state.device))
+        for name, buffer in self.named_buffers(remove_duplicate=False):
+            value = fresh.setdefault(id(buffer), made[name].to(state.device))
+            path, _, key = name.rpartition(".")
+            self.get_submodule(path)._buffers[key] = value
+        changes.watch(self)
+
+    def summon_full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
+        """A block in which the parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
+        self.shardc.check()
+        return summon_full_params(self, self.shardc.storages, self.shardc.rank, writeback)
+
+    def full_state_dict(self, device: torch.device | str | None = None) -> dict[str, Any]:
+        """The unsharded model's state dict, plain whole tensors on ``device``, on every rank; all ranks call it."""
+        self.shardc.check()
+        return full_state_dict(self, self.shardc.storages, device)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
+        state = self.shardc
+        if state.groups is None:
+            return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(
+            self, state.storages, state.groups, state.device, max_norm, norm_type, error_if_nonfinite
+        )
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's, of whole tensors of the unsharded model or of DTensors on any mesh; all ranks call it.
+
+        Parameters keep their objects (``assign`` or not), and those on ``meta`` get memory.
+
+        Raises:
+            RuntimeError: something is missing, unexpected or of another shape; nothing is loaded then.
+        """
+        changes.check_loads(self.shardc.template, state_dict, strict)
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if self.shardc.groups is not None:
+            changes.renew(self, self.shardc.storages, self.shardc.rank)
+        return self
 
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
@@ -223,9 +293,3 @@ def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     except TypeError as error:
         return str(error)
     return None
-
-
-def _replace(module: nn.Module, kind: str, name: str, tensor: Tensor) -> None:
-    """Puts ``tensor`` in the place of the parameter or buffer ``name``."""
-    path, _, key = name.rpartition(".")
-    getattr(module.get_submodule(path), kind)[key] = tensor

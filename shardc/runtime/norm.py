@@ -20,6 +20,7 @@ def clip_grad_norm_(
     module: nn.Module,
     storages: Mapping[str, Layout],
     groups: Groups,
+    device: torch.device,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -38,7 +39,7 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise LayoutError(f"a norm of type {norm_type} is not one", fix="pass a positive number, or inf")
-    mesh, device = groups.mesh, torch.device(groups.device_type)
+    mesh = groups.mesh
     norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
     for name, param in module.named_parameters():
         if param.grad is None:

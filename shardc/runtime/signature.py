@@ -42,6 +42,7 @@ class Signature:
         spec: their pytree.
         modes: train or eval, of each module.
         grads: whether each parameter needs a gradient.
+        dtypes: of each parameter, then of each buffer.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class Signature:
     spec: pytree.TreeSpec
     modes: tuple[bool, ...]
     grads: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
 
     @classmethod
     def of(cls, model: nn.Module, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
@@ -60,7 +62,8 @@ class Signature:
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         modes = tuple(module.training for module in model.modules())
         grads = tuple(param.requires_grad for param in model.parameters())
-        return cls(tuple(names), tuple(map(_leaf, names, leaves)), spec, modes, grads)
+        dtypes = tuple(tensor.dtype for tensor in (*model.parameters(), *model.buffers()))
+        return cls(tuple(names), tuple(map(_leaf, names, leaves)), spec, modes, grads, dtypes)
 
     @property
     def tensors(self) -> list[tuple[str, Like]]:

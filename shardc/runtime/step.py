@@ -14,6 +14,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import group_axes
+from shardc.runtime.agreement import agree
 from shardc.runtime.groups import Groups
 from shardc.runtime.storage import grad_from_padded, padded_local
 
@@ -37,6 +38,8 @@ class Program(Protocol):
 
     @property
     def inference(self) -> fx.GraphModule: ...
+
+    def certificate(self, training: bool = True) -> Any: ...
 
 
 class Runner:
@@ -86,6 +89,8 @@ class Runner:
         """The lowered "forward", "backward" or "inference" graph."""
         if which not in self._compiled:
             graph = getattr(self.program, which)
+            if which != "backward":  # the forward's certificate has the backward in it
+                agree(self.groups, self.program.certificate(training=which == "forward").text())
             _use_groups(graph, self.groups)
             self._compiled[which] = self.lower(graph, backward=which == "backward", inference=which == "inference")
         return self._compiled[which]

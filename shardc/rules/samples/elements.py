@@ -116,6 +116,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
         "aten.zeros": [Sample(aten.zeros.default, ([4, 8],))],
         "aten.ones": [Sample(aten.ones.default, ([4, 8],))],
         "aten.empty.memory_format": [Sample(aten.empty.memory_format, ([4, 8],), defined=False)],
+        "aten.empty_strided": [Sample(aten.empty_strided.default, ([4, 8], [1, 4]), defined=False)],
         "aten.empty_permuted": [Sample(aten.empty_permuted.default, ([4, 8], [1, 0]), defined=False)],
         "aten.new_full": _calls(aten.new_full.default, (x, [4, 8], 1.5)),
         "aten.new_zeros": _calls(aten.new_zeros.default, (x, [4, 8])),

@@ -38,16 +38,18 @@ class Draw:
 
 
 def overloads(op: str) -> Iterator[Any]:
-    """The functional overloads of a rule's op: those that make new tensors from tensors and numbers."""
+    """The functional overloads of a rule's op."""
     namespace, name, *one = op.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
-    for overload in one or packet.overloads():
-        found = getattr(packet, overload)
-        schema = found._schema
-        writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-        tensors = all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns)
-        if not writes and tensors and "Dimname" not in str(schema) and "Generator" not in str(schema):
-            yield found
+    yield from filter(functional, (getattr(packet, overload) for overload in one or packet.overloads()))
 
 
-__all__ = ["Draw", "Sample", "overloads"]
+def functional(overload: Any) -> bool:
+    """Whether an overload makes new tensors from tensors and numbers, and from nothing else."""
+    schema = overload._schema
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    tensors = all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns)
+    return not writes and tensors and "Dimname" not in str(schema) and "Generator" not in str(schema)
+
+
+__all__ = ["Draw", "Sample", "functional", "overloads"]

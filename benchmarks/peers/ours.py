@@ -1,0 +1,29 @@
+"""`shardc.compile`, with the plan that matches each peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardc
+from benchmarks.peers.row import OURS, Row
+from benchmarks.work import Step, Work, train_step
+from examples.models.llama import llama_tp, loss
+
+
+def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan]) -> Step:
+    assert mesh.mesh_dim_names is not None
+    (axis,) = mesh.mesh_dim_names
+    module = shardc.compile(work.model(), mesh, plan(axis), loss=loss)
+    return train_step(module, module.parameters())
+
+
+ROWS = (
+    Row("shardc/ddp", OURS, "ddp", partial(_build, plan=shardc.ddp)),
+    Row("shardc/fsdp3", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3))),
+    Row("shardc/fsdp2", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=2))),
+    Row("shardc/tp", OURS, "tp", partial(_build, plan=llama_tp), whole_batch=True),
+    Row("shardc/tp+sp", OURS, "tp", partial(_build, plan=partial(llama_tp, sequence=True)), whole_batch=True),
+)

@@ -1,0 +1,93 @@
+"""Whole views of a sharded module, and its gradients' norm, equal one device's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardc.errors import LayoutError
+from tests.ranks import run_ranks
+from tests.state import assert_same, batch, close, model, sharded, step
+
+
+def full_state(plan: str) -> None:
+    source = model()
+    found, expected = sharded(source, plan).full_state_dict(), source.state_dict()
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert type(found[name]) is torch.Tensor
+        close(found[name], value, name)
+    assert found["head.weight"] is found["odd.weight"]
+    model(seed=9).load_state_dict(found)
+
+
+def whole_inside_of_a_block(plan: str) -> None:
+    source = model()
+    module = sharded(source, plan)
+    before = dict(module.named_parameters(remove_duplicate=False))
+    with module.summon_full_params():
+        for name, param in module.named_parameters(remove_duplicate=False):
+            assert type(param) is nn.Parameter and not isinstance(param, DTensor)
+            close(param.detach(), source.get_parameter(name).detach(), name)
+        assert module.head.weight is module.odd.weight
+        with pytest.raises(LayoutError, match="parameter 'fused' was replaced by a Parameter .* summon_full_params"):
+            module(*module.shard_inputs(*batch()))
+        for one in (module, source):
+            with torch.no_grad():
+                one.odd.weight.add_(1)
+                one.fused.mul_(2)
+    after = dict(module.named_parameters(remove_duplicate=False))
+    assert all(after[name] is before[name] for name in before)
+    assert_same(module, source)
+    with module.summon_full_params(writeback=False), torch.no_grad():
+        module.fused.zero_()
+    assert_same(module, source)
+    with pytest.raises(LayoutError, match=r"parameter 'fused' of shape \[12, 9\] was replaced by a tensor of shape"):
+        with module.summon_full_params():
+            module.odd.bias = nn.Parameter(torch.zeros(9))
+            module.fused = nn.Parameter(torch.zeros(3))
+    assert_same(module, source)
+
+
+def clips_as_one_device(plan: str) -> None:
+    for order, largest in ((2.0, 0.1), (1.0, 0.1), (3.0, 1e9), (float("inf"), 0.01)):
+        source = model()
+        module = sharded(source, plan)
+        step(module, source, *batch())
+        theirs = nn.utils.clip_grad_norm_(source.parameters(), largest, order)
+        mine = module.clip_grad_norm_(largest, order)
+        assert type(mine) is torch.Tensor
+        close(mine, theirs, f"norm of order {order}")
+        assert_same(module, source, grads=True)
+
+
+def torchs_clip_agrees(plan: str) -> None:
+    source = model()
+    module = sharded(source, plan)
+    step(module, source, *batch())
+    theirs = nn.utils.clip_grad_norm_(source.parameters(), 0.1)
+    close(nn.utils.clip_grad_norm_(module.parameters(), 0.1).full_tensor(), theirs)
+    assert_same(module, source, grads=True)
+
+
+def clipping_refuses() -> None:
+    module = sharded(model(), "fsdp")
+    close(module.clip_grad_norm_(1.0), torch.tensor(0.0))
+    step(module, model(), *batch())
+    with torch.no_grad():
+        module.scale.grad.fill_(float("nan"))
+    kept = module.fused.grad.to_local().clone()
+    with pytest.raises(RuntimeError, match="is nan, so they cannot be clipped"):
+        module.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert torch.equal(module.fused.grad.to_local(), kept)
+    with pytest.raises(LayoutError, match="a norm of type 0 is not one"):
+        module.clip_grad_norm_(1.0, 0)
+
+
+def test_two_ranks() -> None:
+    checks = (full_state, whole_inside_of_a_block, clips_as_one_device, torchs_clip_agrees)
+    run_ranks(2, *(partial(check, plan) for plan in ("fsdp", "tp") for check in checks), clipping_refuses)
