@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +23,8 @@ class Result:
     """One row, measured on one size of work; or the error that kept it from running.
 
     Args:
-        size, family, kind, name: of the work and of the row.
+        size, family: of the work, and of the rows that took turns; the limit is in every family.
+        kind, name: of the row.
         seconds: of each timed step, on its slowest rank.
         first_seconds: of building the row and its first step, compilation included, on the slowest rank.
         peak_bytes: memory that training takes at its peak, on the rank that takes most.
@@ -56,10 +58,13 @@ class Result:
 
 
 def fastest(results: Iterable[Result], kinds: Iterable[str] | None = None) -> Result | None:
-    """The peer with the least median, of these kinds; by default of every kind but the limit and shardc."""
-    chosen = None if kinds is None else set(kinds)
-    peers = [r for r in results if not r.error and (r.kind not in (LIMIT, OURS) if chosen is None else r.kind in chosen)]
-    return min(peers, key=lambda r: r.median, default=None)
+    """The row of these kinds with the least median; by default of all kinds but the limit and shardc."""
+    wanted = None if kinds is None else set(kinds)
+
+    def counts(result: Result) -> bool:
+        return result.kind in wanted if wanted is not None else result.kind not in (LIMIT, OURS)
+
+    return min((r for r in results if not r.error and counts(r)), key=lambda r: r.median, default=None)
 
 
 def ratio(result: Result, other: Result | None) -> float | None:
@@ -83,9 +88,10 @@ def verdicts(results: Sequence[Result]) -> list[str]:
 
 def table(results: Sequence[Result], single: float) -> str:
     """A Markdown table of one family; ``single`` is the last loss of the same training on one device."""
-    limit = fastest(results, [LIMIT])
-    best = fastest(results)
-    return tabulate([_cells(r, limit, best, single) for r in results], HEADERS, tablefmt="github", floatfmt=".2f")
+    limit, best = fastest(results, [LIMIT]), fastest(results)
+    rows = [_cells(r, limit, best, single) for r in results]
+    right = ("left", *["right"] * (len(HEADERS) - 1))
+    return tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True, colalign=right)
 
 
 def _cells(result: Result, limit: Result | None, best: Result | None, single: float) -> list[Any]:
@@ -97,12 +103,11 @@ def _cells(result: Result, limit: Result | None, best: Result | None, single: fl
         result.name,
         f"{result.median * 1e3:.0f}",
         f"{result.minimum * 1e3:.0f}",
-        ratio(result, limit),
-        ratio(result, best),
+        *(None if other is None else f"{ratio(result, other):.2f}" for other in (limit, best)),
         f"{result.first_seconds:.1f}",
         f"{result.peak_bytes / 2**20:.0f}",
         result.collectives,
-        result.sent_bytes / 1e6,
+        f"{result.sent_bytes / 1e6:.2f}",
         f"{result.loss:.5f}",
         off,
     ]
@@ -111,9 +116,19 @@ def _cells(result: Result, limit: Result | None, best: Result | None, single: fl
 def markdown(results: Sequence[Result], single: dict[str, float], conditions: Sequence[str]) -> str:
     """The whole report: the conditions, then a section for each size and family."""
     parts = ["# One training step, side by side", "\n".join(f"- {line}" for line in conditions)]
-    for size, family in dict.fromkeys((r.size, r.family_of(results)) for r in results):
-        group = of_family(results, size, family)
-        parts.append(f"## {size}, {family}\n\nLast loss on one device: {single[size]:.5f}.")
+    for size, family in dict.fromkeys((r.size, r.family) for r in results):
+        group = [r for r in results if (r.size, r.family) == (size, family)]
+        parts.append(f"## {size}, {family}")
+        parts.append(f"The last loss of the same training on one device: {single[size]:.5f}.")
         parts.append(table(group, single[size]))
-        parts += ["\n".join(f"- {line}" for line in lines) for lines in (verdicts(group), _errors(group)) if lines]
+        failed = [f"{r.name} did not run: {r.error}" for r in group if r.error]
+        lines = [f"- {line}" for line in (*verdicts(group), *failed)]
+        if lines:
+            parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
+
+
+def to_json(results: Sequence[Result], single: dict[str, float], conditions: Sequence[str]) -> str:
+    """The same as JSON, with every timed step's seconds."""
+    content = {"conditions": list(conditions), "single_device_loss": single, "rows": [asdict(r) for r in results]}
+    return json.dumps(content, indent=1) + "\n"

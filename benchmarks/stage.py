@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -64,14 +64,14 @@ class Actor:
         self._process.terminate()
         self._process.join()
 
-    def result(self, size: str, warmup: int) -> Result:
+    def result(self, size: str, family: str, warmup: int) -> Result:
         """The report's row, from the steps after the first ``warmup``."""
         row, timed = self.row, self.steps[warmup:]
         if self.error:
-            return Result(size, row.family, row.kind, row.name, error=self.error)
+            return Result(size, family, row.kind, row.name, error=self.error)
         return Result(
             size,
-            row.family,
+            family,
             row.kind,
             row.name,
             seconds=tuple(max(rank.seconds for rank in step) for step in timed),
@@ -116,7 +116,15 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def perform(
-    size: str, work: Work, rows: Sequence[Row], *, steps: int, warmup: int, trace: bool, progress: Any
+    size: str,
+    work: Work,
+    family: str,
+    rows: Sequence[Row],
+    *,
+    steps: int,
+    warmup: int,
+    trace: bool,
+    progress: Callable[[str], object],
 ) -> list[Result]:
     """Trains every row for ``warmup + steps`` steps, in turn step by step, and reports the last ``steps``.
 
@@ -129,7 +137,7 @@ def perform(
             for at, row in enumerate(rows):
                 cache = os.path.join(folder, str(at))
                 with _environment(TORCHINDUCTOR_CACHE_DIR=cache, **WORKER_ENVIRONMENT):
-                    actors.append(Actor(row, work, f"{size}/{row.family}/{at}", trace))
+                    actors.append(Actor(row, work, f"{size}/{family}", trace))
             for number in range(warmup + steps):
                 if number == warmup:
                     for actor in actors:
@@ -142,4 +150,4 @@ def perform(
         finally:
             for actor in actors:
                 actor.stop()
-    return [actor.result(size, warmup) for actor in actors]
+    return [actor.result(size, family, warmup) for actor in actors]

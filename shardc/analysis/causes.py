@@ -10,9 +10,10 @@ from torch import fx
 
 from shardc.analysis.sequence import MOVE, START, WAIT, Sequence
 from shardc.ir import graph as ir
-from shardc.ir.tally import GROUP_PREFIX, arguments_of
+from shardc.ir import tally
 
 NEEDED_BY = "needed by "
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 _FAR = 64  # ops that are looked at between a collective and the parameter whose split made it
 
 
@@ -51,10 +52,12 @@ class Explainer:
         self.step, self.compute = step, compute
         self.users: list[list[int]] = [[] for _ in step.ops]
         self.params: dict[str, fx.Node] = {}
+        self.named: dict[str, int] = {}
         for at, op in enumerate(step.ops):
             for read in op.reads:
                 self.users[read].append(at)
             record = ir.info(op.node)
+            self.named[record.name] = at
             if record.role is not None and record.role.kind == "param":
                 self.params[record.name] = op.node
 
@@ -65,7 +68,7 @@ class Explainer:
         params = self._gathered(at) if op.gathered else self._needed(at)
         if not params:
             first = self.step.ops[op.reads[0]].node
-            entry = self._entry(at, _axes(op.node))
+            entry = self._entry(self._maker(at, origin.cause), _axes(op.node)) or _said(origin.cause)
             return Cause((ir.info(first).name,), origin.module, origin.source, entry, origin.cause)
         module = origin.module or params[0].rpartition(".")[0]
         entry = ir.info(self.params[params[0]]).origin.cause
@@ -116,6 +119,12 @@ class Explainer:
             work += fresh
         return ""
 
+    def _maker(self, at: int, reason: str) -> int:
+        """The op whose parameter is behind a collective: a reduction's term, or what needs a value whole or moved."""
+        if tally.collective_kind(self.step.ops[at].node) in REDUCTIONS:
+            return at
+        return self.named.get(reason.removeprefix(NEEDED_BY), at)
+
     def _entry(self, at: int, axes: set[str]) -> str:
         """The entry of the nearest parameter, upstream, that the plan computes with split over one of ``axes``."""
         work, seen = [at], {at}
@@ -133,6 +142,12 @@ class Explainer:
         return ""
 
 
+def _said(reason: str) -> str:
+    """A reason that is a plan entry itself."""
+    return "" if reason.startswith(NEEDED_BY) else reason
+
+
 def _axes(node: fx.Node) -> set[str]:
-    group = str(arguments_of(node)["group_name"])
-    return {axis.partition(":")[0] for axis in group.removeprefix(GROUP_PREFIX).split(",")}
+    """The mesh axes of a collective, without their parts."""
+    group = str(tally.arguments_of(node)["group_name"])
+    return {axis.partition(":")[0] for axis in group.removeprefix(tally.GROUP_PREFIX).split(",")}

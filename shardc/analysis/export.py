@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
@@ -12,6 +13,7 @@ from shardc.analysis.memory import OWNERS
 if TYPE_CHECKING:
     from shardc.analysis.schedule import Collective, Schedule, Total
 
+HEAD = ("kind", "axis", "ranks", "dtype", "count", "B/rank", "ms", "exposed", "phase", "tensor", "hidden by", "cause")
 TOTALS = ("axis", "kind", "phase", "entry")
 
 
@@ -22,18 +24,16 @@ def table(schedule: Schedule, rows: int | None) -> str:
         alike.setdefault(_alike(each), []).append(each)
     shown = sorted(alike.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
-    head = ("kind", "axis", "ranks", "dtype", "count", "B/rank", "ms", "exposed", "phase", "tensor", "hidden by", "cause")
     parts = [
         f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order",
-        tabulate(body, head, tablefmt="plain", disable_numparse=True, stralign="left"),
+        _text(body, HEAD),
     ]
     if rows is not None and len(shown) > rows:
         parts[-1] += f"\n... and {len(shown) - rows} more rows"
     for by in TOTALS:
         parts.append(_totals(by, schedule.totals(by)))
     held = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
-    parts.append(tabulate([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB"), tablefmt="plain",
-                          disable_numparse=True))  # fmt: skip
+    parts.append(_text([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
     parts.append(summary(schedule))
     return "\n\n".join(parts) + "\n"
 
@@ -85,7 +85,11 @@ def _totals(by: str, totals: dict[str, Total]) -> str:
         (shorten(key, 60) or "-", str(t.count), str(t.wire), milliseconds(t.seconds), milliseconds(t.exposed))
         for key, t in totals.items()
     ]
-    return tabulate(body, (by, "count", "B/rank", "ms", "exposed"), tablefmt="plain", disable_numparse=True)
+    return _text(body, (by, "count", "B/rank", "ms", "exposed"))
+
+
+def _text(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:
+    return tabulate(rows, head, tablefmt="plain", disable_numparse=True, stralign="left")
 
 
 def record(schedule: Schedule) -> dict[str, Any]:
@@ -122,8 +126,9 @@ def trace(schedule: Schedule) -> dict[str, Any]:
         for tid, name in enumerate(["compute", *axes])
     ]
     for run in schedule.runs:
-        args = {"module": run.kernel.module, "source": run.kernel.source, "flops": run.kernel.flops, "bytes": run.kernel.bytes}
-        events.append(_event(run.kernel.name, 0, run.start, run.end, args))
+        k = run.kernel
+        args = {"module": k.module, "source": k.source, "flops": k.flops, "bytes": k.bytes}
+        events.append(_event(k.name, 0, run.start, run.end, args))
     for c in schedule.collectives:
         args = {"wire": c.wire, "exposed_us": c.exposed * 1e6, **vars(c.cause)}
         events.append(_event(f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis), c.start, c.end, args))

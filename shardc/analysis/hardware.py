@@ -192,7 +192,8 @@ _T = 1e12
 
 A100 = Hardware(
     name="a100", node=8, largest=16384,
-    flops=((torch.float32, 19.5 * _T), (torch.float64, 19.5 * _T), (torch.bfloat16, 312 * _T), (torch.float16, 312 * _T)),
+    flops=((torch.float32, 19.5 * _T), (torch.float64, 19.5 * _T),
+           (torch.bfloat16, 312 * _T), (torch.float16, 312 * _T)),
     memory=80e9, memory_bandwidth=2.039e12,
     inside=Link("NVLink 3", 300e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand HDR", 25e9, 2.7e-6, 5e-6),
     start=6.6e-6, kernel=2e-6, matmul=0.75, streaming=0.85, wire=0.8, gathers_by_tree=True,
@@ -205,8 +206,8 @@ A100 = Hardware(
 
 H100 = replace(
     A100, name="h100", largest=24576,
-    flops=((torch.float32, 67 * _T), (torch.float64, 67 * _T), (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T),
-           (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
+    flops=((torch.float32, 67 * _T), (torch.float64, 67 * _T),
+           (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T), (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
     memory=80e9, memory_bandwidth=3.35e12,
     inside=Link("NVLink 4", 450e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand NDR / 400G RoCE", 50e9, 2.7e-6, 5e-6),
     sources=(
@@ -227,7 +228,7 @@ B200 = replace(
            (torch.float8_e4m3fn, 4500 * _T), (torch.float8_e5m2, 4500 * _T)),
     memory=180e9, memory_bandwidth=8e12, inside=Link("NVLink 5", 900e9, 0.6e-6, 0.6e-6),
     sources=(
-        "NVIDIA Blackwell architecture brief (2024), HGX B200: 2.25 PFLOPS dense bf16, 8 TB/s, NVLink 1.8 TB/s both ways",
+        "NVIDIA Blackwell brief (2024), HGX B200: 2.25 PFLOPS dense bf16, 8 TB/s, NVLink 1.8 TB/s both ways",
         "NVIDIA DGX B200 user guide: 1,440 GB for eight GPUs, eight ConnectX-7 cards", _NCCL,
     ),
 )  # fmt: skip

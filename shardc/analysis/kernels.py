@@ -68,14 +68,14 @@ class Kernel:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Operations of one run of ``node`` at its shapes, global or local, by torch's own counter; 0 if it is not dense."""
+    """Operations of ``node`` at its shapes, global or local, by torch's own counter; 0 if it is not dense."""
     if not is_dense(node):
         return 0
     args = fx.node.map_arg(node.args, _shape)
     if node.target in _CPU_ATTENTION:
         count, operands = _CPU_ATTENTION[node.target]
         return int(count(*args[:operands]))
-    formula = flop_registry[node.target.overloadpacket]  # type: ignore[union-attr]
+    formula = flop_registry[node.target.overloadpacket]
     return int(formula(*args, **fx.node.map_arg(node.kwargs, _shape), out_val=_shape(node)))
 
 

@@ -163,7 +163,7 @@ class Schedule:
         return self.memory.peak.total <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
 
     def table(self, rows: int | None = 40) -> str:
-        """The collectives (the first ``rows`` by exposed time, alike ones together), totals, step and memory, as text."""
+        """As text: the first ``rows`` collectives by exposed time, alike ones together; totals, step and memory."""
         return export.table(self, rows)
 
     def to_json(self) -> str:

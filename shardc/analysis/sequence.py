@@ -100,7 +100,8 @@ def of_halves(forward: fx.Graph, backward: fx.Graph | None, levels: Mapping[str,
             builder.add(node, "forward")
     outputs = builder.results(forward)
     if backward is not None:
-        builder.at = {twin: builder.names[twin.name] for twin in ir.placeholders(backward) if twin.name in builder.names}
+        given = [twin for twin in ir.placeholders(backward) if twin.name in builder.names]
+        builder.at = {twin: builder.names[twin.name] for twin in given}
         builder.gathered = gathered_parameters(backward, levels)
         for node in backward.nodes:
             if node.op != "output" and node not in builder.at:

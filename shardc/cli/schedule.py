@@ -35,7 +35,7 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
 
 
 def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("schedule", help="predict the communication of a training step")
+    parser: argparse.ArgumentParser = commands.add_parser("schedule", help="predict a training step's communication")
     add_arguments(parser)
     parser.add_argument("--rows", type=int, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")

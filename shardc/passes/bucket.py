@@ -46,8 +46,7 @@ class Bucket:
         wished = places(gm.graph)
         names = NameScope.of(gm.graph)
         for bucket in self._buckets(gm.graph, wished):
-            at = bucket.ready + 0.5 if bucket.ready > wished[bucket.members[0]] else wished[bucket.members[0]]
-            fuse = _Fusion(gm.graph, bucket.members, names, wished, at)
+            fuse = _Fusion(gm.graph, bucket.members, names, wished, bucket.at)
             if bucket.members[0].target is _SCATTER:
                 if len(bucket.members) > 1 or self.exchange:
                     fuse.scatter(self.exchange)
@@ -61,34 +60,51 @@ class Bucket:
         """The collectives in graph order, those that may be one together."""
         every: list[_Open] = []
         last: dict[Any, _Open] = {}
+        made_by: dict[fx.Node, _Open] = {}
         for node in graph.nodes:
             if node.op != "call_function" or not (node.target in _COALESCED or node.target is _SCATTER):
                 continue
             key = (node.target, ir.value(node).dtype, node.args[1:])
-            ready = max((order[x] for x in node.all_input_nodes if x.op != "placeholder"), default=-1)
+            ready = -1.0
+            for x in node.all_input_nodes:
+                if x in made_by:
+                    # What comes straight out of a bucket is there when that is, which is fixed from here on.
+                    made_by[x].closed = True
+                    ready = max(ready, made_by[x].at)
+                elif x.op != "placeholder":
+                    ready = max(ready, order[x])
             use = min((order[user] for wait in node.users for user in wait.users), default=float(len(order)))
-            one = _Open([node], ready, use, _wire_size(node))
+            one = _Open([node], order[node], ready, use, _wire_size(node))
             if key in last and last[key].takes(one, self.size):
                 last[key].add(one)
-                continue
-            last[key] = one
-            every.append(one)
+            else:
+                last[key] = one
+                every.append(one)
+            made_by.update(dict.fromkeys(node.users, last[key]))
         return every
 
 
 @dataclass
 class _Open:
-    """A bucket that may still grow: its members' last input and first use, as places in the graph."""
+    """A bucket that may still grow: its first member, last input and first use, as places in the graph."""
 
     members: list[fx.Node]
+    first: float
     ready: float
     use: float
     size: int
+    closed: bool = False
+
+    @property
+    def at(self) -> float:
+        """Where the bucket stands: at its first member, or behind its last input."""
+        return max(self.first, self.ready + 0.5)
 
     def takes(self, other: _Open, limit: int) -> bool:
         """Whether ``other`` fits: there stays a place after all inputs and before all uses."""
         fits = limit < 0 or self.size + other.size <= limit
-        return limit != 0 and fits and max(self.ready, other.ready) < min(self.use, other.use)
+        place = max(self.first, self.ready + 0.5, other.ready + 0.5)
+        return limit != 0 and not self.closed and fits and place < min(self.use, other.use)
 
     def add(self, other: _Open) -> None:
         self.members += other.members

@@ -228,6 +228,7 @@ class _Sweep:
             operands, itemsize = operands_of(node), ir.value(node).itemsize
             now = Strategy(needs, (ir.layout(node),))
             saved = self._price(operands, needs) - self._price(operands, sliced.operands)
+            saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # which its uses then need not
             saved += compute_seconds(spec, now, itemsize, self.cost)
             saved -= compute_seconds(spec, sliced, itemsize, self.cost)
             others = self._follow(node, target)

@@ -53,7 +53,7 @@ class Schedule:
         return gm
 
     def _prefetch(self, gathers: list[fx.Node], uses: dict[fx.Node, float], wished: dict[fx.Node, float]) -> None:
-        """Starts each gather at the first use of an earlier one, while what is in flight stays under the limit."""
+        """Starts each gather behind the first use of an earlier one, so that those after it may fly together."""
         gathers.sort(key=lambda node: (uses[node], wished[node]))
         for at, node in enumerate(gathers):
             ahead, flying = at, result_bytes(node)
@@ -62,9 +62,8 @@ class Schedule:
                 if 0 <= self.max_in_flight < flying:
                     break
                 ahead -= 1
-            # Everything from `ahead` on may fly together: start where the last one before them is first used.
-            place = uses[gathers[ahead - 1]] - 0.5 if ahead > 0 else -1.0
-            wished[node] = min(wished[node], place)
+            place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else -1.0
+            wished[node] = min(place, uses[node] - 0.5)
 
 
 def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float]) -> None:

@@ -136,7 +136,7 @@ def _load(
             continue  # torch says what it thinks of that
         shard = _shard(given.detach(), param, storage, rank)
         if param.is_meta:
-            refill(param, shard.to(device, param.dtype, copy=True), storage, rank)  # type: ignore[arg-type]
+            refill(param, shard.to(device, param.dtype, copy=True), storage, rank)
             watch(module)
         else:
             with torch.no_grad():

@@ -110,7 +110,7 @@ class State:
         """What stays of each parameter."""
         return changes.kept(self.template, self.storages)
 
-    def adopt(self, owner: ShardedModule) -> None:
+    def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
         self.owner = owner
         if self.device_mesh is not None:

@@ -23,7 +23,7 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
     Args:
         tensor: whose local tensor is this rank's shard under ``storage``, without the pad.
     """
-    local = tensor.detach()._local_tensor
+    local = tensor._local_tensor.detach()
     # The tensor's own spec may have come from an op, which reads strided placements in another way.
     spec = parameter_spec(storage, tensor.shape, tensor.dtype, tensor.device_mesh)
     with torch.no_grad():
@@ -103,7 +103,7 @@ def summon_full_params(
         if writeback:
             changed = [(*named[key], _one(named[key], found)) for key, found in left.items()]
             for name, param, value in changed:
-                write(param, value, storages[name], rank)
+                write(param, value, storages[name], rank)  # type: ignore[arg-type]
 
 
 def _one(named: tuple[str, Tensor], found: list[Tensor | None]) -> Tensor:

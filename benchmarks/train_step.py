@@ -1,0 +1,127 @@
+"""One training step of a decoder, sharded by shardc and by its peers, side by side on the same work.
+
+    python benchmarks/train_step.py --size tiny,small --steps 15
+    python benchmarks/train_step.py --size tiny --rows 'limit,ddp/*,shardc/ddp' --json out.json --png out.png
+    benchmarks/two_hosts.sh 1gbit python benchmarks/train_step.py --size tiny --steps 15
+
+Every row (see benchmarks/peers/) trains the same model on the same batches: AdamW, float32, gloo, one thread a
+rank. Each has worker processes of its own; the rows of a family take turns step by step, so that what else the
+machine does falls on all alike, and only the row whose turn it is has work to do. Families run one after another,
+each with the limit (every rank alone on its share of the batch) beside it. All rows of a family are in memory at
+once; `--rows` picks fewer. A row that cannot run says why and the others go on.
+
+Started by itself it runs two ranks on this machine; under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT set, it is one of the hosts of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from benchmarks import chart, report  # noqa: E402
+from benchmarks.peers import families  # noqa: E402
+from benchmarks.stage import perform  # noqa: E402
+from benchmarks.work import SIZES, single_device_loss  # noqa: E402
+
+RANKS = 2
+
+
+def main() -> None:
+    options = _options()
+    _start_ranks()
+    # So that a host that is told to stop ends its workers first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    torch.set_num_threads(1)
+    # A host waits here for the others while its own workers compile.
+    dist.init_process_group("gloo", timeout=timedelta(hours=1))
+    leads = dist.get_rank() == 0
+    conditions = _conditions(options)
+    single, results = {}, []
+    chosen = families(options.rows)
+    turns = (options.warmup + options.steps) * len(options.size) * sum(map(len, chosen.values()))
+    with tqdm(total=turns, disable=not leads) as bar:
+
+        def progress(name: str) -> None:
+            bar.set_description(name)
+            bar.update()
+
+        for size in options.size:
+            work = SIZES[size]
+            if leads:
+                bar.set_description("one device")
+                single[size] = single_device_loss(work, options.warmup + options.steps, dist.get_world_size())
+            for family, rows in chosen.items():
+                results += perform(
+                    size, work, family, rows,
+                    steps=options.steps, warmup=options.warmup, trace=options.trace, progress=progress,
+                )  # fmt: skip
+    if leads:
+        print(report.markdown(results, single, conditions))
+        if options.json:
+            Path(options.json).write_text(report.to_json(results, single, conditions))
+        if options.png:
+            chart.draw(results, options.png)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="tiny", help=f"of {', '.join(SIZES)}, joined by commas")
+    parser.add_argument("--rows", default="*", help="globs over row names, joined by commas")
+    parser.add_argument("--steps", type=int, default=15, help="timed steps of each row")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them, compilation included")
+    parser.add_argument("--json", help="write all numbers to this file")
+    parser.add_argument("--png", help="draw a bar chart to this file")
+    parser.add_argument("--trace", action="store_true", help="print the traceback of a row that fails")
+    options = parser.parse_args()
+    options.size, options.rows = options.size.split(","), options.rows.split(",")
+    if unknown := set(options.size) - set(SIZES):
+        parser.error(f"unknown size {', '.join(sorted(unknown))}: use {', '.join(SIZES)}")
+    if options.steps < 1 or options.warmup < 1:
+        parser.error("--steps and --warmup are at least 1: the first step compiles")
+    if not families(options.rows):
+        parser.error("no row matches --rows")
+    return options
+
+
+def _start_ranks() -> None:
+    """Return inside a rank; elsewhere replace this process by torchrun with two ranks of this machine."""
+    if "RANK" in os.environ:
+        return
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
+    os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])
+
+
+def _conditions(options: argparse.Namespace) -> list[str]:
+    """What was measured where, in lines."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    load = ", ".join(f"{x:.1f}" for x in os.getloadavg())
+    link = os.environ.get("GLOO_SOCKET_IFNAME", "any interface")
+    if rate := os.environ.get("RULER_LINK"):
+        link += f", limited to {rate}"
+    return [
+        f"{now}; torch {torch.__version__}; {dist.get_world_size()} ranks on {os.cpu_count()} cores; gloo over {link}",
+        f"load averages before: {load} (the run itself makes about {dist.get_world_size()})",
+        f"AdamW, float32, one thread a rank; {options.steps} timed steps after {options.warmup}, "
+        "rows of a family in turn; every row compiles from an empty cache",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Random graphs of collectives and compute: bucketing and scheduling change no value and keep their limits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import fx
+
+from shardc.analysis.certificate import certify
+from shardc.ir import graph as ir
+from shardc.ir.graph import Info, NameScope, Role, Value
+from shardc.ir.mesh import Mesh
+from shardc.ir.parse import parse
+from shardc.ir.text import dump
+from shardc.passes.bucket import Bucket
+from shardc.passes.schedule import Schedule, is_start, result_bytes, waits_of
+from shardc.runtime.lockstep import Lockstep, PerRank
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+MESHES = [Mesh(dp=2, tp=2), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]
+GRAPHS = 2000
+
+
+class Draft:
+    """A random local graph: parameters gathered, values reduced and scattered, compute in between."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.mesh = self.draw.choice(MESHES)
+        self.graph = fx.Graph()
+        self.names = NameScope()
+        self.values: list[fx.Node] = []
+        self.outputs: list[fx.Node] = []
+        for at in range(self.draw.randint(2, 6)):
+            node = self.graph.placeholder(f"p{at}")
+            self._record(node, f"p{at}", (12, self.draw.choice((1, 2))), Role("param", f"p{at}"))
+            self.values.append(node)
+        for _ in range(self.draw.randint(4, 16)):
+            self.draw.choice((self.gather, self.gather, self.reduce, self.scatter, self.compute))()
+        results = [*self.outputs, self.values[-1]]
+        out = self.graph.output(tuple(results))
+        out.meta[ir.ROLES] = tuple(Role("output", f"o{i}", i) for i in range(len(results)))
+        self.gm = fx.GraphModule({}, self.graph)
+
+    def _record(self, node: fx.Node, name: str, shape: tuple[int, ...], role: Role | None = None) -> fx.Node:
+        node.meta["val"] = torch.empty(shape, device="meta", dtype=torch.float64)
+        return ir.set_info(node, Info(self.names.fresh(name), Value(torch.float64, shape), role=role))
+
+    def emit(self, target: object, args: tuple[object, ...], shape: tuple[int, ...]) -> fx.Node:
+        return self._record(self.graph.call_function(target, args), target._opname, shape)
+
+    def group(self) -> tuple[int, str]:
+        axes = tuple(sorted(self.draw.sample(self.mesh.axes, self.draw.randint(1, 2)), key=self.mesh.order))
+        ranks = 1
+        for axis in axes:
+            ranks *= self.mesh.size(axis)
+        return ranks, "shardc:" + ",".join(axes)
+
+    def pick(self) -> tuple[fx.Node, tuple[int, ...]]:
+        node = self.draw.choice(self.values[-5:] if self.draw.random() < 0.5 else self.values)
+        return node, ir.value(node).shape
+
+    def keep(self, node: fx.Node) -> None:
+        if self.draw.random() < 0.3:
+            self.outputs.append(node)
+        else:
+            self.values.append(node)
+
+    def gather(self) -> None:
+        (node, (rows, columns)), (ranks, group) = self.pick(), self.group()
+        if rows * ranks > 200:
+            return
+        shape = (rows * ranks, columns)
+        started = self.emit(c10d.all_gather_into_tensor.default, (node, ranks, group), shape)
+        self.keep(self.emit(c10d.wait_tensor.default, (started,), shape))
+
+    def reduce(self) -> None:
+        (node, shape), (_, group) = self.pick(), self.group()
+        op = self.draw.choice(("sum", "avg", "max"))
+        started = self.emit(c10d.all_reduce.default, (node, op, group), shape)
+        self.keep(self.emit(c10d.wait_tensor.default, (started,), shape))
+
+    def scatter(self) -> None:
+        (node, (rows, columns)), (ranks, group) = self.pick(), self.group()
+        if rows % ranks:
+            return
+        shape = (rows // ranks, columns)
+        started = self.emit(
+            c10d.reduce_scatter_tensor.default, (node, self.draw.choice(("sum", "avg")), ranks, group), shape
+        )
+        self.keep(self.emit(c10d.wait_tensor.default, (started,), shape))
+
+    def compute(self) -> None:
+        node, shape = self.pick()
+        others = [x for x in self.values if ir.value(x).shape == shape]
+        self.keep(self.emit(aten.add.Tensor, (node, self.draw.choice(others)), shape))
+
+
+def in_flight(graph: fx.Graph) -> int:
+    """The most bytes of parameters' gathers that are started and not yet first used, at any point."""
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    spans = []
+    for node in graph.nodes:
+        if is_start(node) and all(x.op == "placeholder" for x in node.all_input_nodes):
+            uses = [order[user] for wait in waits_of(node) for user in wait.users]
+            spans.append((order[node], min(uses, default=len(order)), result_bytes(node)))
+    return max((sum(size for start, end, size in spans if start <= at < end) for at in order.values()), default=0)
+
+
+def check(seed: int) -> tuple[int, int]:
+    draft = Draft(seed)
+    ranks = Lockstep(draft.mesh)
+    generator = torch.Generator().manual_seed(seed)
+    feed = [
+        PerRank(torch.randint(-4, 5, ir.value(n).shape, generator=generator).double() for _ in range(draft.mesh.ranks))
+        for n in ir.placeholders(draft.graph)
+    ]
+    before = ranks.run(draft.gm, feed)
+    count = sum(is_start(n) for n in draft.graph.nodes)
+    alone = in_flight(draft.graph)
+    bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), exchange=draft.draw.random() < 0.5)
+    schedule = Schedule(draft.draw.choice((0, 1000, 4000, -1)))
+    gm = bucket(draft.gm)
+    fused = in_flight(gm.graph)
+    gm = schedule(gm)
+    gm.graph.lint()
+    what = f"seed {seed}: {bucket}, {schedule} on {draft.mesh}"
+    for mine, theirs in zip(ranks.run(gm, feed), before, strict=True):
+        assert mine is not None and theirs is not None
+        for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            torch.testing.assert_close(
+                a, b, rtol=1e-12, atol=1e-12, msg=lambda text, r=rank: f"{what}, rank {r}: {text}"
+            )
+    if schedule.max_in_flight >= 0:
+        assert in_flight(gm.graph) <= max(alone, fused, schedule.max_in_flight), what
+    text = dump(gm, draft.mesh)
+    again = certify(draft.mesh, [("forward", parse(text).graph)])
+    assert again == certify(draft.mesh, [("forward", gm.graph)]), what
+    return count, sum(is_start(n) for n in gm.graph.nodes)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_graphs(part: int) -> None:
+    size = GRAPHS // 4
+    counts = [check(seed) for seed in range(part * size, (part + 1) * size)]
+    before, after = (sum(column) for column in zip(*counts, strict=True))
+    print(f"{size} graphs, none wrong; {before} collectives became {after}")
+    assert after < before
