@@ -8,7 +8,8 @@ Every row (see benchmarks/peers/) trains the same model on the same batches: Ada
 rank. Each has worker processes of its own; the rows of a family take turns step by step, so that what else the
 machine does falls on all alike, and only the row whose turn it is has work to do. Families run one after another,
 each with the limit (every rank alone on its share of the batch) beside it. All rows of a family are in memory at
-once; `--rows` picks fewer. A row that cannot run says why and the others go on.
+once, 0.4 GiB a process and more; `--rows` picks fewer, and `--at-once` cuts large families into parts, each with the
+limit and shardc's rows. A row that cannot run says why and the others go on.
 
 Started by itself it runs two ranks on this machine; under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT set, it is one of the hosts of a run.
@@ -31,7 +32,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import chart, report  # noqa: E402
-from benchmarks.peers import families  # noqa: E402
+from benchmarks.peers import groups  # noqa: E402
 from benchmarks.stage import perform  # noqa: E402
 from benchmarks.work import SIZES, single_device_loss  # noqa: E402
 
@@ -49,7 +50,7 @@ def main() -> None:
     leads = dist.get_rank() == 0
     conditions = _conditions(options)
     single, results = {}, []
-    chosen = families(options.rows)
+    chosen = groups(options.rows, options.at_once)
     turns = (options.warmup + options.steps) * len(options.size) * sum(map(len, chosen.values()))
     with tqdm(total=turns, disable=not leads) as bar:
 
@@ -83,6 +84,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", default="*", help="globs over row names, joined by commas")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each row")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, compilation included")
+    parser.add_argument("--at-once", type=int, help="rows in memory at once; larger families are cut (default: all)")
     parser.add_argument("--json", help="write all numbers to this file")
     parser.add_argument("--png", help="draw a bar chart to this file")
     parser.add_argument("--trace", action="store_true", help="print the traceback of a row that fails")
@@ -92,7 +94,7 @@ def _options() -> argparse.Namespace:
         parser.error(f"unknown size {', '.join(sorted(unknown))}: use {', '.join(SIZES)}")
     if options.steps < 1 or options.warmup < 1:
         parser.error("--steps and --warmup are at least 1: the first step compiles")
-    if not families(options.rows):
+    if not groups(options.rows):
         parser.error("no row matches --rows")
     return options
 

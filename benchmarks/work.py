@@ -43,6 +43,7 @@ class Work:
 
 
 SIZES = {
+    "micro": Work(LlamaConfig(256, 64, 2, heads=4, kv_heads=2, hidden=128), length=32, batch=2),  # to see rows run
     "tiny": Work(LlamaConfig(2048, 256, 4, heads=8, kv_heads=4, hidden=768), length=128, batch=4),
     "small": Work(LlamaConfig(8192, 512, 8, heads=8, kv_heads=4, hidden=1536), length=256, batch=2),
 }

@@ -7,21 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardc.cli import calibrate, dump, rules, schedule
+from shardc.cli import calibrate, diff, dump, lint, rules, schedule
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (calibrate, dump, rules, schedule)
+COMMANDS = (calibrate, diff, dump, lint, rules, schedule)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, or 2 where the input is wrong (one line on stderr says what)."""
+    """Runs one command; returns its exit code, or 2 where the input is wrong (one line on stderr says what)."""
     parser = argparse.ArgumentParser("shardc", description="A sharding compiler for PyTorch.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        code: int | None = options.run(options)
         sys.stdout.flush()
     except VerifyError:
         raise  # a bug of shardc: the traceback is wanted
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
-    return 0
+        return 0
+    return code or 0
 
 
 def one_line(error: ShardcError) -> str:

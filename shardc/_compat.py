@@ -100,7 +100,9 @@ def aten_overloads() -> list[Any]:
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, qualified = name.partition("::")
         packet, _, overload = qualified.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if namespace == "aten" else None
+        op = (
+            getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if namespace == "aten" else None
+        )
         if op is not None:
             found.append(op)
     return found

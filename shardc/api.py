@@ -22,7 +22,8 @@ from shardc.plan.value import Plan
 from shardc.program import Options, Program, build_program
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
-from shardc.runtime.module import ShardedModule, State
+from shardc.runtime.module import ShardedModule
+from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
 
 

@@ -18,6 +18,7 @@ from shardc._compat import pytree
 from shardc.analysis.certificate import Certificate, certify
 from shardc.analysis.cost import CostModel
 from shardc.analysis.hardware import Hardware, find
+from shardc.analysis.lint import Finding, lint
 from shardc.analysis.schedule import Schedule, build, model_flops
 from shardc.analysis.sequence import of_halves, of_joint
 from shardc.capture import Captured, Tag, capture
@@ -216,6 +217,11 @@ class Program:
             step, self.mesh, find(hardware) if isinstance(hardware, str) else hardware,
             order=order, causes=self._causes, useful_flops=useful, optimizer_copies=optimizer_copies,
         )  # fmt: skip
+
+    def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
+        """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
+        joint = self.schedule(hardware, stage="localize")
+        return lint(self.graph("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
 
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the text of every stage as ``NN_stage.txt``; returns the paths."""

@@ -68,7 +68,8 @@ class Explainer:
         params = self._gathered(at) if op.gathered else self._needed(at)
         if not params:
             first = self.step.ops[op.reads[0]].node
-            entry = self._entry(self._maker(at, origin.cause), _axes(op.node)) or _said(origin.cause)
+            maker, axes = self._maker(at, origin.cause), _axes(op.node)
+            entry = self._entry(maker, axes) or self._entry_of_module(maker, axes) or _said(origin.cause)
             return Cause((ir.info(first).name,), origin.module, origin.source, entry, origin.cause)
         module = origin.module or params[0].rpartition(".")[0]
         entry = ir.info(self.params[params[0]]).origin.cause
@@ -134,12 +135,22 @@ class Explainer:
             here = work.pop(0)
             op = self.step.ops[here]
             said = self.compute.get(ir.info(op.node).name, "") if op.node.op == "placeholder" else ""
-            if any(f'"{axis}"' in said or f"@{axis}" in said for axis in axes):
+            if _speaks_of(said, axes):
                 return said
             fresh = [read for read in self._sources(here) if read not in seen]
             work += fresh
             seen.update(fresh)
         return ""
+
+    def _entry_of_module(self, at: int, axes: set[str]) -> str:
+        """The entry of a parameter of the module whose code op ``at`` is."""
+        module = ir.info(self.step.ops[at].node).origin.module
+        said = [self.compute.get(name, "") for name in self.params if module and name.rpartition(".")[0] == module]
+        return next((entry for entry in said if _speaks_of(entry, axes)), "")
+
+
+def _speaks_of(entry: str, axes: set[str]) -> bool:
+    return any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes)
 
 
 def _said(reason: str) -> str:

@@ -207,7 +207,8 @@ A100 = Hardware(
 H100 = replace(
     A100, name="h100", largest=24576,
     flops=((torch.float32, 67 * _T), (torch.float64, 67 * _T),
-           (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T), (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
+           (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T),
+           (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
     memory=80e9, memory_bandwidth=3.35e12,
     inside=Link("NVLink 4", 450e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand NDR / 400G RoCE", 50e9, 2.7e-6, 5e-6),
     sources=(

@@ -180,10 +180,10 @@ class _Fusion:
         """``piece`` in the shape of the scatter ``node``, in place of its wait."""
         shape = ir.value(node).shape
         result = self._emit(aten.reshape.default, (piece, list(shape)), shape, "result")
-        (wait,) = node.users
-        record = ir.info(wait)
-        wait.replace_all_uses_with(result)
-        self._erase(wait)
+        record = ir.info(next(iter(node.users)))
+        for wait in list(node.users):
+            wait.replace_all_uses_with(result)
+            self._erase(wait)
         self._erase(node)
         ir.set_info(result, record)
 

@@ -116,15 +116,18 @@ def _is_coordinate(node: fx.Node) -> bool:
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
-    """Roles on the output node and on the placeholders for saved values."""
+    """Roles on the output node and on the placeholders for saved values.
+
+    A saved output's role has the name of the backward's placeholder that takes it, which no later pass changes.
+    """
     output = ir.output_node(gm.graph)
-    saved = len(output.args[0]) - len(roles)
-    output.meta[ir.ROLES] = (*roles, *(Role("saved", "", i) for i in range(saved)))
+    saved = output.args[0][len(roles) :]
+    output.meta[ir.ROLES] = (*roles, *(Role("saved", x.name, at) for at, x in enumerate(saved)))
     known = set()
-    for at, node in enumerate(ir.placeholders(gm.graph)):
+    for node in ir.placeholders(gm.graph):
         record = ir.info(node)
         if record.role is None:
-            record = replace(record, role=Role("saved", record.name, at))
+            record = replace(record, role=Role("saved", node.name))
         name = record.name if record.name not in known else f"{record.name}.saved"
         known.add(name)
         ir.set_info(node, replace(record, name=name))

@@ -52,7 +52,8 @@ class Plan:
         reduce: "mean" (the default) or "sum": without a loss in the graph, the gradient is that of the mean or of
             the sum of the ranks' losses over the axes that split the batch.
         grad_scale: a factor on every gradient, 1.0 if not given.
-        dtensor_outputs: return outputs as DTensors rather than as local shards.
+        dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed of them is the global
+            one, of which there is no mean over ranks to take: ``reduce`` then has no say.
 
     Raises:
         PlanError: a value that is not a spec, an axis used twice in one spec, an unknown reduction.

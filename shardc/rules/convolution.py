@@ -102,7 +102,10 @@ def _columns(call: Call) -> Spec:
     lead = loops.dims("n", image[:-3])
     c = loops.dim("c", image[-3])
     inside = c + loops.dim("k", columns[-2] // max(image[-3], 1), WHOLE)
-    sides = {columns: (*lead, inside, loops.dim("l", columns[-1], WHOLE)), image: (*lead, c, *loops.dims("x", image[-2:], WHOLE))}
+    sides = {
+        columns: (*lead, inside, loops.dim("l", columns[-1], WHOLE)),
+        image: (*lead, c, *loops.dims("x", image[-2:], WHOLE)),
+    }
     return loops.spec([sides[loops.shapes[0]]], [sides[loops.made[0]]], linear=[{0}])
 
 
@@ -111,9 +114,14 @@ _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
 TABLE = table(
     Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
-    *(Rule(f"aten.grid_sampler_{k}d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input") for k in (2, 3)),
     *(
-        Rule(f"aten.grid_sampler_{k}d_backward", _sampled, "n c y, n c x, n y e -> n c x, n y e    c: sum; x y e: whole")
+        Rule(f"aten.grid_sampler_{k}d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input")
+        for k in (2, 3)
+    ),
+    *(
+        Rule(
+            f"aten.grid_sampler_{k}d_backward", _sampled, "n c y, n c x, n y e -> n c x, n y e    c: sum; x y e: whole"
+        )
         for k in (2, 3)
     ),
     Rule("aten.im2col", _columns, "n c x -> n (c k) l    x k l: whole    linear"),

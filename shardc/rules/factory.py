@@ -54,7 +54,10 @@ def _strided_local(local: Local) -> Any:
 
 
 TABLE = table(
-    *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("full", "zeros", "ones", "empty.memory_format", "empty_permuted")),
+    *(
+        Rule(f"aten.{op}", _constant, "-> ...", sized())
+        for op in ("full", "zeros", "ones", "empty.memory_format", "empty_permuted")
+    ),
     *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("new_full", "new_zeros", "new_ones", "new_empty")),
     Rule("aten.empty_strided", _constant, "-> ...", _strided_local),
     Rule("aten.scalar_tensor", _constant, "-> "),

@@ -63,7 +63,7 @@ def _embedding_bag(call: Call) -> Spec:
     """Rows are added up bag by bag; a part of every row is as good as the row."""
     loops = Loops(call)
     row = loops.dim("d", loops.shapes[0][1])
-    operands = [(loops.dim("v", loops.shapes[0][0], WHOLE), row)]
+    operands: list[Dims] = [(loops.dim("v", loops.shapes[0][0], WHOLE), row)]
     operands += [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes[1:])]
     bags = loops.dim("bags", loops.made[0][0], WHOLE)
     rest = [loops.dims(f"y{at}.", shape, WHOLE) for at, shape in enumerate(loops.made[1:-1])]
@@ -150,7 +150,10 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     """The dims of the tensor, of the index and of the slices that the index is about."""
     loops = Loops(call)
     dim = _dim(call)
-    x = tuple(loops.dim("v" if i == dim else f"d{i}", n, looked_up if i == dim else FREE) for i, n in enumerate(loops.shapes[0]))
+    x = tuple(
+        loops.dim("v" if i == dim else f"d{i}", n, looked_up if i == dim else FREE)
+        for i, n in enumerate(loops.shapes[0])
+    )
     index = loops.dims("k", loops.shapes[1], over)
     return loops, x, index, (*x[:dim], *(index or ((),)), *x[dim + 1 :]) if x else ()
 
@@ -220,7 +223,9 @@ def _sorted(call: Call) -> Spec:
         )
 
     assert set(loops.names) <= set(names), loops.names
-    return loops.spec([dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.made[0])])
+    return loops.spec(
+        [dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.made[0])]
+    )
 
 
 _ADDS = "v ..., k ..., k ... -> v ...    k: sum    linear in both"

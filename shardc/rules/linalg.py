@@ -22,7 +22,9 @@ def matrices(ops: str) -> list[Rule]:
         lead = lead if len(batches) == 1 else 0
 
         def dims(name: str, shape: Sequence[int]) -> Dims:
-            return tuple(loops.dim(f"b{i}", n) if i < lead else loops.dim(f"{name}{i}", n, WHOLE) for i, n in enumerate(shape))
+            return tuple(
+                loops.dim(f"b{i}", n) if i < lead else loops.dim(f"{name}{i}", n, WHOLE) for i, n in enumerate(shape)
+            )
 
         operands = [dims(f"x{at}.", shape) for at, shape in enumerate(loops.shapes)]
         return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.made)])
@@ -50,8 +52,8 @@ def _parts(call: Call) -> Spec:
 
 TABLE = table(
     matrices(
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse cholesky_solve "
-        "linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_lu "
+        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse "
+        "cholesky_solve linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_lu "
         "linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular triangular_solve"
     ),
     transforms("_fft_c2c _fft_r2c _fft_c2r"),

@@ -109,7 +109,9 @@ def mixed(
     whole = {d % ndim for d in dims} if ndim else set()
 
     def one(shape: Sequence[int]) -> Dims:
-        return tuple(loops.dim(f"x{i}.{n}", n, WHOLE) if i in whole else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
+        return tuple(
+            loops.dim(f"x{i}.{n}", n, WHOLE) if i in whole else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
+        )
 
     operands, results = [one(shape) for shape in loops.shapes], [one(shape) for shape in loops.made]
     return loops.spec(operands, results, linear=linear, moves=moves, flops=flops)

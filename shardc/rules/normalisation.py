@@ -47,7 +47,5 @@ TABLE = table(
     along("_softmax _log_softmax _safe_softmax"),
     along("_softmax_backward_data _log_softmax_backward_data", linear=True),
     *(Rule(f"aten.{op}", _norm, _TEXT) for op in ("native_layer_norm", "_fused_rms_norm")),
-    Rule(
-        "aten.native_layer_norm_backward", _norm_backward, f"backward of {_TEXT}    ...: sum    linear in grad_out"
-    ),
+    Rule("aten.native_layer_norm_backward", _norm_backward, f"backward of {_TEXT}    ...: sum    linear in grad_out"),
 )

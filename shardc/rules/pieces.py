@@ -94,7 +94,9 @@ def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
     """The dims of operand 0, where ``dim`` is the factor ``n`` of ``kind``, and those without it."""
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
-    x = tuple(loops.dim("n" if i == dim else f"d{i}", n, kind if i == dim else FREE) for i, n in enumerate(loops.shapes[0]))
+    x = tuple(
+        loops.dim("n" if i == dim else f"d{i}", n, kind if i == dim else FREE) for i, n in enumerate(loops.shapes[0])
+    )
     return loops, x, (*x[:dim], *x[dim + 1 :])
 
 
@@ -127,7 +129,9 @@ def _slice_scatter(call: Call) -> Spec:
     block = reduce(gcd, [start, src[dim], shape[dim]]) if step == 1 else 0
 
     def dims(name: str, size: int) -> Dims:
-        return tuple(loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape))
+        return tuple(
+            loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
+        )
 
     x = dims("x", shape[dim])
     return loops.spec([x, dims("y", src[dim])], [x], linear=[{0, 1}])
@@ -228,15 +232,26 @@ TABLE = table(
     ),
     *(Rule(f"aten.{op}", _select, "n ... -> ...    n: sum", _select_local) for op in ("select.int", "select_copy.int")),
     *(Rule(f"aten.{op}", _unbind, "n ... -> ..., ...    n: whole") for op in ("unbind", "unbind_copy")),
-    Rule("aten.slice_scatter", _slice_scatter, "(m r), (n r) -> (m r)    m n: whole    linear in both", _slice_scatter_local),
+    Rule(
+        "aten.slice_scatter",
+        _slice_scatter,
+        "(m r), (n r) -> (m r)    m n: whole    linear in both",
+        _slice_scatter_local,
+    ),
     Rule("aten.select_scatter", _select_scatter, "n ..., ... -> n ...    linear in both", _select_scatter_local),
     Rule("aten.cat", _cat, "(m r), (n r), ... -> (k r)    m n k: whole    linear in all"),
     Rule("aten.stack", _stack, "..., ... -> n ...    n: whole    linear in all"),
     Rule("aten.constant_pad_nd", _pad, f"{_BLOCKS}    linear where the value is 0", _pad_local),
     Rule("aten.flip", _moved(lambda call, _: call["dims"], moves=True), "flipped dims: whole    linear"),
-    Rule("aten.roll", _moved(lambda call, ndim: call["dims"] or range(ndim), moves=True), "rolled dims: whole    linear"),
+    Rule(
+        "aten.roll", _moved(lambda call, ndim: call["dims"] or range(ndim), moves=True), "rolled dims: whole    linear"
+    ),
     *(
-        Rule(f"aten.{op}", _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False), "... a b -> ... a b    a b: whole    linear")
+        Rule(
+            f"aten.{op}",
+            _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False),
+            "... a b -> ... a b    a b: whole    linear",
+        )
         for op in ("tril", "triu")
     ),
 )

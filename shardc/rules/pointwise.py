@@ -65,11 +65,12 @@ TABLE = table(
         "nan_to_num polygamma rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square "
         "tan tanh trunc special_bessel_j0 special_bessel_j1 special_entr special_erfcx special_i0e special_i1 "
         "special_i1e special_log_ndtr special_ndtri special_airy_ai "
-        "special_bessel_y0 special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 special_spherical_bessel_j0"
+        "special_bessel_y0 special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1 "
+        "special_spherical_bessel_j0"
     ),
     pointwise(
-        "celu clamp clamp_max clamp_min clip elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish relu6 selu "
-        "silu softplus softshrink threshold"
+        "celu clamp clamp_max clamp_min clip elu gelu hardshrink hardsigmoid hardswish hardtanh leaky_relu mish relu6 "
+        "selu silu softplus softshrink threshold"
     ),
     pointwise(
         "elu_backward gelu_backward hardshrink_backward hardsigmoid_backward hardswish_backward hardtanh_backward "
@@ -87,10 +88,10 @@ TABLE = table(
     pointwise("where.self where.ScalarSelf where.ScalarOther where.Scalar", linear="self&other"),
     pointwise("addcmul addcdiv lerp"),
     pointwise(
-        "atan2 float_power bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq floor_divide fmax "
-        "fmin fmod ge gcd gt heaviside hypot igamma igammac lcm ldexp le logaddexp logaddexp2 logical_and logical_or "
-        "logical_xor lt max.other maximum min.other minimum ne nextafter pow remainder special_xlog1py special_zeta "
-        "true_divide xlogy"
+        "atan2 float_power bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor copysign eq "
+        "floor_divide fmax fmin fmod ge gcd gt heaviside hypot igamma igammac lcm ldexp le logaddexp logaddexp2 "
+        "logical_and logical_or logical_xor lt max.other maximum min.other minimum ne nextafter pow remainder "
+        "special_xlog1py special_zeta true_divide xlogy"
     ),
     Rule("aten.div", _div, "... -> ...    linear in self"),
     Rule("aten._to_copy", _cast, "... -> ...    linear in self"),

@@ -15,7 +15,7 @@ from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
 from shardc.rules.rule import Builder, Call, Local, Rule
-from shardc.rules.spec import Spec, Strategy, infer, place, results_of
+from shardc.rules.spec import Spec, Strategy, commute, infer, place, results_of
 
 MOVED, COMPUTED = 1e-12, 1e-9  # largest relative error of data movement and of arithmetic in float64
 COARSER = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # in other dtypes
@@ -119,19 +119,20 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
     """Every strategy that uses all axes of ``mesh``: factors split at either end, pending reductions carried."""
     for uses in product(_uses(spec), repeat=len(mesh.axes)):
         carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if not isinstance(use, str)]
-        if len({op for _, op, _ in carried}) > 1:
-            continue
         split: dict[str, list[str]] = {}
         for axis, use in zip(mesh.axes, uses, strict=True):
             if isinstance(use, str):
                 split.setdefault(use, []).append(axis)
         for cuts in product(*(_cuts(mesh, spec.size(factor), axes) for factor, axes in split.items())):
             assignment = dict(zip(split, cuts, strict=True))
+            pending = [(axis, op) for axis, op, _ in carried]
+            if not commute(spec, assignment, pending):
+                continue
             operands = tuple(
                 Layout(mesh, place(spec, mesh, dims, assignment), [(a, op) for a, op, at in carried if i in at])
                 for i, dims in enumerate(spec.operands)
             )
-            yield Strategy(operands, results_of(spec, mesh, assignment, [(a, op) for a, op, _ in carried]))
+            yield Strategy(operands, results_of(spec, mesh, assignment, pending))
 
 
 def _uses(spec: Spec) -> list[str | tuple[str, frozenset[int]]]:
@@ -189,7 +190,13 @@ def run(
 
 
 def _difference(
-    sample: Sample, call: Call, spec: Spec, dense: Sequence[Tensor | None], made: Any, layouts: Sequence[Layout], ranks: Ranks
+    sample: Sample,
+    call: Call,
+    spec: Spec,
+    dense: Sequence[Tensor | None],
+    made: Any,
+    layouts: Sequence[Layout],
+    ranks: Ranks,
 ) -> str | None:
     """How the assembled results differ from the dense ones; ``made`` is for each rank a tensor or a list of them."""
     many = isinstance(made[0], (tuple, list))

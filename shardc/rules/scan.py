@@ -27,7 +27,9 @@ def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
         elements = "sum" if fixed(call) else WHOLE
         operands = [loops.dims("d", shape, elements) for shape in loops.shapes]
         # With weights, a pending sum of the weights is one of the counts.
-        return loops.spec(operands, [loops.dims("bins", loops.made[0], WHOLE)], linear=[{1}] if len(operands) > 1 else ())
+        return loops.spec(
+            operands, [loops.dims("bins", loops.made[0], WHOLE)], linear=[{1}] if len(operands) > 1 else ()
+        )
 
     return spec
 
@@ -36,6 +38,10 @@ TABLE = table(
     along("cumsum", linear=True),
     along("cumprod cummax cummin logcumsumexp sort argsort topk linalg_cross"),
     Rule("aten.msort", lambda call: mixed(call, [0]), "n ... -> n ...    n: whole"),
-    Rule("aten.histc", _counted(lambda call: call["min"] < call["max"]), "... -> bins    ...: sum where the range is given"),
+    Rule(
+        "aten.histc",
+        _counted(lambda call: call["min"] < call["max"]),
+        "... -> bins    ...: sum where the range is given",
+    ),
     Rule("aten.bincount", _counted(lambda call: False), "n -> bins    n: whole"),
 )

@@ -8,7 +8,7 @@ backward: nothing here knows an op by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -66,8 +66,10 @@ class Spec:
         """Whether ``factor`` may be split: every result carries it, or its reduction is known."""
         if factor in self.whole or not self._size[factor]:
             return False
-        if factor in self._reduce:
-            return True
+        return factor in self._reduce or self.carried_by_all(factor)
+
+    def carried_by_all(self, factor: str) -> bool:
+        """Whether every result (but those aside) has a dim with ``factor``."""
         return all(
             any(factor in dim for dim in result) for at, result in enumerate(self.results) if at not in self.aside
         )
@@ -110,7 +112,9 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
 
 
 @lru_cache(maxsize=65536)
-def _share_out(mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits) -> tuple[tuple[str, Digits], ...]:
+def _share_out(
+    mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits
+) -> tuple[tuple[str, Digits], ...]:
     if any(size == 0 for _, size, _ in factors):
         return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
     below, cuts = 1, []
@@ -200,7 +204,18 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
     carried = carried_partials(spec, operands)
     if isinstance(carried, str):
         return carried
+    if not commute(spec, joint, carried):
+        return "pending reductions of different kinds would meet in a result"
     return results_of(spec, mesh, joint, carried)
+
+
+def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tuple[str, str]]) -> bool:
+    """Whether the reductions that a strategy leaves pending, or lets through, can be done in any order."""
+    ops = {op for _, op in carried}
+    for factor, digits in assignment.items():
+        if factor in spec._reduce and any(d.axis is not None for d in digits) and not spec.carried_by_all(factor):
+            ops.add(spec._reduce[factor])
+    return len(ops) <= 1 or ops == {"sum", "avg"}
 
 
 def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str, str], ...] | str:
@@ -276,6 +291,8 @@ def _strategy(
             return None
         assignment[factor] = merged
     pairs = [(axis, op) for axis, (op, _) in carried.items()]
+    if not commute(spec, assignment, pairs):
+        return None
     layouts = []
     for at, dims in enumerate(spec.operands):
         partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
@@ -318,7 +335,11 @@ def _cut(mesh: Mesh, layout: Layout, edges: Mapping[str, list[int]]) -> Layout:
 
     # Built past canonicalisation, which would join the parts again.
     dims = [
-        [d for radix, axis in digits for d in ([Digit(radix)] if axis is None else [Digit(mesh.size(p), p) for p in parts(axis)])]
+        [
+            d
+            for radix, axis in digits
+            for d in ([Digit(radix)] if axis is None else [Digit(mesh.size(p), p) for p in parts(axis)])
+        ]
         for digits in layout.dims
     ]
     cut = Layout(mesh, [[] for _ in dims], [(p, op) for axis, op in layout.partial for p in parts(axis)])

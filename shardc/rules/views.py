@@ -158,5 +158,7 @@ TABLE = table(
     Rule("aten.as_strided_scatter", _strided, "all: whole    linear in both"),
     Rule("aten.repeat", _repeat, "n -> (times n)", _repeat_local),
     Rule("aten.pixel_shuffle", lambda call: _shuffle(call, shrink=False), "(c a b) h w -> c (h a) (w b)    a b: whole"),
-    Rule("aten.pixel_unshuffle", lambda call: _shuffle(call, shrink=True), "c (h a) (w b) -> (c a b) h w    a b: whole"),
+    Rule(
+        "aten.pixel_unshuffle", lambda call: _shuffle(call, shrink=True), "c (h a) (w b) -> (c a b) h w    a b: whole"
+    ),
 )

@@ -24,7 +24,8 @@ def agree(groups: Groups, text: str) -> None:
     store = c10d._get_default_store()
     at = groups.agreed = groups.agreed + 1
     ranks = groups.everyone()
-    key = f"shardc/{','.join(map(str, ranks))}/{at}/"
+    # Two meshes of the same ranks each count their own programs.
+    key = f"{groups.prefix}{','.join(map(str, ranks))}/{at}/"
     digest = hashlib.sha256(text.encode()).hexdigest()
     mine = ranks[groups.rank]
     store.set(f"{key}text/{mine}", text)

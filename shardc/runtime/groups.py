@@ -45,6 +45,7 @@ class Groups:
     Attributes:
         mesh: the abstract mesh.
         rank: where this process stands on it: the row-major index of its coordinates, not its global rank.
+        prefix: of the registered names; another one for each mesh of the process.
         agreed: how many programs the ranks have compared.
         rename: group name in a graph -> registered name, for the groups added so far.
     """
@@ -55,7 +56,7 @@ class Groups:
         self.agreed = 0
         self._device_mesh = device_mesh
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
-        self._prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
+        self.prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
         if max(self._global) >= dist.get_world_size():
@@ -92,8 +93,8 @@ class Groups:
             name = ",".join(axes)
             if GROUP_PREFIX + name in self.rename:
                 continue
-            c10d._register_process_group(self._prefix + name, self._make(axes))  # type: ignore[arg-type]
-            self.rename[GROUP_PREFIX + name] = self._prefix + name
+            c10d._register_process_group(self.prefix + name, self._make(axes))  # type: ignore[arg-type]
+            self.rename[GROUP_PREFIX + name] = self.prefix + name
         return self.rename
 
     def everyone(self) -> list[int]:

@@ -83,10 +83,9 @@ class Simulation:
             else:
                 assert role.layout is not None
                 out.append(self.ranks.assemble(result, role.layout))
-        names = [n.name if isinstance(n, fx.Node) else "" for n in ir.output_node(graph.graph).args[0]]
-        primals = {n.name: v for n, v in zip(ir.placeholders(graph.graph), feed, strict=True)}
-        saved = {name: r for name, r in zip(names, results, strict=True) if r is not None}
-        self._saved = (program, {**primals, **saved}) if graph is program.forward else None
+        roles = [role for role, _ in ir.outputs(graph.graph)]
+        saved = {role.name: r for role, r in zip(roles, results, strict=True) if role.kind == "saved" and r is not None}
+        self._saved = (program, saved) if graph is program.forward else None
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor) -> None:

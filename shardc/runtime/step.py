@@ -131,12 +131,10 @@ class _Step(torch.autograd.Function):
         backward = runner.program.backward
         assert graph is not None and backward is not None
         local = runner._local(graph, feed)
-        by_name = dict(zip((n.name for n in graph.graph.find_nodes(op="placeholder")), local, strict=True))
         results = runner.compiled("forward")(list(local))
-        names = [n.name if isinstance(n, fx.Node) else "" for n in ir.output_node(graph.graph).args[0]]
-        by_name.update(zip(names, results, strict=True))
+        roles = [role for role, _ in ir.outputs(graph.graph)]
         ctx.runner = runner
-        ctx.saved = {n.name: by_name[n.name] for n in backward.graph.find_nodes(op="placeholder") if n.name in by_name}
+        ctx.saved = {role.name: x for role, x in zip(roles, results, strict=True) if role.kind == "saved"}
         ctx.feed = feed
         outputs = tuple(results[:count])
         plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)

@@ -9,7 +9,7 @@ from benchmarks.report import Result, fastest, markdown, ratio, to_json, verdict
 LIMIT = Result("tiny", "ddp", "limit", "limit", (0.1, 0.3, 0.2), 2.0, 2**20, 0, 0, 9.0)
 EAGER = Result("tiny", "ddp", "DDP", "ddp/eager", (0.5, 0.4, 0.9), 1.0, 3 * 2**20, 4_000_000, 3, 7.50001)
 COMPILED = Result("tiny", "ddp", "DDP", "ddp/compiled", (0.4, 0.4, 0.1), 30.0, 2**21, 4_000_000, 3, 7.5)
-OTHER = Result("tiny", "ddp", "SimpleFSDP", "other", (0.8,), 30.0, 2**21, 4_000_000, 1, 7.5)
+OTHER = Result("tiny", "ddp", "SimpleFSDP", "other", (0.6,), 30.0, 2**21, 4_000_000, 1, 7.5)
 OURS = Result("tiny", "ddp", "shardc", "shardc/ddp", (0.3, 0.3), 12.34, 2**21, 2_500_000, 1, 7.4925)
 BROKEN = Result("tiny", "ddp", "DDP", "ddp/broken", error="RuntimeError: no such device")
 ALL = [LIMIT, EAGER, COMPILED, OTHER, OURS, BROKEN]
@@ -28,11 +28,11 @@ The last loss of the same training on one device: 7.50000.
 | limit        |         200 |      100 |      1.00 |          0.50 |            2.0 |          1 |             0 |      0.00 |     9.00000 |          |
 | ddp/eager    |         500 |      400 |      2.50 |          1.25 |            1.0 |          3 |             3 |      4.00 |     7.50001 |    1e-06 |
 | ddp/compiled |         400 |      100 |      2.00 |          1.00 |           30.0 |          2 |             3 |      4.00 |     7.50000 |    0e+00 |
-| other        |         800 |      800 |      4.00 |          2.00 |           30.0 |          2 |             1 |      4.00 |     7.50000 |    0e+00 |
+| other        |         600 |      600 |      3.00 |          1.50 |           30.0 |          2 |             1 |      4.00 |     7.50000 |    0e+00 |
 | shardc/ddp   |         300 |      300 |      1.50 |          0.75 |           12.3 |          2 |             1 |      2.50 |     7.49250 |    1e-03 |
 | ddp/broken   |             |          |           |               |                |            |               |           |             |          |
 
-- shardc/ddp: 1.50x of limit, 0.75x of ddp/compiled, 0.38x of other
+- shardc/ddp: 1.50x of limit, 0.75x of ddp/compiled, 0.50x of other
 - ddp/broken did not run: RuntimeError: no such device
 """  # noqa: E501
 
@@ -55,7 +55,7 @@ def test_ratio_is_of_medians_and_none_without_the_other() -> None:
 
 
 def test_verdicts_name_the_best_of_every_kind() -> None:
-    assert verdicts(ALL) == ["shardc/ddp: 1.50x of limit, 0.75x of ddp/compiled, 0.38x of other"]
+    assert verdicts(ALL) == ["shardc/ddp: 1.50x of limit, 0.75x of ddp/compiled, 0.50x of other"]
     assert verdicts([OURS]) == []
 
 

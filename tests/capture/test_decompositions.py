@@ -29,7 +29,9 @@ def convolution_backward(mask: list[bool]) -> tuple[Any, ...]:
     return draw(*y.shape), x, weight, [6], *geometry, mask
 
 
-def nll_backward(reduction: int, weighted: bool, shape: tuple[int, ...] = (6, 5), ignore: int = -100) -> tuple[Any, ...]:
+def nll_backward(
+    reduction: int, weighted: bool, shape: tuple[int, ...] = (6, 5), ignore: int = -100
+) -> tuple[Any, ...]:
     x, weight = draw(*shape), torch.rand(shape[1], dtype=torch.float64) if weighted else None
     target = torch.randint(shape[1], (shape[0], *shape[2:]))
     target[0] = ignore

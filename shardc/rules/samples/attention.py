@@ -59,7 +59,9 @@ def _on_gpu(kernel: str, backward: bool, draw: Draw) -> Iterator[Sample]:
     for causal in (False, True):
         given: dict[tuple[str, bool], tuple[Any, ...]] = {
             ("flash_attention", False): (q, k, v, 0.0, causal),
-            ("flash_attention", True): (grad, q, k, v, out, lse, None, None, length, length, 0.0, causal, _pair(), offset),
+            ("flash_attention", True): (
+                grad, q, k, v, out, lse, None, None, length, length, 0.0, causal, _pair(), offset,
+            ),
             ("efficient_attention", False): (q, k, v, bias, True, 0.0, causal),
             ("efficient_attention", True): (
                 grad, q, k, v, bias, out, lse, seed, offset, 0.0, [True, True, True, True], causal,

@@ -54,9 +54,15 @@ def _several_dims(d: Draw) -> dict[str, list[tuple[Any, ...]]]:
     ]
     writes = [(x, indices, d.normal(*shape), accumulate) for indices, shape in picks for accumulate in (True,)]
     unique = d.order(8)[:4]
-    replaces = [(x, [unique], d.normal(4, 1, 8)), (x, [None, None, unique], d.normal()), (x, [unique, d.below(4, 4)], d.normal(8))]
+    replaces = [
+        (x, [unique], d.normal(4, 1, 8)),
+        (x, [None, None, unique], d.normal()),
+        (x, [unique, d.below(4, 4)], d.normal(8)),
+    ]
     masked = [(x, [d.bools(8)], d.normal())]
-    found = {"index.Tensor": [(x, indices) for indices, _ in picks] + [(x, [None, d.bools(4)])]}
+    found: dict[str, list[tuple[Any, ...]]] = {
+        "index.Tensor": [(x, indices) for indices, _ in picks] + [(x, [None, d.bools(4)])]
+    }
     found["_unsafe_index.Tensor"] = [(x, indices) for indices, _ in picks[1:]]
     found["index_put.default"] = found["_unsafe_index_put.default"] = [*writes, *replaces]
     found["index_put.default"] = [*writes, *replaces, *masked]

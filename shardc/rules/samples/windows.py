@@ -68,4 +68,3 @@ def _arguments(overload: Any, given: dict[str, Any]) -> tuple[tuple[Any, ...], d
         assert value is not None or "Optional" in str(argument.type), f"no value for {argument.name} of {overload}"
         args.append(value)
     return tuple(args), {}
-

@@ -1,0 +1,114 @@
+"""Two saved schedules compared: what became slower, larger or chattier, and whether it is more than is allowed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardc.errors import InputError
+
+METRICS = ("seconds", "compute_seconds", "exposed", "wire", "flops", "mfu", "memory")
+_LIMIT = re.compile(r"\s*([\w.()/, ]+?)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%?)\s*")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number in both schedules: ``seconds``, ``wire``, ``wire.dp`` ... (bytes, seconds or shares)."""
+
+    metric: str
+    before: float
+    after: float
+
+    @property
+    def relative(self) -> float:
+        """The change as a share of what it was."""
+        if self.before == self.after:
+            return 0.0
+        return (self.after - self.before) / self.before if self.before else float("inf")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A condition that fails a comparison: ``exposed>+5%`` (grows by more than), ``mfu<0.4`` (is below, after).
+
+    A number with a sign or a percent sign is a change, another one a value.
+    """
+
+    metric: str
+    above: bool
+    number: float
+    relative: bool
+    change: bool
+
+    @staticmethod
+    def parse(text: str) -> Limit:
+        """
+        >>> Limit.parse("exposed>+5%")
+        Limit(metric='exposed', above=True, number=0.05, relative=True, change=True)
+
+        Raises:
+            InputError: ``text`` is no such condition.
+        """
+        found = _LIMIT.fullmatch(text)
+        if found is None:
+            raise InputError(f"--fail-if {text!r} is no condition", fix="write it as 'exposed>+5%' or 'mfu<0.4'")
+        metric, sign, number, percent = found.groups()
+        value = float(number) / (100 if percent else 1)
+        return Limit(metric, sign == ">", value, bool(percent), bool(percent) or number[0] in "+-")
+
+    def broken(self, change: Change) -> bool:
+        """Whether ``change`` is beyond the limit."""
+        value = change.after
+        if self.change:
+            value = change.relative if self.relative else change.after - change.before
+        return value > self.number if self.above else value < self.number
+
+
+def load(path: str) -> dict[str, Any]:
+    """A schedule as ``Schedule.to_json`` wrote it.
+
+    Raises:
+        InputError: there is no such file, or it is no schedule.
+    """
+    try:
+        record = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from None
+    if not isinstance(record, dict) or not {"seconds", "totals", "memory"} <= record.keys():
+        raise InputError(f"{path} is no saved schedule", fix="write one with python -m shardc schedule ... --json FILE")
+    return record
+
+
+def numbers(record: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a saved schedule by metric: of the step, then ``wire`` and ``exposed`` by axis and by kind."""
+    out = {name: record["memory"]["peak"] if name == "memory" else record[name] for name in METRICS}
+    out |= {f"memory.{owner}": size for owner, size in record["memory"]["by_owner"].items()}
+    for by in ("axis", "kind"):
+        for key, total in record["totals"][by].items():
+            out |= {f"{name}.{key}": total[name] for name in ("count", "wire", "exposed")}
+    return out
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
+    """Every number of either schedule; one that the other lacks is 0 there."""
+    old, new = numbers(before), numbers(after)
+    return [Change(name, old.get(name, 0), new.get(name, 0)) for name in dict.fromkeys((*old, *new))]
+
+
+def broken(changes: list[Change], limits: list[Limit]) -> list[tuple[Limit, Change]]:
+    """The limits that the changes break.
+
+    Raises:
+        InputError: a limit is on a number that there is not.
+    """
+    by_name = {change.metric: change for change in changes}
+    for limit in limits:
+        if limit.metric not in by_name:
+            raise InputError(f"--fail-if: there is no number {limit.metric!r}", fix=f"use one of {', '.join(by_name)}")
+    return [(limit, by_name[limit.metric]) for limit in limits if limit.broken(by_name[limit.metric])]

@@ -1,0 +1,35 @@
+"""``diff``: two saved schedules, number by number; fails where a number grew by more than is allowed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tabulate import tabulate
+
+from shardc.analysis.difference import Limit, broken, compare, load
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("diff", help="compare two schedules saved as JSON")
+    parser.add_argument("before", metavar="A", help="what `schedule --json` wrote")
+    parser.add_argument("after", metavar="B", help="the same, to compare with A")
+    parser.add_argument(
+        "--fail-if", action="append", default=[], metavar="CONDITION", help="exit with 1: 'exposed>+5%%', 'wire.dp>+0'"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the numbers that differ and the limits that are broken; returns 1 where there are such limits."""
+    limits = [Limit.parse(text) for text in options.fail_if]
+    changes = compare(load(options.before), load(options.after))
+    failed = broken(changes, limits)
+    rows = [(c.metric, f"{c.before:g}", f"{c.after:g}", f"{c.relative:+.1%}") for c in changes if c.before != c.after]
+    head = ("number", "before", "after", "change")
+    print(tabulate(rows, head, tablefmt="plain", disable_numparse=True) if rows else "no difference")
+    for limit, change in failed:
+        number = f"{limit.number:+.1%}" if limit.relative else f"{limit.number:{'+' if limit.change else ''}g}"
+        side = "above" if limit.above else "below"
+        print(f"broken: {change.metric} is {change.after:g}, {change.relative:+.1%}; {side} {number} fails")
+    return int(bool(failed))

@@ -1,0 +1,141 @@
+"""What a compiled module needs besides its parameters: meshes, layouts, its template, the programs made so far."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardc.errors import InputError
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.runtime import changes
+from shardc.runtime.groups import Groups
+from shardc.runtime.signature import Signature
+from shardc.runtime.step import Compiled, Program, Runner
+
+Lower = Callable[..., Compiled]
+
+
+@dataclass
+class State:
+    """What a `ShardedModule` needs besides its parameters.
+
+    Args:
+        mesh: the abstract mesh.
+        device_mesh: None for a module that is only analysed or simulated.
+        groups: this rank's process groups; None without a device mesh.
+        template: the user's module with ``meta`` parameters at global shapes, for capture.
+        storages: storage layout of each parameter.
+        build: (template, args, kwargs, with_loss) at global shapes -> Program.
+        global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
+        names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
+        loss_args: how many arguments the loss takes after the model's own; None without a loss.
+        lower: makes a local graph callable.
+        device: where parameters live.
+        dtensor_outputs: whether outputs come back as DTensors.
+    """
+
+    mesh: Mesh
+    device_mesh: DeviceMesh | None
+    groups: Groups | None
+    template: nn.Module
+    storages: dict[str, Layout]
+    build: Callable[..., Program]
+    global_shapes: Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int, ...]]]
+    names: Callable[..., list[str]]
+    loss_args: int | None
+    lower: Lower
+    device: torch.device
+    dtensor_outputs: bool = False
+    programs: dict[Signature, Program] = field(default_factory=dict)
+    explicit: bool = False
+    _runners: dict[int, Runner] = field(default_factory=dict)
+    owner: Any = None
+
+    @property
+    def rank(self) -> int:
+        return self.groups.rank if self.groups is not None else 0
+
+    def with_loss(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a call passes the loss its arguments: its last positional ones, if the model does without them.
+
+        Raises:
+            InputError: these are no arguments of the model, with or without those of the loss.
+        """
+        own = len(args) - (self.loss_args or 0)
+        if self.loss_args is not None and own >= 0 and _refuses(self.template, args[:own], kwargs) is None:
+            return True
+        reason = _refuses(self.template, args, kwargs)
+        if reason is None:
+            return False
+        takes = f"{type(self.template).__name__}.forward{inspect.signature(self.template.forward)}"
+        after = f", and after these {self.loss_args} for the loss, by position" if self.loss_args else ""
+        raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
+
+    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+        """The program for global (example) inputs in the present mode, built if there is none yet."""
+        key = self.signature(args, kwargs)
+        if key not in self.programs:
+            self.programs[key] = self.build(self.template, args, kwargs, self.with_loss(args, kwargs))
+        return self.programs[key]
+
+    def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call in the present mode."""
+        self._sync_template()
+        return Signature.of(self.template, self.input_names(args, kwargs), args, kwargs)
+
+    def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+        """A name for each leaf of a call's arguments."""
+        extra = self.loss_args if self.with_loss(args, kwargs) else 0
+        return self.names(self.template, args, kwargs, extra)
+
+    @cached_property
+    def kept(self) -> dict[str, changes.Kept]:
+        """What stays of each parameter."""
+        return changes.kept(self.template, self.storages)
+
+    def adopt(self, owner: nn.Module) -> None:
+        """Takes ``owner`` as the module that holds the parameters."""
+        self.owner = owner
+        if self.device_mesh is not None:
+            changes.load_hooks(owner, self.storages, self.rank, self.device)
+            changes.watch(owner)
+
+    def check(self) -> None:
+        """Checks that the parameters are still the ones that were compiled for."""
+        if self.device_mesh is not None:
+            changes.check(self.owner, self.kept, self.device_mesh)
+
+    def _sync_template(self) -> None:
+        """Carries train and eval mode, ``requires_grad`` and dtypes over to the template."""
+        for mine, theirs in zip(self.owner.modules(), self.template.modules(), strict=True):
+            theirs.training = mine.training
+        for param, like in zip(self.owner.parameters(), self.template.parameters(), strict=True):
+            like.requires_grad_(param.requires_grad)
+        for held in ("parameters", "buffers"):
+            for mine, like in zip(getattr(self.owner, held)(), getattr(self.template, held)(), strict=True):
+                if like.dtype != mine.dtype:
+                    like.data = like.data.to(mine.dtype)
+
+    def runner(self, program: Program) -> Runner:
+        """What runs ``program`` on this rank."""
+        assert self.groups is not None
+        if id(program) not in self._runners:
+            self._runners[id(program)] = Runner(program, self.owner, self.storages, self.groups, self.lower)
+        return self._runners[id(program)]
+
+
+def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why ``model.forward`` does not take these arguments, or None where it does."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
