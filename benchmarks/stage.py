@@ -56,7 +56,9 @@ class Actor:
     def end(self) -> None:
         """Reports peak memory and ends the workers; until every rank has reported, each keeps its connections."""
         self.peaks = self._ask("peak")
-        self.stop()
+        if not self.error:
+            self._orders.send(("end", 0))
+            self._process.join()
 
     def stop(self) -> None:
         """Ends this host's worker, whatever it is doing."""

@@ -276,7 +276,10 @@ def test_arguments_of_the_wrong_kind() -> None:
         "fsdp", InputError, "'fsdp' is not a plan\n  fix: pass shardc.fsdp(\"dp\"), shardc.Plan(...), or several with |"
     )
     compiles_not(
-        fsdp("dp"), InputError, "{'strict': True} are not options\n  fix: pass shardc.Options(...)", options={"strict": True}
+        fsdp("dp"),
+        InputError,
+        "{'strict': True} are not options\n  fix: pass shardc.Options(...)",
+        options={"strict": True},
     )
     compiles_not(
         fsdp("dp"), MeshError, "'dp=2' is not a mesh\n  fix: pass a DeviceMesh or shardc.Mesh(dp=2, tp=4)", mesh="dp=2"
@@ -408,7 +411,9 @@ def test_a_model_that_is_not_one_graph(model: nn.Module, what: str, line: str, f
 def test_arguments_that_forward_does_not_take() -> None:
     x = torch.empty(4, 8)
     lowers_not(
-        fsdp("dp"), InputError, "Net.forward(x: 'Tensor') -> 'Tensor': missing a required argument: 'x'\n  fix: pass what forward takes"
+        fsdp("dp"),
+        InputError,
+        "Net.forward(x: 'Tensor') -> 'Tensor': missing a required argument: 'x'\n  fix: pass what forward takes",
     )
     lowers_not(
         fsdp("dp"),

@@ -33,4 +33,3 @@ def _tensor(x: Tensor | None) -> Any:
     local = x.to_local() if isinstance(x, DTensor) else x
     values = None if x.device.type == "meta" or isinstance(x.detach(), FakeTensor) else local.tolist()
     return id(x), type(x), x.dtype, tuple(x.shape), str(x.device), x.requires_grad, x.grad is None, x._version, values
-

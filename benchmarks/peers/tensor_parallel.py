@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch.nn.functional as F
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,19 +19,20 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.peers.row import Row
-from benchmarks.work import Step, Work, train_step
+from benchmarks.work import Step, Work, model_loss, train_step
 
 
-def _styles(sequence: bool) -> tuple[dict[str, ParallelStyle], dict[str, ParallelStyle]]:
+def _styles(sequence: bool, whole_logits: bool) -> tuple[dict[str, ParallelStyle], dict[str, ParallelStyle]]:
     """(of a block, of the rest); between blocks activations are whole, or split over the sequence."""
     between = Shard(1) if sequence else Replicate()
+    logits = Replicate() if whole_logits else Shard(-1)
     block: dict[str, ParallelStyle] = {
         **{name: ColwiseParallel() for name in ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up")},
         **{name: RowwiseParallel(output_layouts=between) for name in ("attn.wo", "mlp.down")},
     }
     rest: dict[str, ParallelStyle] = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=whole_logits),
     }
     if sequence:
         gather_attention = PrepareModuleInput(
@@ -44,21 +45,18 @@ def _styles(sequence: bool) -> tuple[dict[str, ParallelStyle], dict[str, Paralle
     return block, rest
 
 
-def _build(work: Work, mesh: DeviceMesh, sequence: bool, compiled: bool) -> Step:
+def _parallel(work: Work, mesh: DeviceMesh, sequence: bool, whole_logits: bool) -> nn.Module:
     model = work.model()
-    block, rest = _styles(sequence)
+    block, rest = _styles(sequence, whole_logits)
     for layer in model.layers:
         parallelize_module(layer, mesh, block)
-        if compiled:
-            layer.compile(dynamic=False)
-    parallelize_module(model, mesh, rest)
+    return parallelize_module(model, mesh, rest)
 
-    def forward(tokens: Tensor, targets: Tensor) -> Tensor:
-        # The logits stay split over the vocabulary; `loss_parallel` needs to see their backward too.
-        logits = model(tokens)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    step = train_step(forward, model.parameters())
+def _eager(work: Work, mesh: DeviceMesh, sequence: bool) -> Step:
+    """The logits stay split over the vocabulary, which `loss_parallel` needs to see in forward and backward."""
+    model = _parallel(work, mesh, sequence, whole_logits=False)
+    step = train_step(model_loss(model), model.parameters())
 
     def parallel_step(tokens: Tensor, targets: Tensor) -> Tensor:
         with loss_parallel():
@@ -68,14 +66,15 @@ def _build(work: Work, mesh: DeviceMesh, sequence: bool, compiled: bool) -> Step
     return parallel_step
 
 
-ROWS = tuple(
-    Row(
-        f"{'tp+sp' if sequence else 'tp'}/{'compiled' if compiled else 'eager'}",
-        "TP+SP" if sequence else "TP",
-        "tp",
-        partial(_build, sequence=sequence, compiled=compiled),
-        whole_batch=True,
-    )
-    for sequence in (False, True)
-    for compiled in (False, True)
+def _compiled(work: Work, mesh: DeviceMesh, sequence: bool) -> Step:
+    """The logits are gathered: compiled code and `loss_parallel` do not go together (torch 2.13)."""
+    model = _parallel(work, mesh, sequence, whole_logits=True)
+    return train_step(torch.compile(model_loss(model), dynamic=False), model.parameters())
+
+
+ROWS = (
+    Row("tp/eager", "TP", "tp", partial(_eager, sequence=False), whole_batch=True),
+    Row("tp/compiled", "TP", "tp", partial(_compiled, sequence=False), whole_batch=True),
+    Row("tp+sp/eager", "TP+SP", "tp", partial(_eager, sequence=True), whole_batch=True),
+    Row("tp+sp/compiled", "TP+SP", "tp", partial(_compiled, sequence=True), whole_batch=True),
 )

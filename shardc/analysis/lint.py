@@ -1,4 +1,4 @@
-"""Lint: communication and computation that a better plan would not need, each with its cost and the change that mends it.
+"""Lint: communication and computation that a better plan would not need, each with its cost and what mends it.
 
 Works on the global graph with its layouts (stage ``collectives``), on the schedule of the joint graph made from it
 (stage ``localize``), where each collective of the one is found in the other by its name, and on that of what runs.
@@ -134,8 +134,9 @@ def repeated_gather(subject: Subject) -> Iterator[Finding]:
             key = (node.args[0], str(node.kwargs["axis"]), ir.layout(node), ir.info(node).origin.phase)
             first = seen.setdefault(key, node)
             if first is not node:
+                again = f"gathered again over {node.kwargs['axis']}, as %{ir.info(first).name}"
                 yield from subject.wasted(
-                    "repeated-gather", node, 1.0, f"gathered again over {node.kwargs['axis']}, as %{ir.info(first).name}",
+                    "repeated-gather", node, 1.0, again,
                     "pin the value's layout where both consumers read it",
                 )  # fmt: skip
 
@@ -151,8 +152,9 @@ def small_messages(subject: Subject) -> Iterator[Finding]:
     for (kind, axis, phase), small in groups.items():
         if len(small) < 2:
             continue
+        lost, wire = sum(idle for _, idle in small), sum(c.wire for c, _ in small)
         yield subject.finding(
-            "small-messages", (f"{kind}({axis})", "", ""), sum(idle for _, idle in small), sum(c.wire for c, _ in small),
+            "small-messages", (f"{kind}({axis})", "", ""), lost, wire,
             f"{len(small)} {kind}s over {axis} in {phase} take longer to start than to send",
             "raise Options(bucket_size=...), or lower the number of ranks on the axis",
         )  # fmt: skip
@@ -254,7 +256,8 @@ def merged(findings: list[Finding]) -> list[tuple[int, Finding]]:
     out = []
     for of in groups.values():
         first = of[0]
-        subject, module = (first.subject, first.module) if len(of) == 1 else map(layers_of, (first.subject, first.module))
+        named = first.subject, first.module
+        subject, module = named if len(of) == 1 else map(layers_of, named)
         total = Finding(
             first.rule, first.severity, subject, module, first.source, sum(f.seconds for f in of),
             sum(f.bytes for f in of), first.message, first.change,

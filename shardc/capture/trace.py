@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc.capture.annotate import PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.errors import capture_error
+from shardc.capture.randomness import random_decompositions
 
 Loss = Callable[..., Any]
 
@@ -163,7 +164,7 @@ def capture(
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """op overload -> decomposition, for AOTAutograd."""
     known = [getattr(torch.ops.aten, name) for name in FROM_TORCH if hasattr(torch.ops.aten, name)]
-    return {**get_decompositions(known), **OWN}
+    return {**get_decompositions(known), **OWN, **random_decompositions()}
 
 
 def _fake(x: Tensor, device: torch.device) -> Tensor:

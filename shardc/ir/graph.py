@@ -78,9 +78,9 @@ class Role:
     """What a placeholder is, or what an output is.
 
     Args:
-        kind: "param", "buffer", "input", "tangent", "coordinate" for placeholders;
+        kind: "param", "buffer", "input", "tangent", "coordinate", "key" (of random draws) for placeholders;
             "output", "buffer", "grad" (of a param or of an input) for outputs.
-        name: the parameter's or buffer's qualified name, the input's dotted path, or the axis.
+        name: the parameter's or buffer's qualified name, the input's dotted path, the axis, or "key".
         index: position among those of its kind.
         layout: for outputs from ``propagate`` on, the layout that the outside wants.
     """

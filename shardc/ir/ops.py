@@ -75,4 +75,5 @@ def unpad(x: Any, *, dim: int, size: int) -> Any:
 
 COLLECTIVES: tuple[Callable[..., Any], ...] = (all_gather, reduce_scatter, all_reduce, all_to_all, permute_ranks)
 LOCAL_MOVES: tuple[Callable[..., Any], ...] = (shard, to_partial)
-MARKERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in (*COLLECTIVES, *LOCAL_MOVES, tag, reshard, pad, unpad)}
+_EVERY: tuple[Callable[..., Any], ...] = (*COLLECTIVES, *LOCAL_MOVES, tag, reshard, pad, unpad)
+MARKERS: dict[str, Callable[..., Any]] = {f.__name__: f for f in _EVERY}

@@ -106,7 +106,7 @@ class Emitter:
         self.mesh, self.fake_mode, self.device = mesh, fake_mode, device
         self.graph = fx.Graph()
         self.names = NameScope()
-        self._coordinates: dict[tuple[str, ...], fx.Node] = {}
+        self._numbers: dict[str, fx.Node] = {}
         self._last_primal: fx.Node | None = None
         self._info = Info("", None)
 
@@ -126,17 +126,23 @@ class Emitter:
         return node
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
-        if axes not in self._coordinates:
-            name = ",".join(axes)
+        name = ",".join(axes)
+        return self._fed(f"coordinate.{name}", "coordinate", name)
+
+    def key(self) -> fx.Node:
+        return self._fed("key", "key", "key")
+
+    def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
+        """The placeholder of a number (int64 [1]) that the runtime feeds."""
+        if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
-                node = self.graph.placeholder(f"primals_coordinate_{len(self._coordinates)}")
+                node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
             with self.fake_mode:
                 node.meta["val"] = torch.zeros(1, dtype=torch.int64, device=self.device)
             self._last_primal = node
-            role = Role("coordinate", name, len(self._coordinates))
-            self._record(node, f"coordinate.{name}", Info("", None, Origin(), role))
-            self._coordinates[axes] = node
-        return self._coordinates[axes]
+            self._record(node, name, Info("", None, Origin(), Role(kind, role_name, len(self._numbers))))
+            self._numbers[name] = node
+        return self._numbers[name]
 
     def shape(self, x: Any) -> tuple[int, ...]:
         return tuple(x.meta["val"].shape)

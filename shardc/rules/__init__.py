@@ -18,6 +18,7 @@ from shardc.rules import (
     normalisation,
     pieces,
     pointwise,
+    random,
     reduction,
     scan,
     views,
@@ -41,6 +42,7 @@ FAMILIES = (
     normalisation,
     linalg,
     factory,
+    random,
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}

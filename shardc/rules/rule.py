@@ -72,6 +72,10 @@ class Builder(Protocol):
         """int64 [1]: this rank's index along ``axes``, the first slowest."""
         ...
 
+    def key(self) -> Any:
+        """int64 [1]: the key of this step's random draws, the same on every rank."""
+        ...
+
     def shape(self, x: Any) -> tuple[int, ...]:
         """The local shape of ``x``."""
         ...

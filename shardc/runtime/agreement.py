@@ -39,6 +39,7 @@ def _different(mine: int, other: int, text: str, theirs: str) -> MeshError:
     pairs = zip_longest(text.splitlines(), theirs.splitlines(), fillvalue=_END)
     here, there = next((pair for pair in pairs if pair[0] != pair[1]), (_END, _END))
     return MeshError(
-        f"ranks {mine} and {other} compiled different programs: rank {mine} has {here!r} where rank {other} has {there!r}",
+        f"ranks {mine} and {other} compiled different programs: rank {mine} has {here!r} where rank {other} has "
+        f"{there!r}",
         fix="compile the same model, plan, mesh and input shapes on every rank",
     )

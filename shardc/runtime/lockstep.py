@@ -20,6 +20,7 @@ from shardc.errors import MeshError
 from shardc.ir.comm import group_name
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.random import draw_key
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, group_axes
 from shardc.runtime import shards
 from shardc.runtime.exchange import COLLECTIVES
@@ -36,6 +37,7 @@ class Lockstep:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self._key: torch.Tensor | None = None
 
     # --- the builder's interface
 
@@ -47,6 +49,11 @@ class Lockstep:
 
     def coordinate(self, axes: tuple[str, ...]) -> PerRank:
         return PerRank(torch.tensor([shards.flat_index(self.mesh, axes, rank)]) for rank in range(self.mesh.ranks))
+
+    def key(self) -> PerRank:
+        if self._key is None:
+            self._key = draw_key()
+        return PerRank([self._key] * self.mesh.ranks)
 
     def shape(self, x: PerRank) -> tuple[int, ...]:
         return tuple(x[0].shape)

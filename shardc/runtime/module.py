@@ -32,8 +32,12 @@ class ShardedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One step on this rank's local shards of the inputs.
 
+        Gradients of several backwards add up in ``.grad``, each the gradient of its own call's global objective: for
+        the mean over k micro-batches of one size, divide each loss by k.
+
         Returns:
-            With a loss (and its arguments given), the global loss; else the model's outputs as local shards.
+            With a loss (and its arguments given), the global loss; else the model's outputs as local shards, or as
+            DTensors where the plan says ``dtensor_outputs`` (see `shardc.runtime.outputs`).
 
         Raises:
             MeshError: the module was compiled for an abstract mesh.

@@ -8,7 +8,7 @@ should be equal are checked to be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,6 +18,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.random import draw_key
 from shardc.runtime.lockstep import Lockstep, PerRank
 from shardc.runtime.storage import cut, shard_tensor
 
@@ -49,7 +50,7 @@ class Simulation:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.state: Any = module.shardc
+        self.state = cast(Any, module.shardc)
         self.mesh: Mesh = self.state.mesh
         self.ranks = Lockstep(self.mesh)
         self.storages: dict[str, Layout] = self.state.storages
@@ -149,6 +150,8 @@ class Simulation:
             assert role is not None
             if role.kind == "coordinate":
                 feed.append(self.ranks.coordinate(tuple(role.name.split(","))))
+            elif role.kind == "key":
+                feed.append([draw_key()] * self.mesh.ranks)
             elif role.kind == "input":
                 feed.append(inputs.get(role.name, [node.meta["val"]] * self.mesh.ranks))
             else:

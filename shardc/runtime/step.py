@@ -13,6 +13,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.random import draw_key
 from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
 from shardc.runtime.groups import Groups
@@ -108,6 +109,8 @@ class Runner:
                 feed.append(self.owner.get_buffer(role.name))
             elif role.kind == "coordinate":
                 feed.append(self.groups.coordinate(tuple(role.name.split(","))))
+            elif role.kind == "key":
+                feed.append(draw_key(device=node.meta["val"].device))
             else:
                 feed.append(given[role.name] if role.name in given else node.meta["val"])
         return feed

@@ -31,6 +31,7 @@ BYTES = CostModel(latency=1e-9, hop=0, bandwidth=1, memory_bandwidth=1e15, kinds
     ],
     ids=str,
 )
+@pytest.mark.timeout(0)
 def test_no_sequence_of_three_moves_less(mesh: Mesh, shape: tuple[int, ...], majors: tuple[int, ...]) -> None:
     layouts = every_layout(mesh, shape, majors)
     least = wire_elements(layouts)

@@ -32,7 +32,9 @@ CASES: list[tuple[Any, tuple[Any, ...], list[int], list[set[int]]]] = [
 ]
 
 
-@pytest.mark.parametrize(("op", "args", "sizes", "linear"), CASES, ids=lambda value: str(value) if callable(value) else "")
+@pytest.mark.parametrize(
+    ("op", "args", "sizes", "linear"), CASES, ids=lambda value: str(value) if callable(value) else ""
+)
 def test_a_table_becomes_factors(op: Any, args: tuple[Any, ...], sizes: list[int], linear: list[set[int]]) -> None:
     rule, sample = fallback_rule(op), Sample(op, args)
     assert rule is not None

@@ -79,7 +79,10 @@ def test_a_mesh_larger_than_the_world() -> None:
         larger = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=("dp",), _init_backend=False)
         with pytest.raises(MeshError) as caught:
             shardc.compile(model, larger, shardc.fsdp("dp"), backend="eager")
-    assert str(caught.value) == "mesh dp=4 has 4 ranks, the world has 2\n  fix: start 4 processes, or make the mesh smaller"
+    assert (
+        str(caught.value)
+        == "mesh dp=4 has 4 ranks, the world has 2\n  fix: start 4 processes, or make the mesh smaller"
+    )
     assert snapshot(model) == before
 
 

@@ -88,5 +88,5 @@ def _digest(*parts: Any) -> bytes:
 def _moved(node: fx.Node) -> fx.Node:
     """What data movement made ``node`` of."""
     while node.target in ops.MARKERS.values():
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node

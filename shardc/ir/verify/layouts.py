@@ -68,7 +68,7 @@ def moves(subject: Subject) -> Broken:
     for node in subject.calls:
         if node.target not in ops.MARKERS.values():
             continue
-        source, made = info(node.args[0]).value, info(node).value  # type: ignore[arg-type]
+        source, made = info(node.args[0]).value, info(node).value
         if not isinstance(source, Value) or not isinstance(made, Value):
             yield node, "it must take one tensor and make one"
         elif (reason := _broken_move(node, source, made)) is not None:

@@ -49,8 +49,8 @@ def order(subject: Subject) -> Broken:
         above.add(node)
         calls |= node.op == "call_function"
     roles = last.meta.get(ROLES, ())
-    if len(roles) != len(last.args[0]):  # type: ignore[arg-type]
-        yield last, f"{len(last.args[0])} outputs have {len(roles)} roles"  # type: ignore[arg-type]
+    if len(roles) != len(last.args[0]):
+        yield last, f"{len(last.args[0])} outputs have {len(roles)} roles"
 
 
 def types(subject: Subject) -> Broken:
@@ -76,9 +76,9 @@ def results(subject: Subject) -> Broken:
     for node in subject.calls:
         if node.target is operator.getitem:
             source, index = node.args
-            made = info(source).value  # type: ignore[arg-type]
+            made = info(source).value
             if not isinstance(made, tuple) or not isinstance(index, int) or not 0 <= index < len(made):
-                yield node, f"{grammar.name_text(info(source).name)} has no result {index}"  # type: ignore[arg-type]
+                yield node, f"{grammar.name_text(info(source).name)} has no result {index}"
             elif made[index] != info(node).value:
                 yield node, f"result {index} is {grammar.value_text(made[index], '')}"
 

@@ -109,6 +109,18 @@ def _pieces(d: Draw) -> dict[str, list[Sample]]:
     }
 
 
+def _draws(d: Draw) -> dict[str, list[Sample]]:
+    key, cpu = torch.tensor([2**40 + 7]), torch.device("cpu")
+    cases = [(0, [4, 8], f64), (1, [2, 6, 2], torch.float32), (2, [8], torch.bfloat16), (3, [], f64)]
+    return {
+        "shardc_random.key": [Sample(torch.ops.shardc_random.key.default, (), {"device": cpu}, defined=False)],
+        "shardc_random.uniform": [
+            Sample(torch.ops.shardc_random.uniform.default, (key, stream, size), {"dtype": dtype, "device": cpu})
+            for stream, size, dtype in cases
+        ],
+    }
+
+
 def _factories(d: Draw) -> dict[str, list[Sample]]:
     x = d.normal(2)
     return {
@@ -132,7 +144,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
     }
 
 
-_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (_views, _pieces, _factories)
+_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (_views, _pieces, _factories, _draws)
 
 
 def samples(op: str) -> list[Sample]:

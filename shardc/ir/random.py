@@ -1,0 +1,113 @@
+"""Random numbers that do not depend on the mesh: a function of a key, a stream and a global position.
+
+Two ops stand for them in a graph. ``shardc_random::key`` is the key of the step, one number for all ranks, which
+the runtime feeds;
+``shardc_random::uniform`` draws a tensor, of which each rank computes its own elements. Nothing has a state, so a
+draw that is computed again, by another rank or in backward, gives the same numbers.
+
+The hash is a multiply-xorshift mixer of 32-bit words (the constants are those of Chris Wellons' hash
+prospector, ``lowbias32``), run once a part of the counter, in 64-bit integers that never overflow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+WORD = 0xFFFFFFFF
+# Of the float that holds the numbers: how many of a word's bits it can tell apart.
+BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+Call = Callable[..., Any]
+
+_library = torch.library.Library("shardc_random", "DEF")
+_library.define("key(*, Device device) -> Tensor")
+_library.define(
+    "uniform(Tensor key, int stream, SymInt[] size, *, ScalarType dtype, Device device) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers in ``[0, 1)`` of shape ``size``.
+
+    Args:
+        key: int64 [1].
+        stream: tells the draws of one program apart.
+        dtype: float64, float32, float16 or bfloat16.
+    """
+    index = torch.arange(prod(size), device=device).reshape(tuple(size))
+    drawn = uniform_at(lambda op, *args, **kwargs: op(*args, **kwargs), key, stream, index, prod(size), dtype)
+    return drawn.reshape(tuple(size))
+
+
+def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype: torch.dtype) -> Any:
+    """The numbers of the elements at flat positions ``index`` (int64, of any shape) in a tensor of ``numel``.
+
+    ``call`` makes each op: at once, or in a graph.
+    """
+    first = _word(call, key, 2 * stream, index, numel)
+    if dtype != torch.float64:
+        bits = BITS[dtype]
+        kept = call(aten.bitwise_right_shift.Tensor_Scalar, first, 32 - bits)
+        return call(aten.mul.Tensor, call(aten._to_copy.default, kept, dtype=dtype), 2.0**-bits)
+    second = _word(call, key, 2 * stream + 1, index, numel)
+    major = call(aten.mul.Tensor, call(aten.bitwise_right_shift.Tensor_Scalar, first, 5), 1 << 26)
+    kept = call(aten.add.Tensor, major, call(aten.bitwise_right_shift.Tensor_Scalar, second, 6))
+    return call(aten.mul.Tensor, call(aten._to_copy.default, kept, dtype=dtype), 2.0**-53)
+
+
+def _word(call: Call, key: Any, lane: int, index: Any, numel: int) -> Any:
+    """32 random bits, as int64 in ``range(2 ** 32)``, for each position."""
+    low = call(aten.bitwise_and.Scalar, key, WORD)
+    high = call(aten.bitwise_and.Scalar, call(aten.bitwise_right_shift.Tensor_Scalar, key, 32), WORD)
+    seed = _mix(call, call(aten.bitwise_xor.Scalar, low, _hash(lane)))
+    other = _mix(call, call(aten.bitwise_xor.Tensor, high, seed))
+    if numel > WORD:
+        major = call(aten.bitwise_right_shift.Tensor_Scalar, index, 32)
+        other = _mix(call, call(aten.bitwise_xor.Tensor, major, other))
+        index = call(aten.bitwise_and.Scalar, index, WORD)
+    mixed = _mix(call, call(aten.bitwise_xor.Tensor, index, seed))
+    return _mix(call, call(aten.bitwise_xor.Tensor, mixed, other))
+
+
+def _mix(call: Call, x: Any) -> Any:
+    """A bijection of 32-bit words; every multiplier has 31 bits, so that products stay below 2 ** 63."""
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x = call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, shift))
+        x = call(aten.bitwise_and.Scalar, call(aten.mul.Tensor, x, factor), WORD)
+    return call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, 15))
+
+
+def _hash(number: int) -> int:
+    """The same bijection of a number that is known beforehand, so that streams start far apart."""
+    x = (number * 0x9E3779B1) & WORD
+    for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
+        x ^= x >> shift
+        x = (x * factor) & WORD
+    return x ^ (x >> 15)
+
+
+def draw_key(*, device: torch.device | str = "cpu") -> Tensor:
+    """int64 [1]: the key of a step, from torch's CPU generator."""
+    return torch.randint(2**63 - 1, (1,)).to(device)
+
+
+def _fake_key(*, device: torch.device) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device=device)
+
+
+def _fake_uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=dtype, device=device)
+
+
+_library.impl("key", draw_key, "CompositeExplicitAutograd")
+_library.impl("uniform", uniform, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc_random::key", _fake_key, lib=_library)
+torch.library.register_fake("shardc_random::uniform", _fake_uniform, lib=_library)

@@ -1,0 +1,130 @@
+"""The graph after every pass, as text: intent that a reader can check. One folder a pass, one file a case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardc
+from examples.models import gpt2, llama
+from shardc.passes import STAGES
+from tests import golden
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, width)
+        self.down = nn.Linear(width, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def mlp(mesh: dict[str, int], plan: shardc.Plan, width: int = 32) -> shardc.Program:
+    module = shardc.compile(MLP(width), shardc.Mesh(mesh), plan, loss=F.mse_loss)
+    return module.lower(torch.empty(16, 8), torch.empty(16, 8))
+
+
+def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan) -> shardc.Program:
+    """One block, at sizes at which every activation is worth splitting."""
+    if source is llama:
+        model = llama.Llama(llama.LlamaConfig(layers=1))
+    else:
+        model = gpt2.GPT2(gpt2.GPT2Config(layers=1))
+    tokens = torch.empty(8, 16, dtype=torch.int64)
+    return shardc.compile(model, shardc.Mesh(mesh), plan, loss=llama.loss).lower(tokens, tokens)
+
+
+TP = shardc.tp("tp", colwise=["up"], rowwise=["down"])
+CASES: dict[str, Callable[[], shardc.Program]] = {
+    "mlp_fsdp_tp": lambda: mlp({"dp": 2, "tp": 2}, shardc.fsdp("dp") | TP),
+    "mlp_fsdp_kept": lambda: mlp({"dp": 2}, shardc.fsdp("dp", level=2)),
+    "mlp_fsdp_uneven": lambda: mlp({"dp": 4}, shardc.fsdp("dp"), width=30),
+    "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
+    "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
+    "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
+    "llama_fsdp": lambda: decoder(llama, {"dp": 2}, shardc.fsdp("dp")),
+    "gpt2_tp": lambda: decoder(gpt2, {"tp": 2}, gpt2.gpt2_tp("tp")),
+}
+SHOWN = {
+    "mlp_fsdp_tp": [*STAGES, "partition.backward", "bucket.backward", "schedule.backward"],
+    "mlp_fsdp_kept": ["partition", "partition.backward"],
+    "mlp_fsdp_uneven": ["seed", "collectives"],
+    "mlp_hsdp": ["collectives"],
+    "llama_tp": ["collectives"],
+    "llama_tp_sp": ["reshard", "collectives"],
+    "llama_fsdp": ["schedule", "schedule.backward"],
+    "gpt2_tp": ["collectives"],
+}
+
+
+@lru_cache(maxsize=1)
+def program(case: str) -> shardc.Program:
+    return CASES[case]()
+
+
+@pytest.mark.parametrize(("case", "stage"), [(case, stage) for case in CASES for stage in SHOWN[case]])
+def test_text(case: str, stage: str) -> None:
+    name, _, half = stage.partition(".")
+    golden.check(program(case).text(stage), f"{name}/{case}{'_' + half if half else ''}")
+
+
+def collectives(case: str, phase: str, scope: str = "") -> list[str]:
+    """``kind(axis)`` of each collective in one phase that stands for a value of a module under ``scope``."""
+    out = []
+    section = ""
+    for line in program(case).text("collectives").splitlines():
+        if not line.startswith(" "):
+            section = line.rstrip(":")
+            continue
+        name, _, rest = line.strip().partition(": ")
+        op = rest.partition("= ")[2]
+        kind = op.partition("(")[0]
+        if section == phase and kind in ("all_gather", "all_reduce", "reduce_scatter", "all_to_all") and scope in name:
+            out.append(f"{kind}({op.partition('axis=')[2].rstrip(')').partition(', op')[0]})")
+    return out
+
+
+def test_tensor_parallel_block_has_two_all_reduces_each_way() -> None:
+    text = program("llama_tp").text("collectives")
+    assert collectives("llama_tp", "forward", "layers.0") == ["all_reduce(tp)"] * 2
+    # One more of each is the embedding's, and that of the head's input gradient; the loss reduces over the vocabulary.
+    big = [line for line in text.splitlines() if "f32[8,16,64] = all_reduce" in line]
+    assert len(big) == 3 + 3
+    assert "all_gather" not in text and "reduce_scatter" not in text
+
+
+def test_sequence_parallel_block_has_the_matching_gathers_and_scatters() -> None:
+    assert (
+        sorted(collectives("llama_tp_sp", "forward", "layers.0")) == ["all_gather(tp)"] * 2 + ["reduce_scatter(tp)"] * 2
+    )
+    lines = program("llama_tp_sp").text("collectives").splitlines()
+    backward = lines[lines.index("backward:") :]
+    moved = [line for line in backward if "[8,16,64] = all_gather" in line or "[8,16@tp,64] = reduce_scatter" in line]
+    # Two and two for the block, one scatter for the head's input; norms' weights are reduced besides.
+    assert len(moved) == 2 + 2 + 1
+
+
+def test_fused_qkv_splits_over_heads_without_a_gather() -> None:
+    text = program("gpt2_tp").text("collectives")
+    assert "f32[(3 64@tp),64]" in text.replace("(3 192@tp)", "(3 64@tp)") and "all_gather" not in text
+    assert "all_to_all" not in text
+
+
+def test_fsdp_gathers_each_parameter_once_a_direction_and_scatters_it_once() -> None:
+    done = program("llama_fsdp")
+    count = len(list(llama.Llama(llama.LlamaConfig(layers=1)).parameters()))
+    lines = done.text("collectives").splitlines()
+    assert sum(" = all_gather(" in line for line in lines) == count
+    assert sum(" = reduce_scatter(" in line for line in lines) == count
+    regathered = [line for line in done.text("partition.backward").splitlines() if "all_gather_into_tensor(" in line]
+    # What the backward does not read (norm-free embedding table) is not gathered for it.
+    assert len(regathered) <= count and len(set(regathered)) == len(regathered)
+    kept = program("mlp_fsdp_kept").text("partition.backward")
+    assert "all_gather" not in kept
