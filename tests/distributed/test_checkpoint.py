@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -96,5 +97,6 @@ def unsharded_checkpoint_resumes() -> None:
         assert_same(module, source)
 
 
+@pytest.mark.long
 def test_two_ranks() -> None:
     run_ranks(2, saved_on_one_mesh_resumes_on_others, unsharded_checkpoint_resumes)

@@ -32,12 +32,14 @@ def assert_equals_one_device(output: str, *, steps: int, tolerance: float) -> No
     assert int(ran) == steps and float(last) < float(first), output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["ddp", "fsdp", "fsdp1", "fsdp2", "hsdp", "tp", "tp+sp", "fsdp+tp"])
 def test_plan_on_two_ranks_equals_one_device(plan: str) -> None:
     output = train("--plan", plan, "--nproc", "2", *EXACT)
     assert_equals_one_device(output, steps=5, tolerance=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("plan", "mesh"), [("fsdp+tp", "dp=2,tp=2"), ("hsdp", "rep=2,dp=2")])
 def test_two_axes_on_four_ranks_equal_one_device(plan: str, mesh: str) -> None:
     output = train("--plan", plan, "--mesh", mesh, "--nproc", "4", *EXACT)

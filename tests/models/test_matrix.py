@@ -78,13 +78,16 @@ MESHES: dict[str, list[dict[str, int]]] = {
 SEQUENCE_MODELS = ("llama", "gpt2", "vit")
 
 
-def cases() -> list[Case]:
+def cases() -> list[Any]:
+    """Every model under every plan on every mesh; on meshes but the first of a plan only where there is time."""
     out = []
     for model in MODELS:
         for plan, meshes in MESHES.items():
             if "sp" in plan.split("+") and model not in SEQUENCE_MODELS:
                 continue
-            out += [Case(model, plan, mesh) for mesh in meshes]
+            for at, mesh in enumerate(meshes):
+                everyday = at == 0 or model == "mlp"
+                out.append(pytest.param(Case(model, plan, mesh), marks=() if everyday else pytest.mark.long))
     return out
 
 

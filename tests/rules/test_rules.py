@@ -31,7 +31,7 @@ def test_rule_is_right(op: str) -> None:
         assert prove(RULES[op], sample, Lockstep, MESHES).wrong == ()
 
 
-@pytest.mark.parametrize("op", GPU)
+@pytest.mark.parametrize("op", sorted(GPU))
 def test_gpu_rule_fits_its_shapes(op: str) -> None:
     """Without a GPU the kernels' shapes are known all the same, and batch and heads can be split."""
     for sample in samples(op):
