@@ -96,7 +96,8 @@ class _Row:
         shapes = [*loops.made, *loops.shapes]
         return (
             # One loop, of one size, that some operand has and that no row before has taken.
-            len({shapes[at][dim] for at, dim in self.split}) == 1
+            all(dim < len(shapes[at]) for at, dim in self.split)
+            and len({shapes[at][dim] for at, dim in self.split}) == 1
             and any(type(x) is int for x in self._given)
             and not any(at in taken for at in self.split)
             # Operands are split or whole, results split or pending in one way.

@@ -276,9 +276,8 @@ def layouts(draw: st.DrawFn) -> Layout:
                 size *= MESH.size(axis)
             subs.append((size, mine))
         dims.append(subs)
-    partial = {
-        axis: draw(st.sampled_from(["sum", "max"])) for axis in axes[at:] if axis != "one" and draw(st.booleans())
-    }
+    op = draw(st.sampled_from(["sum", "max"]))  # one: a sum and a max do not commute
+    partial = {axis: op for axis in axes[at:] if axis != "one" and draw(st.booleans())}
     return Layout.of_sub_dims(MESH, dims, partial)
 
 

@@ -13,7 +13,6 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 from shardc.ir.verify import layouts, local, structure
 from shardc.ir.verify.identity import Program, changed
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
@@ -22,8 +21,7 @@ GRAPH = (structure.records, structure.order, structure.types, structure.results)
 PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
-LOCAL_NAMESPACES = ("aten", "prims", NAMESPACE, OWN_NAMESPACE)
-LOCAL = (*GRAPH, structure.legal(namespaces=LOCAL_NAMESPACES), local.types, local.groups, local.waits)
+LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.groups, local.waits)
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),

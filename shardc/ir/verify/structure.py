@@ -83,8 +83,8 @@ def results(subject: Subject) -> Broken:
                 yield node, f"result {index} is {grammar.value_text(made[index], '')}"
 
 
-def legal(*allowed: Callable[..., Any], namespaces: tuple[str, ...] | None = None) -> Check:
-    """Every op is a ``getitem``, one of ``allowed``, or an op of torch (of ``namespaces`` only, if given)."""
+def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:
+    """Every op is a ``getitem``, one of ``allowed``, or an op of torch, which is a collective only after localize."""
 
     def legal(subject: Subject) -> Broken:
         for node in subject.calls:
@@ -93,9 +93,7 @@ def legal(*allowed: Callable[..., Any], namespaces: tuple[str, ...] | None = Non
             target: Any = node.target
             if not grammar.is_torch_op(target):
                 yield node, f"{getattr(target, '__name__', target)} is not legal here"
-            elif namespaces is None and target.namespace in (NAMESPACE, OWN_NAMESPACE):
+            elif not collectives and target.namespace in (NAMESPACE, OWN_NAMESPACE):
                 yield node, "a collective of torch is not legal before localize"
-            elif namespaces is not None and target.namespace not in namespaces:
-                yield node, f"an op of {target.namespace!r} is not legal here"
 
     return legal
