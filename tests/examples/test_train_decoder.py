@@ -46,6 +46,7 @@ def test_two_axes_on_four_ranks_equal_one_device(plan: str, mesh: str) -> None:
     assert_equals_one_device(output, steps=5, tolerance=1e-9)
 
 
+@pytest.mark.long
 def test_inductor_equals_one_device_and_samples() -> None:
     output = train("--plan", "fsdp", "--nproc", "2", "--steps", "5", "--check")
     assert_equals_one_device(output, steps=5, tolerance=1e-4)

@@ -58,6 +58,7 @@ def test_ops_that_a_table_is_not_enough_for(op: Any) -> None:
 
 
 @pytest.mark.parametrize("op", ["aten.mm", "aten.bmm", "aten.index_select", "aten._linalg_det"])
+@pytest.mark.long
 def test_tables_agree_with_our_rules(op: str) -> None:
     """Where torch has a table as well, it splits no dim that our rule does not."""
     for sample in samples(op):

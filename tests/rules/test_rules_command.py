@@ -10,6 +10,7 @@ from shardc.__main__ import main
 from shardc.rules import RULES
 
 
+@pytest.mark.long
 def test_it_proves_the_ops_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rules", "--op", "aten.mm"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]

@@ -103,6 +103,7 @@ the DeviceMesh has no dim names
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
 
+@pytest.mark.long
 def test_an_input_of_the_wrong_local_shape(mesh: DeviceMesh) -> None:
     module = shardc.compile(Net(), mesh, shardc.fsdp("dp"), backend="eager")
     module.lower(torch.empty(8, 8))
@@ -115,6 +116,7 @@ def test_an_input_of_the_wrong_local_shape(mesh: DeviceMesh) -> None:
     assert module.shard_inputs(torch.ones(8, 8)).shape == (4, 8)
 
 
+@pytest.mark.long
 def test_what_a_call_without_lower_takes_for_the_global_batch(mesh: DeviceMesh) -> None:
     """Any shard is right then: its global size follows from the plan."""
     module = shardc.compile(Net(), mesh, shardc.fsdp("dp"), backend="eager")
@@ -147,6 +149,7 @@ input 'x' is torch.float64, expected torch.float32
     )
 
 
+@pytest.mark.long
 def test_a_constant_that_changes(alone: DeviceMesh) -> None:
     model = Net()
     module = shardc.compile(model, alone, shardc.fsdp("dp"), backend="eager")
