@@ -128,6 +128,7 @@ class Program:
         first, second = passes.Partition(self._levels, min_cut, must_recompute, must_save)(self._local)
         self.keep("partition", first.graph)
         if second is None:
+            self._scheduled(first, "")
             return None, None
         self.keep("partition.backward", second.graph)
         return self._scheduled(first, ""), self._scheduled(second, ".backward")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from operator import getitem
 from typing import Any
 
@@ -18,17 +20,26 @@ from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role, Value
 
 PREFIX = "model."  # of what the traced module holds
+OUTPUT = ""  # name of the tag that keeps outputs apart
 _WITH_EFFECTS = torch.ops.higher_order.with_effects
 # Kinds of what must not change -> (how to call it, what to do instead).
 _UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
 
 
-def annotate(gm: fx.GraphModule, inputs: Sequence[str]) -> None:
-    """Gives every node its `Info` and the output node its roles; tags become `ops.tag`."""
+def annotate(gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str]) -> None:
+    """Gives every node its `Info` and the output node its roles; tags become `ops.tag`.
+
+    Args:
+        inputs: the name of each tensor input.
+        first: every name of a parameter or buffer of what was traced -> the first of its names.
+    """
+    _merge_names(gm.graph, first)
+    _drop_output_tags(gm.graph)
     _name_outputs(ir.output_node(gm.graph), inputs)
     _drop_effects(gm.graph)
     names = NameScope()
     backward_from = _first_backward(gm.graph)
+    _forward_first(gm.graph, backward_from)
     backward = False
     for node in gm.graph.nodes:
         backward = backward or node is backward_from
@@ -48,6 +59,53 @@ def annotate(gm: fx.GraphModule, inputs: Sequence[str]) -> None:
             name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
             record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase))
         ir.set_info(node, record)
+
+
+def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
+    """One placeholder and one gradient for what the model holds under several names, called by the first of them."""
+    output = ir.output_node(graph)
+    placed: dict[Any, fx.Node] = {}
+    for node in ir.placeholders(graph):
+        desc = node.meta["desc"] = _by_first_name(node.meta["desc"], first)
+        if placed.setdefault(desc, node) is not node:
+            node.replace_all_uses_with(placed[desc])
+            graph.erase_node(node)
+    results: dict[Any, Any] = {}
+    for desc, made in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
+        desc = _by_first_name(desc, first)
+        results[desc] = results.get(desc) if made is None else made
+    output.meta["desc"], output.args = list(results), (tuple(results.values()),)
+
+
+def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
+    if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
+        return replace(desc, target=first[desc.target])
+    for place in ("grad_of", "mutated_input"):
+        if hasattr(desc, place):
+            return replace(desc, **{place: _by_first_name(getattr(desc, place), first)})
+    return desc
+
+
+def _drop_output_tags(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target is torch.ops.shardc.tag.default and node.args[1] == OUTPUT:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _forward_first(graph: fx.Graph, backward_from: fx.Node | None) -> None:
+    """Moves what forward outputs need before the backward: AOTAutograd makes views of changed tensors at the end."""
+    if backward_from is None:
+        return
+    output = ir.output_node(graph)
+    needed = {node for role, node in ir.outputs(graph) if role.kind != "grad" and isinstance(node, fx.Node)}
+    behind = list(takewhile(lambda node: node is not backward_from, reversed(graph.nodes)))
+    for node in behind:
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    for node in reversed(behind):
+        if node in needed and node is not output:
+            backward_from.prepend(node)
 
 
 def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:

@@ -23,10 +23,11 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc.capture.annotate import PREFIX, annotate
+from shardc.capture.annotate import OUTPUT, PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.errors import capture_error
 from shardc.capture.randomness import random_decompositions
+from shardc.capture.side_effects import side_effects
 
 Loss = Callable[..., Any]
 
@@ -96,9 +97,12 @@ class _Root(nn.Module):
             flat[at] = x
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
         if self._loss is None:
-            return self.model(*args, **kwargs)
-        at = len(args) - self._extra
-        return self._loss[0](self.model(*args[:at], **kwargs), *args[at:])
+            out = self.model(*args, **kwargs)
+        else:
+            at = len(args) - self._extra
+            out = self._loss[0](self.model(*args[:at], **kwargs), *args[at:])
+        # An output that is a view of another, or of an input, would have no gradient of its own.
+        return pytree.tree_map_only(Tensor, partial(_tag, name=OUTPUT), out)
 
 
 def loss_arity(loss: Loss) -> int:
@@ -128,15 +132,16 @@ def capture(
         tags: module inputs and outputs to mark.
 
     Raises:
-        CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line.
+        CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; a parameter,
+            an input or the place of a buffer that the model changes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
     root = _Root(model, flat, input_spec, loss)
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         stack.enter_context(_faked(root, mode, device))
         stack.enter_context(_tagged(root, tags))
         # Numbers are constants, and sizes too, whatever the sizes of another capture were.
@@ -150,7 +155,12 @@ def capture(
             )
         except RuntimeError as error:  # Dynamo's errors are such too
             raise capture_error(model, error) from error
-    annotate(joint.graph_module, [name for name, _ in named])
+        messages = [str(warning.message) for warning in said]
+        with mode:
+            changes = side_effects(messages, model, lambda: root(*fakes))
+    for warning in changes:
+        warnings.warn(warning, stacklevel=2)
+    annotate(joint.graph_module, [name for name, _ in named], _first_names(root))
     return Captured(
         graph=joint.graph_module,
         inputs=tuple(name for name, _ in named),
@@ -159,6 +169,13 @@ def capture(
         output_spec=joint.out_spec,
         fake_mode=mode,
     )
+
+
+def _first_names(root: nn.Module) -> dict[str, str]:
+    """Every name of each parameter and buffer -> the first of its names."""
+    first: dict[int, str] = {}
+    both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(x), name) for named in both for name, x in named}
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
