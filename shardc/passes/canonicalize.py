@@ -81,6 +81,9 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         keeps = set(node.kwargs) <= {"dtype", "device", "layout", "pin_memory"}
         same_device = "val" not in source.meta or source.meta["val"].device == node.meta["val"].device
         return source if keeps and same_device and ir.value(source) == ir.value(node) else None
+    if target is aten.copy.default:  # into memory that nobody reads
+        source = node.args[1]
+        return source if isinstance(source, fx.Node) and ir.value(source) == ir.value(node) else None
     return None
 
 

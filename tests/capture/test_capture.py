@@ -248,6 +248,7 @@ def test_buffers_follow_the_global_batch_and_the_mode() -> None:
         same(sim.buffer(name), buffer)
 
 
+@pytest.mark.filterwarnings("error::shardc.errors.ShardcWarning")
 def test_in_place_ops_and_views() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
