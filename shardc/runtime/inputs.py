@@ -39,13 +39,13 @@ def shard_input(whole: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
 
 
 def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> torch.Tensor:
-    """The local tensor of one input: a plain tensor as it is, a DTensor resharded to ``layout``.
+    """The local tensor of one input, contiguous as the program takes it: a DTensor is resharded to ``layout``.
 
     Raises:
         InputError: a DTensor on another mesh or of another global shape.
     """
     if not isinstance(x, DTensor):
-        return x
+        return x.contiguous()
     if x.device_mesh != device_mesh:
         raise InputError(
             f"a DTensor input of shape {list(x.shape)} is on {x.device_mesh}, the module on {device_mesh}",
@@ -55,7 +55,7 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
         raise InputError(
             f"a DTensor input has global shape {list(x.shape)}, expected {list(layout.shape)}", fix=WAYS_OUT
         )
-    return x.redistribute(placements=to_placements(layout)).to_local()
+    return x.redistribute(placements=to_placements(layout)).to_local().contiguous()
 
 
 def check_inputs(

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Bad calls of a module on real ranks: the whole message of each error, and the module left as it was."""
+"""Calls of a module on real ranks, most of them bad: the whole message of each error, and the module left as it was."""
 
 from __future__ import annotations
 
@@ -103,7 +103,6 @@ the DeviceMesh has no dim names
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 
 
-@pytest.mark.long
 def test_an_input_of_the_wrong_local_shape(mesh: DeviceMesh) -> None:
     module = shardc.compile(Net(), mesh, shardc.fsdp("dp"), backend="eager")
     module.lower(torch.empty(8, 8))
@@ -116,7 +115,6 @@ def test_an_input_of_the_wrong_local_shape(mesh: DeviceMesh) -> None:
     assert module.shard_inputs(torch.ones(8, 8)).shape == (4, 8)
 
 
-@pytest.mark.long
 def test_what_a_call_without_lower_takes_for_the_global_batch(mesh: DeviceMesh) -> None:
     """Any shard is right then: its global size follows from the plan."""
     module = shardc.compile(Net(), mesh, shardc.fsdp("dp"), backend="eager")
@@ -149,7 +147,6 @@ input 'x' is torch.float64, expected torch.float32
     )
 
 
-@pytest.mark.long
 def test_a_constant_that_changes(alone: DeviceMesh) -> None:
     model = Net()
     module = shardc.compile(model, alone, shardc.fsdp("dp"), backend="eager")
@@ -213,3 +210,10 @@ def test_backward_twice(alone: DeviceMesh) -> None:
         "backward was already run for this step; what it needs is freed. Run the forward again",
     )
     module(torch.ones(4, 8)).sum().backward()
+
+
+def test_an_input_whose_memory_is_not_in_order(alone: DeviceMesh) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    module = shardc.compile(model, alone, shardc.fsdp("dp"))
+    x = torch.randn(8, 3, 4).transpose(1, 2)
+    torch.testing.assert_close(module(x), model(x))
