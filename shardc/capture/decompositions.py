@@ -34,7 +34,7 @@ FROM_TORCH = tuple(
         "rsub masked_fill hardshrink softshrink clamp_min clamp_max logaddexp xlogy "
         "upsample_nearest2d pixel_shuffle rot90 trace dot mv vdot linalg_vector_norm norm dist "
         "unfold_backward frac lift_fresh new_full new_ones new_zeros new_empty zeros_like ones_like "
-        "empty_like stack fill zeros ones"
+        "empty_like stack fill zeros ones unsafe_split unsafe_split_with_sizes _prelu_kernel _prelu_kernel_backward"
     ).split()
 )
 

@@ -54,7 +54,9 @@ class Everything(nn.Module):
         super().__init__()
         self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, pair: dict[str, Tensor], *, scale: Tensor, twice: bool = False, extra: Any = None) -> Any:
+    def forward(
+        self, x: Tensor, pair: dict[str, Tensor], *, scale: Tensor, twice: bool = False, extra: Any = None
+    ) -> Any:
         hidden = self.a(x) * scale
         out = self.b(pair["left"]) + pair["right"][0]
         if twice:
