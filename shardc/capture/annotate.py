@@ -71,7 +71,7 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
             node.replace_all_uses_with(placed[desc])
             graph.erase_node(node)
     results: dict[Any, Any] = {}
-    for desc, made in zip(output.meta["desc"], output.args[0], strict=True):  # type: ignore[arg-type]
+    for desc, made in zip(output.meta["desc"], output.args[0], strict=True):
         desc = _by_first_name(desc, first)
         results[desc] = results.get(desc) if made is None else made
     output.meta["desc"], output.args = list(results), (tuple(results.values()),)
