@@ -145,14 +145,14 @@ class _Build:
         )  # fmt: skip
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
-        return [layout for layout, _ in resolve_inputs(self.plan, self.mesh, shapes)]
+        return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]
 
 
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
     """The global shapes of inputs whose shards have ``local`` shapes."""
     # How far the plan splits each dim does not depend on its size, as long as it divides.
     guess = [(name, tuple(size * mesh.ranks for size in shape)) for name, shape in local]
-    layouts = [layout for layout, _ in resolve_inputs(plan, mesh, guess)]
+    layouts = [found.layout for found in resolve_inputs(plan, mesh, guess)]
     return [
         tuple(size * (whole // part) for size, whole, part in zip(shape, layout.shape, layout.local_shape, strict=True))
         for (_, shape), layout in zip(local, layouts, strict=True)

@@ -35,6 +35,7 @@ from shardc.passes.seed import SeededParam
 from shardc.plan.ports import ActivationPin, batch_axes, grad_mode, resolve_activations, resolve_inputs, resolve_outputs
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
+from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
 # The stages behind the cut into forward and backward; they run when a half is first asked for.
@@ -271,13 +272,14 @@ def build_program(
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     inputs = resolve_inputs(plan, mesh, shapes)
-    program = Program(mesh, plan, captured, [(n, layout) for (n, _), (layout, _) in zip(shapes, inputs, strict=True)])
+    program = Program(mesh, plan, captured, [(n, found.layout) for (n, _), found in zip(shapes, inputs, strict=True)])
     by_tag = {tag.name: pin for tag, pin in zip(tags, pins, strict=True)}
     axes = batch_axes(plan, mesh)
     reduce, grad_scale = grad_mode(plan)
     # The gradient of an output that is a DTensor is of one global loss: the same on all replicas, and of no one rank.
     tangents, scaling = ("mean", "sum") if plan.setting("dtensor_outputs") else (reduce, reduce)
     outputs = _output_specs(plan, captured)
+    uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     seeded = {n: SeededParam(p.storage, p.compute, p.storage_cause, p.compute_cause) for n, p in params.items()}
 
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
@@ -285,6 +287,11 @@ def build_program(
         what = f"{pin.where} of module {pin.module!r}"
         base = base.without_partial()
         return to_layout(pin.spec, mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry
+
+    def grow(tag: str, shape: Sequence[int], held: Sequence[int]) -> Layout | None:
+        pin = by_tag[tag]
+        what = f"{pin.where} of module {pin.module!r}"
+        return grown_layout(pin.spec, mesh, shape, what=what, entry=pin.entry, held=held)
 
     def output_layout(index: int, name: str, natural: Layout) -> tuple[Layout, str]:
         said = outputs.get(index)
@@ -304,7 +311,8 @@ def build_program(
     local = passes.run(
         (
             passes.Canonicalize(),
-            passes.Seed(mesh, seeded, inputs, frozenset(by_tag)),
+            passes.Seed(mesh, seeded, [(found.layout, found.cause) for found in inputs], frozenset(by_tag)),
+            passes.Pad(mesh, uneven, grow, captured.fake_mode, device),
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
                 {name: p.storage for name, p in params.items()}, {name: p.compute for name, p in params.items()},

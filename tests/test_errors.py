@@ -193,29 +193,32 @@ class Odd(nn.Module):
         return self.odd(x)
 
 
-def test_an_activation_dim_that_does_not_divide_stays_whole() -> None:
-    plan = ddp("dp") | Plan(activations={"odd.output": "~, @tp"})
+def test_an_activation_dim_of_one_element_stays_whole() -> None:
+    plan = ddp("dp") | Plan(activations={"odd.output": "~, ~, @tp"})
     module = shardc.compile(Odd(), MESH, plan, backend="eager")
-    program, said = warned(lambda: module.lower(torch.empty(4, 7)))
+    program, said = warned(lambda: module.lower(torch.empty(4, 5, 7)))
+    assert "f32[4@dp,5,6@tp]" in program.text("propagate") and said == []
+    plan = ddp("dp") | Plan(activations={"odd.output": "~, @tp, ~"})
+    module = shardc.compile(Odd(), MESH, plan, backend="eager")
+    program, said = warned(lambda: module.lower(torch.empty(4, 1, 7)))
     assert (
         said[0]
         == """\
-dim 1 of output of module 'odd' of shape (4, 5): 5 elements do not divide over axis 'tp' of size 2; the dim stays whole on tp
-  plan entry: activations["odd.output"] = "~, @tp"
+dim 1 of output of module 'odd' of shape (4, 1, 5): 1 elements do not divide over axis 'tp' of size 2; the dim stays whole on tp
+  plan entry: activations["odd.output"] = "~, @tp, ~"
   fix: make the size a multiple of 2, or leave tp off"""
     )
-    assert "output out = %odd.add\n" in program.text("collectives")
 
 
-def test_an_input_dim_that_does_not_divide() -> None:
+def test_an_input_dim_of_one_element() -> None:
     lowers_not(
         ddp("dp"),
         LayoutError,
         """\
-dim 0 of input 'x', shape (7, 8): 7 elements do not divide over dp (2 ranks), and inputs are split there unless the plan says otherwise
+dim 0 of input 'x' of shape (1, 8): 1 elements do not divide over axis 'dp' of size 2
   plan entry: ddp("dp")
-  fix: pass a batch that is a multiple of 2, or keep it whole with Plan(inputs={"x": "..."})""",
-        torch.empty(7, 8),
+  fix: make the size a multiple of 2, or leave dp off""",
+        torch.empty(1, 8),
     )
 
 

@@ -16,6 +16,7 @@ from shardc.passes.canonicalize import Canonicalize
 from shardc.passes.collectives import Collectives
 from shardc.passes.localize import Localize
 from shardc.passes.objective import Objective
+from shardc.passes.pad import Pad
 from shardc.passes.partition import Partition
 from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
@@ -35,6 +36,7 @@ class Pass(Protocol):
 PIPELINE: tuple[type[Pass], ...] = (
     Canonicalize,  # one form of each thing, before anything is decided
     Seed,  # what the plan says
+    Pad,  # sizes that its axes do not divide, before layouts are chosen
     Propagate,  # every value's layout, at least cost
     Objective,  # needs the layouts of tangents; adds no layouts of its own
     Reshard,  # disagreements become nodes
@@ -72,6 +74,7 @@ __all__ = [
     "Collectives",
     "Localize",
     "Objective",
+    "Pad",
     "Partition",
     "Pass",
     "Propagate",

@@ -40,6 +40,22 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     return out
 
 
+def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of ``node`` with ``operands`` in the place of those that `operands_of` counts."""
+    replacements = iter(operands)
+    known = set(map(id, operands_of(node)))
+
+    def swap(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return type(argument)(swap(a) for a in argument)
+        return next(replacements) if isinstance(argument, fx.Node) and id(argument) in known else argument
+
+    args = tuple(swap(a) for a in node.args)
+    schema = getattr(node.target, "_schema", None)
+    order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else list(node.kwargs)
+    return args, {name: swap(node.kwargs[name]) for name in order}
+
+
 def _plain(argument: Any) -> Any:
     if isinstance(argument, fx.Node):
         made = ir.info(argument).value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import fx
 
@@ -11,7 +10,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import NameScope
 from shardc.ir.layout import Layout
-from shardc.passes.calls import operands_of
+from shardc.passes.calls import operands_of, with_operands
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Reshard:
                     _at(gm.graph, names, made, x, want, node, cause) for x, want in zip(operands, needs, strict=True)
                 ]
                 if now != operands:
-                    _set_operands(node, now)
+                    node.args, node.kwargs = with_operands(node, now)
         return gm
 
 
@@ -75,19 +74,3 @@ def _at(
         fresh = replace(record, name=names.fresh(f"{record.name}.at"), origin=origin, role=None, needs=None)
         made[x, want] = ir.set_info(node, fresh.at(want))
     return made[x, want]
-
-
-def _set_operands(node: fx.Node, operands: list[fx.Node]) -> None:
-    """Replaces the tensor operands of ``node``, counted as `operands_of` counts them."""
-    replacements = iter(operands)
-    known = set(map(id, operands_of(node)))
-
-    def swap(argument: Any) -> Any:
-        if isinstance(argument, (list, tuple)):
-            return type(argument)(swap(a) for a in argument)
-        return next(replacements) if isinstance(argument, fx.Node) and id(argument) in known else argument
-
-    args = tuple(swap(a) for a in node.args)
-    schema = getattr(node.target, "_schema", None)
-    order = [a.name for a in schema.arguments if a.name in node.kwargs] if schema else list(node.kwargs)
-    node.args, node.kwargs = args, {name: swap(node.kwargs[name]) for name in order}

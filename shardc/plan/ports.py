@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
-from shardc.errors import LayoutError, PlanError
-from shardc.ir.layout import Layout
+from shardc.errors import LayoutError, PlanError, ShardcWarning
+from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.plan.entries import Activation, Data, Port
-from shardc.plan.forms import Form
+from shardc.plan.forms import Form, freeze
 from shardc.plan.match import matching, must_match, near_names, shorten
 from shardc.plan.spec import to_layout
 from shardc.plan.targets import split_target
+from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
 
@@ -48,41 +50,64 @@ def grad_mode(plan: Plan) -> tuple[str, float]:
     return plan.setting("reduce"), float(plan.setting("grad_scale"))
 
 
-def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]]) -> list[tuple[Layout, str]]:
-    """(layout, cause) of each input: what the plan says of it, else dim 0 split over the batch axes.
+@dataclass(frozen=True)
+class InputPlan:
+    """Where an input lies.
+
+    Args:
+        layout: in which it comes; a dim that its axes do not divide is whole.
+        cause: the plan entry.
+        padded: where such a dim is, the layout at padded sizes in which the program then computes.
+    """
+
+    layout: Layout
+    cause: str
+    padded: Layout | None = None
+
+
+def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]]) -> list[InputPlan]:
+    """Where each input lies: as the plan says, else dim 0 split over the batch axes.
 
     Args:
         inputs: dotted path and global shape of each tensor, in order: ``("tokens", (8, 128))``.
 
     Raises:
         PlanError: an entry for an input that there is not, an unknown axis, a spec of the wrong rank.
-        LayoutError: a dim that does not divide; the message says how to give that input a spec of its own.
+        LayoutError: a sub-dim of a size that the plan gives does not divide.
+
+    Warns:
+        ShardcWarning: a dim that does not divide, with what is done instead.
     """
     said = _said(plan, "inputs", [name for name, _ in inputs])
     axes = batch_axes(plan, mesh)
     cause = " | ".join(str(entry) for entry in plan.entries if isinstance(entry, Data))
     out = []
     for (name, shape), port in zip(inputs, said, strict=True):
-        what = f"input {name!r}"
         if port is not None:
-            out.append((to_layout(port.spec, mesh, shape, what=what, entry=str(port)), str(port)))
+            out.append(_input(mesh, tuple(shape), port.spec, name, str(port)))
         elif shape and axes:
-            out.append((_batch_layout(mesh, shape, axes, name, cause), cause))
+            out.append(_input(mesh, tuple(shape), freeze((axes, *[None] * (len(shape) - 1)), cause), name, cause))
         else:
-            out.append((Layout.whole(mesh, shape), ""))
+            out.append(InputPlan(Layout.whole(mesh, shape), ""))
     return out
 
 
-def _batch_layout(mesh: Mesh, shape: Sequence[int], axes: tuple[str, ...], name: str, cause: str) -> Layout:
-    count = prod(mesh.size(axis) for axis in axes)
-    if shape[0] % count:
-        raise LayoutError(
-            f"dim 0 of input {name!r}, shape {tuple(shape)}: {shape[0]} elements do not divide over {', '.join(axes)} "
-            f"({count} ranks), and inputs are split there unless the plan says otherwise",
-            plan_entry=cause,
-            fix=f'pass a batch that is a multiple of {count}, or keep it whole with Plan(inputs={{"{name}": "..."}})',
-        )
-    return Layout.of_sub_dims(mesh, [[(shape[0], axes)], *([(size, ())] for size in shape[1:])])
+def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str) -> InputPlan:
+    what = f"input {name!r}"
+    uneven = grown_layout(spec, mesh, shape, what=what, entry=entry)
+    if uneven is None:
+        return InputPlan(to_layout(spec, mesh, shape, what=what, entry=entry), entry)
+    odd = [dim for dim, size in enumerate(shape) if uneven.shape[dim] != size]
+    axes = [axis for dim in odd for axis in uneven.dim_axes(dim)]
+    ranks = prod(mesh.size(axis) for axis in axes)
+    told = "; ".join(f"dim {dim} of {shape[dim]} is padded to {uneven.shape[dim]}" for dim in odd)
+    what_it_costs = f"every rank takes {what} whole over {', '.join(axes)} ({ranks} ranks) and splits it itself"
+    text = f"{what} of shape {shape} does not divide: {told}; {what_it_costs}"
+    fix = f"pass sizes that are multiples of {ranks}, or leave {', '.join(axes)} off"
+    warnings.warn(str(LayoutError(text, plan_entry=entry, fix=fix)), ShardcWarning, stacklevel=4)
+    whole = uneven.unbind(axes)
+    dims = [(Digit(size),) if dim in odd else whole.dims[dim] for dim, size in enumerate(shape)]
+    return InputPlan(Layout(mesh, dims), entry, uneven)
 
 
 def resolve_outputs(plan: Plan, names: Sequence[str]) -> list[tuple[Form, str] | None]:

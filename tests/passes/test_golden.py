@@ -26,9 +26,9 @@ class MLP(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
-def mlp(mesh: dict[str, int], plan: shardc.Plan, width: int = 32) -> shardc.Program:
+def mlp(mesh: dict[str, int], plan: shardc.Plan, width: int = 32, rows: int = 16) -> shardc.Program:
     module = shardc.compile(MLP(width), shardc.Mesh(mesh), plan, loss=F.mse_loss)
-    return module.lower(torch.empty(16, 8), torch.empty(16, 8))
+    return module.lower(torch.empty(rows, 8), torch.empty(rows, 8))
 
 
 def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan) -> shardc.Program:
@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_fsdp_tp": lambda: mlp({"dp": 2, "tp": 2}, shardc.fsdp("dp") | TP),
     "mlp_fsdp_kept": lambda: mlp({"dp": 2}, shardc.fsdp("dp", level=2)),
     "mlp_fsdp_uneven": lambda: mlp({"dp": 4}, shardc.fsdp("dp"), width=30),
+    "mlp_uneven_batch": lambda: mlp({"dp": 2}, shardc.ddp("dp"), rows=5),
     "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
@@ -56,6 +57,7 @@ SHOWN = {
     "mlp_fsdp_tp": [*STAGES, "partition.backward", "bucket.backward", "schedule.backward"],
     "mlp_fsdp_kept": ["partition", "partition.backward"],
     "mlp_fsdp_uneven": ["seed", "collectives"],
+    "mlp_uneven_batch": ["pad"],
     "mlp_hsdp": ["collectives"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "collectives"],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.distributed.tensor import Replicate, Shard
 
-from shardc.errors import LayoutError, PlanError
+from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import (
     ActivationPin,
@@ -28,7 +28,7 @@ INPUTS = [("tokens", (8, 6)), ("batch.mask", (8, 6)), ("batch.bias", (8,)), ("sc
 
 
 def inputs(plan: Plan, mesh: Mesh = MESH) -> list[str]:
-    return [f"{layout} {cause}".strip() for layout, cause in resolve_inputs(plan, mesh, INPUTS)]
+    return [f"{found.layout} {found.cause}".strip() for found in resolve_inputs(plan, mesh, INPUTS)]
 
 
 @pytest.mark.parametrize(
@@ -77,20 +77,30 @@ INPUT_SPECS: dict[str, tuple[Any, list[str]]] = {
 @pytest.mark.parametrize("case", INPUT_SPECS)
 def test_inputs_as_said(case: str) -> None:
     spec, layouts = INPUT_SPECS[case]
-    assert [str(layout) for layout, _ in resolve_inputs(hsdp() | Plan(inputs=spec), MESH, INPUTS)] == layouts
+    assert [str(found.layout) for found in resolve_inputs(hsdp() | Plan(inputs=spec), MESH, INPUTS)] == layouts
+
+
+def test_inputs_that_do_not_divide_are_whole_and_computed_with_padded() -> None:
+    said = hsdp() | Plan(inputs={"y": (None, "tp")})
+    with pytest.warns(ShardcWarning) as warned:
+        x, y = resolve_inputs(said, MESH, [("x", (6, 3)), ("y", (6, 3))])
+    assert [str(found.layout) for found in (x, y)] == ["[6,3]", "[6,3]"]
+    assert [str(found.padded) for found in (x, y)] == ["[8@(dp,rep),3]", "[6,4@tp]"]
+    assert [str(one.message) for one in warned] == [
+        "input 'x' of shape (6, 3) does not divide: dim 0 of 6 is padded to 8; every rank takes input 'x' whole over "
+        'dp, rep (4 ranks) and splits it itself\n  plan entry: hsdp(shard="dp", replicate="rep", level=3)\n'
+        "  fix: pass sizes that are multiples of 4, or leave dp, rep off",
+        "input 'y' of shape (6, 3) does not divide: dim 1 of 3 is padded to 4; every rank takes input 'y' whole over "
+        'tp (2 ranks) and splits it itself\n  plan entry: inputs["y"] = (None, "tp")\n'
+        "  fix: pass sizes that are multiples of 2, or leave tp off",
+    ]
 
 
 ERRORS: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
-    "dim 0 of input 'x', shape (6, 3): 6 elements do not divide over dp, rep (4 ranks), and inputs are split there "
-    'unless the plan says otherwise\n  plan entry: hsdp(shard="dp", replicate="rep", level=3)\n  fix: pass a batch '
-    'that is a multiple of 4, or keep it whole with Plan(inputs={"x": "..."})': (
+    "dim 1 of input 'x' of shape (6, 6): 3 elements do not divide over axis 'tp' of size 2\n  plan entry: "
+    'inputs["x"] = "_, (2 3@tp)"\n  fix: make the size a multiple of 2, or leave tp off': (
         LayoutError,
-        lambda: resolve_inputs(hsdp(), MESH, [("x", (6, 3))]),
-    ),
-    "dim 1 of input 'x' of shape (6, 3): 3 elements do not divide over axis 'tp' of size 2\n  plan entry: "
-    'inputs["x"] = (None, "tp")\n  fix: make the size a multiple of 2, or leave tp off': (
-        LayoutError,
-        lambda: resolve_inputs(Plan(inputs={"x": (None, "tp")}), MESH, [("x", (6, 3))]),
+        lambda: resolve_inputs(Plan(inputs={"x": "_, (2 3@tp)"}), MESH, [("x", (6, 6))]),
     ),
     "there is no input 'token'\n  plan entry: inputs[\"token\"] = \"...\"\n  fix: did you mean 'tokens'?": (
         PlanError,

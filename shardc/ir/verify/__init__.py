@@ -27,6 +27,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "canonicalize": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "seed": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
+    "pad": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
     "propagate": DECIDED,
     "objective": DECIDED,
     "reshard": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),

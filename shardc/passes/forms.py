@@ -1,0 +1,179 @@
+"""Forms: the padded and the unpadded forms of the values of a graph, made where they are first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.padding import Padding, Run, Runs, is_padded, places
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A value with filling.
+
+    Args:
+        node: in the new graph.
+        padding: which of its places hold elements.
+        filling: what the others hold, None where that is anything.
+    """
+
+    node: fx.Node
+    padding: Padding
+    filling: float | None
+
+
+class Forms:
+    """A graph in the making whose values may have filling: the `Builder` that rules spell padded ops through.
+
+    Args:
+        names: taken in the old graph.
+        fake_mode, device: of fake values.
+
+    Attributes:
+        plain: old node -> new, without filling.
+        padded: old node -> its padded form, where it has one.
+        record: of the old node that what is made stands for.
+    """
+
+    def __init__(self, names: NameScope, fake_mode: Any, device: torch.device) -> None:
+        self.graph, self.names = fx.Graph(), names
+        self.fake_mode, self.device = fake_mode, device
+        self.plain: dict[fx.Node, fx.Node] = {}
+        self.padded: dict[fx.Node, Padded] = {}
+        self.record = Info("", None)
+        self._made: dict[Any, fx.Node] = {}
+
+    def without(self, x: fx.Node) -> fx.Node:
+        """``x`` without filling."""
+        if x not in self.plain:
+            held = self.padded[x]
+            made = held.node
+            for dim, runs in enumerate(held.padding):
+                made = self._each(made, dim, runs, lambda node, at, run: self._slice(node, at, run))
+            self.plain[x] = made
+        return self.plain[x]
+
+    def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
+        """``x`` padded as ``padding`` says; its filling is ``filling`` if that is given."""
+        key = (x, padding, filling)
+        if key not in self._made:
+            held = self.padded.get(x)
+            if held is None or held.padding != padding:
+                self._made[key] = self._fill(self.grown(self.without(x), padding), padding, 0, filling)
+            else:
+                self._made[key] = self._fill(held.node, padding, held.filling, filling)
+        return self._made[key]
+
+    def _each(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
+        """``change`` done to every padded run of ``dim``, which is then one dim of a view; one dim again after."""
+        if not is_padded(runs):
+            return x
+        shape = list(self.shape(x))
+        if len(runs) > 1:
+            sizes = [run.size if shape[dim] == places(runs) else run.true for run in runs]
+            x = self.call(aten.view.default, x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
+        for at, run in enumerate(runs):
+            if run.padded:
+                x = change(x, dim + at, run)
+        if len(runs) > 1:
+            made, end = self.shape(x), dim + len(runs)
+            x = self.call(aten.reshape.default, x, [*made[:dim], prod(made[dim:end]), *made[end:]])
+        return x
+
+    def _slice(self, x: fx.Node, dim: int, run: Run) -> fx.Node:
+        return self.call(aten.slice.Tensor, x, dim, 0, run.true)
+
+    def grown(self, x: fx.Node, padding: Padding) -> fx.Node:
+        """``x``, without filling, grown to ``padding`` with zeros."""
+
+        def grow(node: fx.Node, dim: int, run: Run) -> fx.Node:
+            widths = [0, 0] * (len(self.shape(node)) - dim - 1) + [0, run.size - run.true]
+            return self.call(aten.constant_pad_nd.default, node, widths, 0)
+
+        for dim, runs in enumerate(padding):
+            x = self._each(x, dim, runs, grow)
+        return x
+
+    def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
+        """``x`` with ``wanted`` in the places that hold no element."""
+        if wanted is None or wanted == now:
+            return x
+
+        def fill(node: fx.Node, dim: int, run: Run) -> fx.Node:
+            mask = self._past(run, self.val(node).device, len(self.shape(node)) - dim - 1)
+            return self.call(aten.masked_fill.Scalar, node, mask, _as(wanted, self.val(node).dtype))
+
+        for dim, runs in enumerate(padding):
+            x = self._each(x, dim, runs, fill)
+        return x
+
+    def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
+        """bool [size, 1, ...]: which places of ``run`` hold no element, with ``below`` dims of size 1 under it."""
+        key = ("past", run.size, run.true, device, below)
+        if key not in self._made:
+            at = self.call(aten.arange.default, run.size, dtype=torch.int64, device=device)
+            mask = self.call(aten.ge.Scalar, at, run.true)
+            self._made[key] = self.call(aten.view.default, mask, [run.size, *[1] * below]) if below else mask
+        return self._made[key]
+
+    # --- Builder
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.fake_mode, torch.no_grad():
+            val = target(*self.vals(args), **self.vals(kwargs))
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = val
+        short = getattr(target, "overloadpacket", target).__name__
+        name = self.names.fresh(f"{self.record.name}.{short}")
+        return ir.set_info(node, replace(self.record, name=name, value=value_of(node), role=None, needs=None))
+
+    def vals(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, self.val)
+
+    def val(self, node: fx.Node) -> Any:
+        if "val" not in node.meta:
+            value = ir.value(node)
+            with self.fake_mode:
+                node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        return node.meta["val"]
+
+    def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
+        raise AssertionError(f"a value that is whole needs no coordinate along {axes}")
+
+    def key(self) -> fx.Node:
+        raise AssertionError("random draws are made without filling")
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(self.val(x).shape)
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
+        raise AssertionError(f"a value that is whole needs no group along {axes}")
+
+
+def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
+    """``filling`` as a number of ``dtype``; infinities are the ends of a range of integers."""
+    if dtype.is_floating_point:
+        return filling
+    if dtype == torch.bool:
+        return filling > 0
+    info = torch.iinfo(dtype)
+    return int(min(max(filling, info.min), info.max))
+
+
+def value_of(node: fx.Node) -> Value | tuple[Value | None, ...] | None:
+    val = node.meta["val"]
+    if isinstance(val, Tensor):
+        return Value(val.dtype, tuple(val.shape))
+    if isinstance(val, tuple | list):
+        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
+    return None

@@ -1,0 +1,33 @@
+"""Neutral: the value that a reduction ignores, for the filling of padded operands."""
+
+from __future__ import annotations
+
+from math import inf
+
+from shardc.rules.rule import Call
+from shardc.rules.spec import Spec
+
+# The reductions of elements as they are; others (a norm, a deviation) do something to each element before.
+PLAIN = {
+    "aten.sum": 0.0,
+    "aten.nansum": 0.0,
+    "aten.count_nonzero": 0.0,
+    "aten.amax": -inf,
+    "aten.amin": inf,
+    "aten.prod": 1.0,
+    "aten.any": 0.0,
+    "aten.all": 1.0,
+}
+
+
+def neutral(call: Call, spec: Spec, factor: str) -> float | None:
+    """What the operands that run over ``factor`` hold in places that the op's result must not depend on.
+
+    Zero, where the op sums over the factor and is linear in some operand that runs over it: that operand's
+    slice is zero there, and so is its share of the sum. None where no such value is known.
+    """
+    plain = PLAIN.get(call.name.rpartition(".")[0])
+    if plain is None and dict(spec.reduce).get(factor) == "sum":
+        runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}
+        return 0.0 if any(len(group) == 1 and group <= runs for group in spec.linear) else None
+    return plain

@@ -1,0 +1,282 @@
+"""Pad: sizes that the plan's axes do not divide, grown to sizes that they do.
+
+An op on padded operands computes filling beside its results, and filling beside filling: no element of a
+result depends on it as long as the op's loops run over each place by itself. Where a loop ends in a
+reduction, the filling becomes a value that the reduction ignores first: zero where the op is linear in what
+it sums, the lowest value under a maximum, and so on. Where there is no such value the padded values are cut
+back to their elements, which needs them whole.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import LayoutError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.padding import (
+    Padding,
+    Run,
+    Runs,
+    axes_of,
+    canonical,
+    elements,
+    is_padded,
+    places,
+    share_out,
+    unpadded,
+)
+from shardc.passes.calls import call_of, operands_of, with_operands
+from shardc.passes.forms import Forms, Padded, value_of
+from shardc.passes.neutral import neutral
+from shardc.rules import find_rule, pointwise, random, spec_of
+from shardc.rules.rule import Call, Local
+from shardc.rules.spec import Spec
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+
+Grow = Callable[[str, Sequence[int], Sequence[int]], Layout | None]
+
+
+@dataclass(frozen=True)
+class Pad:
+    """Computes at padded sizes what the plan splits over axes that do not divide it.
+
+    Takes a seeded graph; leaves it as it is where everything divides. What comes in and goes out keeps its
+    shape: an input is padded, and split, at its first use.
+
+    Args:
+        inputs: by position, the layout at padded sizes of each tensor input that does not divide, and its cause.
+        grow: (tag name, its shape, the shape that it has been padded to) -> the layout of the padded value that
+            the plan wants there, None where all divides.
+        fake_mode: of the captured graph's fake values.
+        device: of values without one.
+    """
+
+    mesh: Mesh
+    inputs: Mapping[int, tuple[Layout, str]]
+    grow: Grow
+    fake_mode: Any
+    device: torch.device
+    name = "pad"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        tags = (node for node in gm.graph.nodes if node.target is ops.tag)
+        if not self.inputs and all(self.grow(t.kwargs["name"], *[ir.value(t).shape] * 2) is None for t in tags):
+            return gm
+        return fx.GraphModule(gm, _Padder(self, gm.graph).run())
+
+
+class _Padder(Forms):
+    """Makes the new graph, op by op."""
+
+    def __init__(self, options: Pad, old: fx.Graph) -> None:
+        super().__init__(NameScope.of(old), options.fake_mode, options.device)
+        self.options, self.old, self.mesh = options, old, options.mesh
+        self.several: dict[fx.Node, tuple[Any, list[Padding | None], float | None]] = {}
+
+    def run(self) -> fx.Graph:
+        started = False
+        for node in self.old.nodes:
+            if node.op not in ("placeholder", "get_attr") and not started:
+                started = True
+                self._inputs()
+            self.record = ir.info(node) if node.op != "output" else Info("", None)
+            if node.op == "output":
+                made = self.graph.output(tuple(x and self.without(x) for x in node.args[0]))
+                made.meta[ir.ROLES] = node.meta[ir.ROLES]
+            elif node.op != "call_function":
+                self.plain[node] = self._copy(node)
+            elif node.target is getitem and node.args[0] in self.several:
+                self._getitem(node)
+            elif node.target is ops.tag:
+                self._tag(node)
+            else:
+                self._op(node)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        return self.graph
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        return self.graph.node_copy(node, self.without)
+
+    def _inputs(self) -> None:
+        tensors = [node for node in ir.placeholders(self.old, "input") if isinstance(ir.info(node).value, Value)]
+        for at, (layout, cause) in self.options.inputs.items():
+            node = tensors[at]
+            self.record = replace(ir.info(node), role=None)
+            shape = ir.value(node).shape
+            padding = tuple(
+                (Run(size, true, layout.dim_axes(dim) if size != true else ()),)
+                for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True))
+            )
+            grown = self.grown(self.plain[node], padding)
+            placed = self.graph.call_function(ops.reshard, (grown,))
+            placed.meta["val"] = grown.meta["val"]
+            record = replace(self.record, name=self.names.fresh(f"{self.record.name}.placed"), value=value_of(grown))
+            origin = replace(record.origin, cause=cause)
+            ir.set_info(placed, replace(record.at(layout), origin=origin))
+            self.padded[node] = Padded(placed, padding, 0)
+
+    # --- ops
+
+    def _tag(self, node: fx.Node) -> None:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        shape = ir.value(node).shape
+        have = self.padded[source].padding if source in self.padded else unpadded(shape)
+        layout = self.options.grow(node.kwargs["name"], shape, [places(runs) for runs in have])
+        if layout is not None and all(len(runs) == 1 for runs in have):
+            have = tuple(
+                runs if size == places(runs) else (Run(size, elements(runs), layout.dim_axes(dim)),)
+                for dim, (runs, size) in enumerate(zip(have, layout.shape, strict=True))
+            )
+        if not any(map(is_padded, have)):
+            self.plain[node] = self._copy(node)
+            return
+        before = self.at(source, have)
+        made = self.graph.call_function(ops.tag, (before,), dict(node.kwargs))
+        made.meta["val"] = self.val(before)
+        ir.set_info(made, replace(self.record, value=value_of(made)))
+        self._keep(node, made, have, self.padded[source].filling if source in self.padded else 0)
+
+    def _op(self, node: fx.Node) -> None:
+        operands = operands_of(node)
+        call = call_of(node) if hasattr(node.target, "_schema") else None
+        spec = spec_of(call) if call is not None and any(x in self.padded for x in operands) else None
+        if spec is None or call is None or len(spec.operands) != len(operands):
+            self.plain[node] = self._copy(node)
+            return
+        kept = self._kept(node, call, spec, operands)
+        if not kept:
+            self.plain[node] = self._copy(node)
+            return
+        taken = [self._operand(x, call, spec, at, kept) for at, x in enumerate(operands)]
+        grown = [_padding(spec, dims, kept) for dims in spec.operands]
+        results = [_padding(spec, dims, kept) for dims in spec.results]
+        made = self._spell(node, call, spec, taken, grown, results)
+        filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
+        if isinstance(ir.info(node).value, tuple):
+            rest = iter(results)
+            each = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
+            self.several[node] = made, each, filling
+        else:
+            self._keep(node, made, results[0], filling)
+
+    def _keep(self, node: fx.Node, made: fx.Node, padding: Padding, filling: float | None) -> None:
+        if any(map(is_padded, padding)):
+            self.padded[node] = Padded(made, padding, filling)
+            if any(user.op == "output" for user in node.users):
+                self.without(node)  # an output of the forward is made in it
+        else:
+            self.plain[node] = made
+
+    def _getitem(self, node: fx.Node) -> None:
+        source, index = node.args
+        made, paddings, filling = self.several[source]
+        one = made[index] if isinstance(made, list | tuple) else self.call(getitem, made, index)
+        padding = paddings[index]
+        assert padding is not None
+        self._keep(node, one, padding, filling)
+
+    def _kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
+        """The factors that the op can run over with filling, as its padded operands have them."""
+        found: dict[str, Runs] = {}
+        lost: dict[fx.Node, str] = {}
+        drawn = find_rule(node.target) in random.TABLE.values()
+        for x, dims in zip(operands, spec.operands, strict=True):
+            if x not in self.padded:
+                continue
+            for runs, factors in zip(self.padded[x].padding, dims, strict=True):
+                if not is_padded(runs):
+                    continue
+                shared = share_out(runs, [spec.size(f) for f in factors])
+                if shared is None:
+                    lost[x] = "its dim is cut elsewhere"
+                    continue
+                for factor, mine in zip(factors, shared, strict=True):
+                    if not is_padded(mine) or drawn or not spec.splittable(factor):
+                        continue
+                    alone = node.target in VIEWS or _alone(spec, factor)
+                    if not alone or (not spec.carried_by_all(factor) and neutral(call, spec, factor) is None):
+                        lost[x] = "no filling is known that the op ignores"
+                    else:
+                        found.setdefault(factor, mine)
+        for x, reason in lost.items():
+            self._warn(node, x, reason)
+        return found
+
+    def _warn(self, node: fx.Node, x: fx.Node, reason: str) -> None:
+        value, record = ir.value(x), ir.info(node)
+        axes = ", ".join(axes_of(self.padded[x].padding))
+        size = value.itemsize * prod(value.shape)
+        text = (
+            f"{ir.info(x).name} of shape {value.shape} is padded for axis {axes}, and {node.target} "
+            f"({record.name}) needs it without: {reason}; it is kept whole there, {size} bytes"
+        )
+        fix = f"use sizes that {axes} divides"
+        warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)
+
+    def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, kept: Mapping[str, Runs]) -> fx.Node:
+        """Operand ``at`` with filling where ``kept`` says, of a value that the op's reductions ignore."""
+        dims = spec.operands[at]
+        padding = _padding(spec, dims, kept)
+        if not any(map(is_padded, padding)):
+            return self.without(x)
+        mine = {factor for factors in dims for factor in factors if factor in kept}
+        fills = {neutral(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
+        value = ir.value(x)
+        if not fills and not value.dtype.is_floating_point and not spec.moves and not _is_pointwise(call):
+            fills = {0}  # it may be an index
+        filling = next(iter(fills), None)
+        assert len(fills) <= 1, f"{call.name} reduces in two ways"
+        return self.at(x, padding, filling)
+
+    def _spell(
+        self,
+        node: fx.Node,
+        call: Call,
+        spec: Spec,
+        taken: list[fx.Node],
+        grown: list[Padding],
+        results: list[Padding],
+    ) -> Any:
+        """The op at padded sizes: what its rule says for shards of that shape."""
+        rule = find_rule(node.target)
+        assert rule is not None
+        args, kwargs = with_operands(node, taken)
+        layouts = [
+            tuple(Layout.whole(self.mesh, [places(runs) for runs in one]) for one in side) for side in (grown, results)
+        ]
+        made = rule.localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
+        if isinstance(made, fx.Node) and made.op == "call_function":
+            ir.set_info(made, replace(ir.info(made), name=self.record.name))
+        return made
+
+
+def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], kept: Mapping[str, Runs]) -> Padding:
+    """The padding of an operand or result with ``dims``, whose factors are padded as ``kept`` says."""
+    return tuple(
+        canonical([run for f in factors for run in kept.get(f, (Run(spec.size(f), spec.size(f)),))]) for factors in dims
+    )
+
+
+def _alone(spec: Spec, factor: str) -> bool:
+    """Whether ``factor`` makes up every dim in which it stands."""
+    return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)
+
+
+def _is_pointwise(call: Call) -> bool:
+    return find_rule(call.target) in pointwise.TABLE.values()
