@@ -4,7 +4,7 @@ from shardc.api import compile
 from shardc.errors import ShardcError, ShardcWarning
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan import Plan, ddp, fsdp, hsdp, tp
+from shardc.plan import Plan, ddp, fsdp, hsdp, precision, tp
 from shardc.program import Options, Program
 from shardc.runtime.sim import Simulation
 
@@ -21,5 +21,6 @@ __all__ = [
     "ddp",
     "fsdp",
     "hsdp",
+    "precision",
     "tp",
 ]

@@ -89,6 +89,9 @@ def compile(
         device=device,
         dtensor_outputs=plan.setting("dtensor_outputs"),
     )
+    if plan.precision.grads is not None:
+        for param in sharded.parameters():
+            param.grad_dtype = plan.precision.grads
     subclass(sharded, ShardedModule)
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)

@@ -21,7 +21,7 @@ from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.lint import Finding, lint
 from shardc.analysis.schedule import Schedule, build, model_flops
 from shardc.analysis.sequence import of_halves, of_joint
-from shardc.capture import Captured, Tag, capture
+from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -32,6 +32,7 @@ from shardc.lower import min_cut, must_recompute, must_save
 from shardc.passes.check import check
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
+from shardc.plan.entries import Precision
 from shardc.plan.ports import ActivationPin, batch_axes, grad_mode, resolve_activations, resolve_inputs, resolve_outputs
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
@@ -267,7 +268,9 @@ def build_program(
     """
     pins = resolve_activations(plan, [name for name, _ in model.named_modules()])
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-    captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags)
+    precision = Precision() if plan.precision.full_precision_eval and not model.training else plan.precision
+    dtypes = Dtypes(precision.param, precision.buffers, precision.output)
+    captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
     _check_pins(pins, tags, captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
@@ -280,7 +283,9 @@ def build_program(
     tangents, scaling = ("mean", "sum") if plan.setting("dtensor_outputs") else (reduce, reduce)
     outputs = _output_specs(plan, captured)
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
+    stored = {name: p.dtype for name, p in model.named_parameters()}
     seeded = {n: SeededParam(p.storage, p.compute, p.storage_cause, p.compute_cause) for n, p in params.items()}
+    storages = {name: p.storage for name, p in params.items()}
 
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
         pin = by_tag[tag]
@@ -315,10 +320,12 @@ def build_program(
             passes.Pad(mesh, uneven, grow, captured.fake_mode, device),
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
-                {name: p.storage for name, p in params.items()}, {name: p.compute for name, p in params.items()},
-                tangents, options.strict,
+                storages, {name: p.compute for name, p in params.items()}, tangents, options.strict,
             ),
             passes.Objective(axes, scaling, grad_scale),
+            passes.Precision(
+                stored, storages, precision.reduce or precision.param, precision.keep_low_precision_grads
+            ),
             passes.Reshard(),
             passes.Simplify(options.cost),
             passes.Collectives(options.cost),

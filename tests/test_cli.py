@@ -179,7 +179,6 @@ BAD = {
 
 
 @pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD)
-@pytest.mark.long
 def test_bad_input_is_one_line_and_exit_code_2(
     small: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:

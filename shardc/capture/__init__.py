@@ -1,5 +1,5 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
-from shardc.capture.trace import Captured, Tag, capture, decompositions, input_names, loss_arity
+from shardc.capture.trace import Captured, Dtypes, Tag, capture, decompositions, input_names, loss_arity
 
-__all__ = ["Captured", "Tag", "capture", "decompositions", "input_names", "loss_arity"]
+__all__ = ["Captured", "Dtypes", "Tag", "capture", "decompositions", "input_names", "loss_arity"]

@@ -26,12 +26,15 @@ _WITH_EFFECTS = torch.ops.higher_order.with_effects
 _UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
 
 
-def annotate(gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str]) -> None:
+def annotate(
+    gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str], stored: Mapping[str, torch.dtype]
+) -> None:
     """Gives every node its `Info` and the output node its roles; tags become `ops.tag`.
 
     Args:
         inputs: the name of each tensor input.
         first: every name of a parameter or buffer of what was traced -> the first of its names.
+        stored: dtype of each parameter and buffer by its first name; it may have been traced in another.
     """
     _merge_names(gm.graph, first)
     _drop_output_tags(gm.graph)
@@ -59,6 +62,42 @@ def annotate(gm: fx.GraphModule, inputs: Sequence[str], first: Mapping[str, str]
             name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
             record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase))
         ir.set_info(node, record)
+    _cast_stored(gm.graph, stored, names)
+
+
+def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype], names: NameScope) -> None:
+    """Casts what is stored in another dtype than it was traced in at its first use, and what becomes of it back."""
+    output = ir.output_node(graph)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    for node in [*ir.placeholders(graph, "param"), *ir.placeholders(graph, "buffer")]:
+        record, value = ir.info(node), ir.value(node)
+        dtype = stored[PREFIX + record.name]
+        if dtype == value.dtype:
+            continue
+        traced = node.meta["val"]
+        node.meta["val"] = traced.to(dtype)
+        ir.set_info(node, replace(record, value=replace(value, dtype=dtype)))
+        users = list(node.users)
+        if users:
+            made = _cast(graph, min(users, key=order.__getitem__), node, traced, names.fresh(f"{record.name}.cast"))
+            for user in users:
+                user.replace_input_with(node, made)
+    results = list(output.args[0])
+    for at, (role, node) in enumerate(ir.outputs(graph)):
+        own = stored.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
+        if own is not None and isinstance(node, fx.Node) and own != ir.value(node).dtype:
+            back = node.meta["val"].to(own)
+            before = output if role.kind == "grad" else node.next  # the forward ends before the backward
+            results[at] = _cast(graph, before, node, back, names.fresh(f"{ir.info(node).name}.stored"))
+    output.args = (tuple(results),)
+
+
+def _cast(graph: fx.Graph, before: fx.Node, x: fx.Node, like: Tensor, name: str) -> fx.Node:
+    with graph.inserting_before(before):
+        made = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": like.dtype})
+    made.meta["val"] = like
+    record = ir.info(x)
+    return ir.set_info(made, Info(name, replace(ir.value(x), dtype=like.dtype), record.origin))
 
 
 def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:

@@ -54,6 +54,20 @@ class Captured:
 
 
 @dataclass(frozen=True)
+class Dtypes:
+    """Floating-point dtypes to trace in; None leaves what it is.
+
+    Args:
+        param: of parameters and of the model's floating-point inputs.
+        buffers, output: of buffers, and of what the model returns (to the loss, if there is one).
+    """
+
+    param: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
 class Tag:
     """Where to put an `ops.tag` in the trace: on a module's input or output, tensor (or keyword) ``index`` of it."""
 
@@ -84,8 +98,11 @@ class _Root(nn.Module):
     The other leaves of the arguments are bound to their values. The loss's own tensors are constants.
     """
 
-    def __init__(self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None) -> None:
+    def __init__(
+        self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None, dtypes: Dtypes
+    ) -> None:
         super().__init__()
+        self._dtypes = dtypes
         self.model, self._flat, self._spec = model, [None if isinstance(x, Tensor) else x for x in flat], spec
         self._places = [at for at, x in enumerate(flat) if isinstance(x, Tensor)]
         self._loss = None if loss is None else (loss,)  # in a tuple: its tensors are not the model's
@@ -96,13 +113,19 @@ class _Root(nn.Module):
         for at, x in zip(self._places, tensors, strict=True):
             flat[at] = x
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
-        if self._loss is None:
-            out = self.model(*args, **kwargs)
-        else:
-            at = len(args) - self._extra
-            out = self._loss[0](self.model(*args[:at], **kwargs), *args[at:])
+        at = len(args) - self._extra
+        own = _floats_to(self._dtypes.param, (args[:at], kwargs))
+        out = _floats_to(self._dtypes.output, self.model(*own[0], **own[1]))
+        if self._loss is not None:
+            out = self._loss[0](out, *args[at:])
         # An output that is a view of another, or of an input, would have no gradient of its own.
         return pytree.tree_map_only(Tensor, partial(_tag, name=OUTPUT), out)
+
+
+def _floats_to(dtype: torch.dtype | None, tree: Any) -> Any:
+    if dtype is None:
+        return tree
+    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
 
 
 def loss_arity(loss: Loss) -> int:
@@ -121,6 +144,7 @@ def capture(
     device: torch.device,
     loss: Loss | None = None,
     tags: Sequence[Tag] = (),
+    dtypes: Dtypes = Dtypes(),
 ) -> Captured:
     """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is as before afterwards.
 
@@ -130,6 +154,7 @@ def capture(
         device: the device that the program is for; it decides which kernels are traced.
         loss: called on the output and the last ``loss_arity(loss)`` of ``args``.
         tags: module inputs and outputs to mark.
+        dtypes: what to trace parameters, buffers, inputs and outputs in.
 
     Raises:
         CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; a parameter,
@@ -139,10 +164,10 @@ def capture(
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
-    root = _Root(model, flat, input_spec, loss)
+    root = _Root(model, flat, input_spec, loss, dtypes)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        stack.enter_context(_faked(root, mode, device))
+        stack.enter_context(_faked(root, mode, device, dtypes))
         stack.enter_context(_tagged(root, tags))
         # Numbers are constants, and sizes too, whatever the sizes of another capture were.
         stack.enter_context(torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False))
@@ -160,7 +185,9 @@ def capture(
             changes = side_effects(messages, model, lambda: root(*fakes))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
-    annotate(joint.graph_module, [name for name, _ in named], _first_names(root))
+    held = (*root.named_parameters(), *root.named_buffers())
+    stored = {name: x.dtype for name, x in held}
+    annotate(joint.graph_module, [name for name, _ in named], _first_names(root), stored)
     return Captured(
         graph=joint.graph_module,
         inputs=tuple(name for name, _ in named),
@@ -184,13 +211,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**get_decompositions(known), **OWN, **random_decompositions()}
 
 
-def _fake(x: Tensor, device: torch.device) -> Tensor:
-    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+def _fake(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
+    fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
     return fake.requires_grad_(x.requires_grad)
 
 
 @contextlib.contextmanager
-def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
+def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> Iterator[None]:
     """Every parameter and buffer of ``root`` fake on ``device``, a tied one registered once."""
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     shadows: list[tuple[nn.Module, str]] = []
@@ -210,8 +238,9 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> Itera
                         shadows.append((module, name))
                         continue
                     with mode:
-                        fake = _fake(tensor.detach(), device)
-                        if isinstance(tensor, nn.Parameter):
+                        is_param = isinstance(tensor, nn.Parameter)
+                        fake = _fake(tensor.detach(), device, dtypes.param if is_param else dtypes.buffers)
+                        if is_param:
                             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                     held[name] = made[id(tensor)] = fake
         yield

@@ -18,6 +18,7 @@ from shardc.passes.localize import Localize
 from shardc.passes.objective import Objective
 from shardc.passes.pad import Pad
 from shardc.passes.partition import Partition
+from shardc.passes.precision import Precision
 from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
 from shardc.passes.schedule import Schedule
@@ -39,6 +40,7 @@ PIPELINE: tuple[type[Pass], ...] = (
     Pad,  # sizes that its axes do not divide, before layouts are chosen
     Propagate,  # every value's layout, at least cost
     Objective,  # needs the layouts of tangents; adds no layouts of its own
+    Precision,  # before gradients are reduced, while their sums are pending
     Reshard,  # disagreements become nodes
     Simplify,  # fewer of them, while they are still whole changes of layout
     Collectives,  # each spelled as steps
@@ -77,6 +79,7 @@ __all__ = [
     "Pad",
     "Partition",
     "Pass",
+    "Precision",
     "Propagate",
     "Reshard",
     "Schedule",

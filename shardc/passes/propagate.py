@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
 
+import torch
 from torch import fx
 
 from shardc.analysis import redistribute
@@ -139,7 +140,7 @@ class _Sweep:
         grad = Gradient(self.grad_target[node], self.options.batch_axes) if node in self.grad_target else None
         chosen = choose(spec, layouts, have, pins, items, grad, self.cost)
         self._decide(node, chosen)
-        if spec.moves and operands and operands[0] in self.pinned:
+        if operands[0] in self.pinned and (spec.moves or _casts(node)):
             self.pinned.add(node)
 
     def _decide(self, node: fx.Node, strategy: Strategy) -> None:
@@ -290,6 +291,16 @@ class _Sweep:
         )
 
 
+def _last(node: fx.Node) -> fx.Node:
+    """The output that single uses lead to."""
+    (user,) = node.users
+    return node if user.op == "output" else _last(user)
+
+
+def _casts(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default
+
+
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
     """The nodes whose only use, through linear ops, is one parameter's gradient: the layout wanted there."""
     grads = {
@@ -307,8 +318,7 @@ def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) ->
                 target = grads[node]
                 out[node] = target if target is not None and target.shape == ir.value(node).shape else None
         elif user.target is ops.pad and user in out:
-            (name,) = (role.name for role, x in ir.outputs(graph) if x is user)
-            out[node] = compute.get(name)
+            out[node] = grads[_last(user)]
         elif user in out and hasattr(user.target, "_schema"):
             spec = spec_of(call_of(user))
             positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.ir import graph as ir
@@ -36,7 +37,8 @@ class Seed:
     """Gives every placeholder but the tangents its layout.
 
     Each parameter's first use has in front of it an explicit ``reshard`` from storage to compute layout (and
-    ``unpad`` where storage is padded); each parameter's gradient is brought back the same way by ``pad``.
+    ``unpad`` where storage is padded), behind the cast where its one use is a cast to a smaller dtype; each parameter's
+    gradient is brought back the same way by ``pad``.
 
     Args:
         params: by qualified name.
@@ -86,17 +88,24 @@ class Seed:
             return
         padded = _repad(seeded.compute, seeded.storage.shape)
         last = node
+        if _narrows(node):  # what is gathered is cast before
+            (last,) = users
+            dtype, users = ir.value(last).dtype, list(last.users)
+            ir.set_info(last, replace(ir.info(last), value=Value(dtype, seeded.storage.shape)))
+            last.meta["val"] = last.meta["val"].new_empty(seeded.storage.shape)
+        source = last
+        at = before if source is node else source.next
         if padded != seeded.storage:
-            last = _insert(graph, before, ops.reshard, node, {}, Info(
-                names.fresh(f"{record.name}.full"), Value(dtype, padded.shape, padded), origin))  # fmt: skip
+            full = Info(names.fresh(f"{record.name}.full"), Value(dtype, padded.shape, padded), origin)
+            last = _insert(graph, at, ops.reshard, source, {}, full)
         for dim, (have, want) in enumerate(zip(seeded.storage.shape, shape, strict=True)):
             if have != want:
                 padded = _resize(padded, dim, want)
-                last = _insert(graph, before, ops.unpad, last, {"dim": dim, "size": want}, Info(
-                    names.fresh(f"{record.name}.unpadded"), Value(dtype, padded.shape, padded), origin))  # fmt: skip
-        if last is not node:
+                cut = Info(names.fresh(f"{record.name}.unpadded"), Value(dtype, padded.shape, padded), origin)
+                last = _insert(graph, at, ops.unpad, last, {"dim": dim, "size": want}, cut)
+        if last is not source:
             for user in users:
-                user.replace_input_with(node, last)
+                user.replace_input_with(source, last)
 
     def _grads(self, graph: fx.Graph, names: NameScope) -> None:
         """Pads the gradients of padded parameters."""
@@ -105,20 +114,40 @@ class Seed:
         for at, (role, node) in enumerate(ir.outputs(graph)):
             if role.kind != "grad" or node is None or role.name not in self.params:
                 continue
-            shape, want = list(ir.value(node).shape), self.params[role.name].storage.shape
-            for dim, (have, size) in enumerate(zip(tuple(shape), want, strict=True)):
-                if have != size:
-                    record = ir.info(node)
-                    shape[dim] = size
-                    node = results[at] = _insert(graph, output, ops.pad, node, {"dim": dim, "size": size}, replace(
-                        record, name=names.fresh(f"{record.name}.padded"),
-                        value=Value(ir.value(results[at]).dtype, tuple(shape))))  # fmt: skip
+            cast = node if node.target is torch.ops.aten._to_copy.default and len(node.users) == 1 else None
+            padded = self._padded(graph, node if cast is None else cast.args[0], cast or output, role.name, names)
+            if cast is None:
+                results[at] = padded
+            elif padded is not cast.args[0]:  # the cast stays last
+                cast.args = (padded,)
+                shape = ir.value(padded).shape
+                ir.set_info(cast, replace(ir.info(cast), value=replace(ir.value(cast), shape=shape)))
+                cast.meta["val"] = cast.meta["val"].new_empty(shape)
         output.args = (tuple(results),)
+
+    def _padded(self, graph: fx.Graph, grad: fx.Node, before: fx.Node, name: str, names: NameScope) -> fx.Node:
+        """``grad`` at the shape that parameter ``name`` is stored in."""
+        shape, want = list(ir.value(grad).shape), self.params[name].storage.shape
+        for dim, (have, size) in enumerate(zip(tuple(shape), want, strict=True)):
+            if have != size:
+                record, shape[dim] = ir.info(grad), size
+                value = replace(ir.value(grad), shape=tuple(shape))
+                record = replace(record, name=names.fresh(f"{record.name}.padded"), value=value)
+                grad = _insert(graph, before, ops.pad, grad, {"dim": dim, "size": size}, record)
+        return grad
 
 
 def _insert(graph: fx.Graph, before: fx.Node, target: Any, x: fx.Node, kwargs: dict[str, Any], record: Info) -> fx.Node:
     with graph.inserting_before(before):
         return ir.set_info(graph.call_function(target, (x,), kwargs), record)
+
+
+def _narrows(param: fx.Node) -> bool:
+    """Whether the one use of ``param`` is a cast to a smaller dtype."""
+    cast = next(iter(param.users)) if len(param.users) == 1 else None
+    if cast is None or cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
+        return False
+    return ir.value(cast).itemsize < ir.value(param).itemsize
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:

@@ -211,6 +211,11 @@ class Precision:
         return ("precision",)
 
     @property
+    def grads(self) -> torch.dtype | None:
+        """The dtype that gradients are left in, None for each parameter's own."""
+        return (self.reduce or self.param) if self.keep_low_precision_grads else None
+
+    @property
     def said(self) -> dict[str, Any]:
         """The fields that are not at their defaults."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}

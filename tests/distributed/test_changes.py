@@ -196,7 +196,6 @@ def unused_in_one_loss() -> None:
     assert_same(module, source, grads=True)
 
 
-@pytest.mark.long
 def test_two_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         both = [

@@ -47,6 +47,9 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_fsdp_kept": lambda: mlp({"dp": 2}, shardc.fsdp("dp", level=2)),
     "mlp_fsdp_uneven": lambda: mlp({"dp": 4}, shardc.fsdp("dp"), width=30),
     "mlp_uneven_batch": lambda: mlp({"dp": 2}, shardc.ddp("dp"), rows=5),
+    "mlp_fsdp_bf16": lambda: mlp(
+        {"dp": 2}, shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32), rows=8
+    ),
     "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
@@ -58,6 +61,7 @@ SHOWN = {
     "mlp_fsdp_kept": ["partition", "partition.backward"],
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
+    "mlp_fsdp_bf16": ["precision", "collectives"],
     "mlp_hsdp": ["collectives"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "collectives"],

@@ -106,7 +106,6 @@ def error(gm: fx.GraphModule) -> float:
     return largest
 
 
-@pytest.mark.long
 def test_the_right_program_is_right() -> None:
     check(right().graph("collectives"), MESH, "collectives", check(right().graph("simplify"), MESH, "simplify"))
     check(right().graph("localize"), MESH, "localize")
@@ -263,7 +262,6 @@ STEPS = [
 
 
 @pytest.mark.parametrize(("plant", "message"), [case[1:] for case in STEPS], ids=[case[0] for case in STEPS])
-@pytest.mark.long
 def test_a_bug_among_the_steps_is_found_by_the_verifier(plant: Plant, message: str) -> None:
     gm = right().graph("collectives")
     before = check(right().graph("simplify"), MESH, "simplify")
@@ -287,7 +285,6 @@ LOCAL = [
 
 
 @pytest.mark.parametrize("plant", [case[1] for case in LOCAL], ids=[case[0] for case in LOCAL])
-@pytest.mark.long
 def test_a_bug_in_the_local_graph_is_found_by_the_numbers(plant: Plant) -> None:
     gm = right().graph("localize")
     plant(gm)
@@ -299,7 +296,6 @@ def test_a_bug_in_the_local_graph_is_found_by_the_numbers(plant: Plant) -> None:
         assert off > 1e-3
 
 
-@pytest.mark.long
 def test_what_the_verifier_finds_in_a_local_graph() -> None:
     for plant, message in [
         (argument("down0.mm.summed", "group_name", "shardc:pp"), "'shardc:pp' is no group of the mesh dp=2 tp=2"),

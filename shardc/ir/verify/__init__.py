@@ -30,6 +30,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "pad": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
     "propagate": DECIDED,
     "objective": DECIDED,
+    "precision": DECIDED,
     "reshard": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
     "simplify": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
     "collectives": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),

@@ -1,0 +1,74 @@
+"""Precision: gradients are reduced in the dtype that the plan says, whatever they are computed and stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Info, NameScope
+from shardc.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Casts each parameter's gradient to ``reduce``, reduces it, and casts it to the parameter's own dtype.
+
+    The order is fixed: cast, reduce (over the shard axes, then the replicate axes), cast. What scales a gradient
+    stands before all of it, in the gradient of the output; see `Objective`.
+
+    Takes: a graph with layouts. Guarantees: a pending sum of a gradient stays pending up to the cast.
+
+    Args:
+        stored: dtype of each parameter, by name.
+        layouts: storage layout of each parameter, by name.
+        reduce: None reduces each in its parameter's own dtype.
+        keep: leave what was reduced in ``reduce``.
+    """
+
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    reduce: torch.dtype | None = None
+    keep: bool = False
+    name = "precision"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph, names = gm.graph, NameScope.of(gm.graph)
+        output = ir.output_node(graph)
+        results, before = list(output.args[0]), list(ir.outputs(graph))
+        for at, (role, node) in enumerate(before):
+            if role.kind == "grad" and node is not None and role.name in self.stored:
+                results[at] = self._reduced(graph, output, node, role.name, names)
+        output.args = (tuple(results),)
+        for _, node in before:
+            if node is not None and not node.users:  # a cast that another took the place of
+                graph.erase_node(node)
+        return gm
+
+    def _reduced(self, graph: fx.Graph, before: fx.Node, grad: fx.Node, name: str, names: NameScope) -> fx.Node:
+        # What was computed in another dtype than the parameter's ends in a cast to it.
+        node = grad.args[0] if grad.target is torch.ops.aten._to_copy.default else grad
+        stored, computed = self.stored[name], ir.value(node).dtype
+        reduce = self.reduce or stored
+        if stored == computed == reduce:
+            return grad
+        stem, layout = ir.info(node).name, self.layouts[name]
+        if reduce != computed:
+            node = _cast(graph, before, node, reduce, names.fresh(f"{stem}.cast"))
+        if ir.layout(node) != layout:
+            record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), needs=None).at(layout)
+            with graph.inserting_before(before):
+                node = ir.set_info(graph.call_function(ops.reshard, (node,)), record)
+        return (
+            node if reduce == stored or self.keep else _cast(graph, before, node, stored, names.fresh(f"{stem}.stored"))
+        )
+
+
+def _cast(graph: fx.Graph, before: fx.Node, x: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
+    made = Info(name, replace(ir.value(x), dtype=dtype), ir.info(x).origin, needs=(ir.layout(x),))
+    with graph.inserting_before(before):
+        return ir.set_info(graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype}), made)
