@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors as aot
+from torch.utils.checkpoint import CheckpointPolicy
 
 from shardc.capture.source import frames, users_own
 from shardc.errors import CaptureError
@@ -60,7 +61,7 @@ def annotate(
             module = _module_path(node)
             stem = _stem(node) if phase == "forward" else f"d.{_stem(node, module)}"
             name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
-            record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase))
+            record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase, region=_region(node)))
         ir.set_info(node, record)
     _cast_stored(gm.graph, stored, names)
 
@@ -240,6 +241,13 @@ def _module_path(node: fx.Node) -> str:
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path).replace("._modules", "")
     return (path + ".").removeprefix(PREFIX).strip(".")
+
+
+def _region(node: fx.Node) -> int:
+    """The checkpoint region that ``node`` is in: autograd numbers them from 1 on, in the order of the calls."""
+    policy = node.meta.get("recompute")
+    again = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("ac_graph_id", 0) + 1 if again else 0
 
 
 def _stem(node: fx.Node, module: str = "") -> str:

@@ -21,7 +21,7 @@ has (bare sizes mean a whole tensor otherwise). ``as`` says which layout an op, 
 that has another. WORD is ``None``, ``True``, ``False``, ``inf``, ``nan``, a dtype, a device, a memory format or
 a ``torch.layout``. AXES (the keyword ``axis`` of the ops in ``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``.
 A constant shows its name and, where it is small, what it holds. ``#`` after a line starts a comment; a comment
-``# module | source | cause`` is the node's origin.
+``# module | source | cause`` is the node's origin, with ``| region N`` for what checkpoint region N computes again.
 """
 
 from __future__ import annotations

@@ -65,12 +65,14 @@ class Origin:
         source: ``file:line`` of the user's code.
         phase: "forward" or "backward".
         cause: for inserted nodes, the plan entry or rule that asked for it.
+        region: number of the ``torch.utils.checkpoint`` region that it is in, which runs again in backward; 0 for none.
     """
 
     module: str = ""
     source: str = ""
     phase: str = "forward"
     cause: str = ""
+    region: int = 0
 
 
 @dataclass(frozen=True)

@@ -80,5 +80,6 @@ class Reader:
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
             return Origin(phase=phase)
+        parts[2], _, region = parts[2].partition(" | region ")
         module, source, cause = ("" if part == "-" else part for part in parts)
-        return Origin(module, source, phase, cause)
+        return Origin(module, source, phase, cause, int(region or 0))

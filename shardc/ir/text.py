@@ -145,4 +145,5 @@ def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str
 
 def origin_text(origin: Origin) -> str:
     """`` # module | source | cause``, a dash for each that is empty."""
-    return "  # " + " | ".join(part or "-" for part in (origin.module, origin.source, origin.cause))
+    region = f" | region {origin.region}" if origin.region else ""
+    return "  # " + " | ".join(part or "-" for part in (origin.module, origin.source, origin.cause)) + region

@@ -23,6 +23,8 @@ _CHAIN = {
     aten.index_select.default, aten.constant_pad_nd.default, aten.reshape.default, aten._unsafe_view.default,
     aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default, getitem,
 }  # fmt: skip
+# The region of gathers: the last, for what goes from a region into a later one is saved between them.
+_GATHERS = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Partition:
     """Splits a localized joint graph; what stands between is saved or run again.
 
     Level 3 gathers a parameter again in backward; levels 1 and 2 keep it whole from forward to backward.
-    Other collectives are never run twice.
+    What stands in a checkpoint region of the model runs again, but its collectives: these are never run twice.
 
     Args:
         levels: reshard level of each parameter that is gathered.
@@ -52,8 +54,13 @@ class Partition:
             if level:
                 self._mark(node, level)
         for node in graph.nodes:
-            if _is_collective(node) and "recompute" not in node.meta:
+            if "recompute" in node.meta or node.op != "call_function":
+                continue
+            origin = ir.info(node).origin
+            if _is_collective(node):
                 self.save(node, 0)
+            elif origin.region and origin.phase == "forward":
+                self.recompute(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]
         count = len(forward_outputs)
         if not any(role.kind == "grad" for role in roles):
@@ -79,7 +86,7 @@ class Partition:
         if not any(_is_collective(node) for node in chain):
             return
         for node in chain:
-            (self.recompute if level == 3 else self.save)(node, 0)
+            (self.recompute if level == 3 else self.save)(node, _GATHERS)
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:

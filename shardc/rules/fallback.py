@@ -7,6 +7,7 @@ with the shards.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from shardc.rules.rule import Call, Rule
 from shardc.rules.spec import Dims, Spec
 
 TEXT = "the table of torch.distributed.tensor"
+_ORDINAL = "k"  # the one symbolic argument that is no size: which element of a dim that is whole
 
 
 @lru_cache(maxsize=4096)
@@ -28,7 +30,7 @@ def fallback_rule(target: Any) -> Rule | None:
     schema = getattr(target, "_schema", None)
     if schema is None or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    if "SymInt" in str(schema):
+    if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(schema))):
         return None
     return Rule(str(target), _spec, TEXT) if has_single_dim_table(target) else None
 

@@ -61,7 +61,6 @@ def drawn(mesh: dict[str, int], plan: shardc.Plan) -> tuple[Tensor, Tensor]:
     return Simulation(shardc.compile(model, shardc.Mesh(mesh), plan))(x, grad=False)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "one"])
 def test_masks_are_the_same_bit_for_bit(name: str) -> None:
     reference, ours = (drawn(mesh, plan()) for mesh, plan in (PLANS["one"], PLANS[name]))
@@ -71,7 +70,6 @@ def test_masks_are_the_same_bit_for_bit(name: str) -> None:
     torch.testing.assert_close(ours[0], reference[0], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "one"])
 def test_training_is_the_same(name: str) -> None:
     reference, ours = (trained(mesh, plan()) for mesh, plan in (PLANS["one"], PLANS[name]))
@@ -80,7 +78,6 @@ def test_training_is_the_same(name: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.long
 def test_a_step_repeats_with_its_seed() -> None:
     first, second = (trained(*(PLANS["one"][0], PLANS["one"][1]())) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

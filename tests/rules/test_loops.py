@@ -41,7 +41,6 @@ def test_shared_factors(before: list[int], after: list[int], shared: dict[str, i
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4), st.data())
-@pytest.mark.long
 def test_any_view_is_right_on_shards(radices: list[int], data: st.DataObject) -> None:
     """Two shapes made of the same radices, grouped differently."""
 
