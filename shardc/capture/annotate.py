@@ -113,7 +113,12 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
     results: dict[Any, Any] = {}
     for desc, made in zip(output.meta["desc"], output.args[0], strict=True):
         desc = _by_first_name(desc, first)
-        results[desc] = results.get(desc) if made is None else made
+        before = results.get(desc)
+        if isinstance(before, fx.Node) and isinstance(made, fx.Node):
+            with graph.inserting_before(output):
+                both = graph.call_function(torch.ops.aten.add.Tensor, (before, made))
+            both.meta, made = dict(made.meta), both
+        results[desc] = before if made is None else made
     output.meta["desc"], output.args = list(results), (tuple(results.values()),)
 
 

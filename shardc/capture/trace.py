@@ -219,34 +219,27 @@ def _fake(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> 
 
 @contextlib.contextmanager
 def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> Iterator[None]:
-    """Every parameter and buffer of ``root`` fake on ``device``, a tied one registered once."""
+    """Every parameter and buffer of ``root`` fake on ``device``; what is one tensor is one fake, at all its places."""
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    shadows: list[tuple[nn.Module, str]] = []
     made: dict[int, Tensor] = {}
     try:
         for module in root.modules():
             both: list[dict[str, Any]] = [module._parameters, module._buffers]
             for held in both:
                 saved.append((held, dict(held)))
-                for name, tensor in list(held.items()):
+                for name, tensor in held.items():
                     if tensor is None:
                         continue
-                    if id(tensor) in made:
-                        # Dynamo names a parameter by where it is registered; a second place would shift the names.
-                        del held[name]
-                        module.__dict__[name] = made[id(tensor)]
-                        shadows.append((module, name))
-                        continue
-                    with mode:
+                    if id(tensor) not in made:
                         is_param = isinstance(tensor, nn.Parameter)
-                        fake = _fake(tensor.detach(), device, dtypes.param if is_param else dtypes.buffers)
-                        if is_param:
-                            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    held[name] = made[id(tensor)] = fake
+                        with mode:
+                            fake = _fake(tensor.detach(), device, dtypes.param if is_param else dtypes.buffers)
+                            if is_param:
+                                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+                        made[id(tensor)] = fake
+                    held[name] = made[id(tensor)]
         yield
     finally:
-        for module, name in shadows:
-            module.__dict__.pop(name, None)
         for held, before in saved:
             held.clear()
             held.update(before)
