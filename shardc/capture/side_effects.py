@@ -33,7 +33,8 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
                 f"the model puts another tensor in the place of the buffer {name!r}",
                 fix=f"change it in place, as by self.{name.rpartition('.')[2]}.copy_(new)",
             )
-    attributes = [ref for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
+    own = [ref for ref in changed if ref.startswith("L[")]  # others are globals, as of a library that keeps a context
+    attributes = [ref for ref in own if "_buffers" not in ref and "_parameters" not in ref]
     text = "changes its attributes in forward; the compiled program leaves them as they are"
     return [ShardcWarning(f"{name} {text}") for name in dict.fromkeys(map(_module, attributes))]
 
