@@ -2,10 +2,13 @@
 
 from shardc.api import compile
 from shardc.errors import ShardcError, ShardcWarning
+from shardc.ir import local
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.region import local_map
 from shardc.plan import Plan, ddp, fsdp, hsdp, precision, tp
 from shardc.program import Options, Program
+from shardc.rules import register_rule
 from shardc.runtime.sim import Simulation
 
 __all__ = [
@@ -21,6 +24,9 @@ __all__ = [
     "ddp",
     "fsdp",
     "hsdp",
+    "local",
+    "local_map",
     "precision",
+    "register_rule",
     "tp",
 ]

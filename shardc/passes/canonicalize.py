@@ -20,10 +20,12 @@ _MOVES = (
 )  # fmt: skip
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
+_CHECKS = (aten._assert_async.default, aten._assert_async.msg)
+
 
 @dataclass(frozen=True)
 class Canonicalize:
-    """Drops identities, pairs of transposes, chains of views, repeated moves and dead nodes.
+    """Drops identities, pairs of transposes, chains of views, repeated moves, checks of values and dead nodes.
 
     Of two equal moves of one value the first serves both, so that both are resharded once.
 
@@ -37,6 +39,9 @@ class Canonicalize:
         made: dict[Any, fx.Node] = {}
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
+                continue
+            if node.target in _CHECKS and not node.users:
+                gm.graph.erase_node(node)
                 continue
             same = _same_as(node)
             if same is None and node.target in _MOVES:

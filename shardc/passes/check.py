@@ -12,6 +12,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import verify
 from shardc.ir.verify.identity import Program, program
+from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
@@ -38,6 +39,10 @@ def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | N
     made = ir.info(node).value
     values = made if isinstance(made, tuple) else (made,)
     results = tuple(value.layout for value in values if isinstance(value, Value) and value.layout is not None)
+    if node.target in region.OPS:
+        strategy = region.strategy_of(node, results[0].mesh)
+        same = (strategy.operands, strategy.results) == (operands, results)
+        return None if same else f"its region takes {_shown(strategy.operands)} and gives {_shown(strategy.results)}"
     spec = spec_of(call_of(node))
     if spec is None:
         axes = [layout for layout in (*operands, *results) if layout.axes]

@@ -17,6 +17,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role, Value
 from shardc.ir.mesh import Mesh
+from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.collectives import step_of
 from shardc.passes.spell import spell
@@ -67,6 +68,8 @@ class Localize:
             if isinstance(source, (tuple, list)):
                 return source[index]
             return emitter.named(emitter.call(getitem, source, index))
+        if node.target in region.OPS:
+            return region.emit(node, [env[x] for x in operands_of(node)], emitter)
         if node.target in (ops.pad, ops.unpad):
             return emitter.named(_resize(node, env[node.args[0]], emitter))
         return emitter.named(_op(node, env, emitter))

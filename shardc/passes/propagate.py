@@ -25,6 +25,7 @@ from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.passes import region
 from shardc.passes.calls import call_of, move_of, operands_of
 from shardc.passes.choose import Gradient, choose, compute_seconds
 from shardc.rules import spec_of
@@ -119,6 +120,8 @@ class _Sweep:
             base = source.unbind(source.dim_axes(dim))
             dims = [*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]
             self._decide(node, Strategy((base,), (base.replace(dims=dims),)))
+        elif node.target in region.OPS:
+            self._decide(node, region.strategy_of(node, self.mesh))
         else:
             self._op(node)
 

@@ -1,0 +1,100 @@
+"""`shardc.local`: what a region of `local_map` says to the other ranks; each function has its gradient.
+
+On a rank of a mesh they are functional collectives over the group of an axis. Outside of a compiled model every axis
+has one rank, and they return what they are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import MeshError
+from shardc.ir.comm import group_name
+from shardc.ir.region import ranks
+
+_ops = torch.ops._c10d_functional
+
+
+def size(axis: str) -> int:
+    """How many ranks there are along ``axis``.
+
+    Raises:
+        MeshError: the mesh has no such axis.
+    """
+    here = ranks()
+    if here is None:
+        return 1
+    if axis not in here.mesh.axes:
+        raise MeshError(f"a local_map function uses the axis {axis!r}, and the mesh is {here.mesh}")
+    return here.mesh.size(axis)
+
+
+def index(axis: str) -> Tensor:
+    """int64 [1]: this rank's index along ``axis``."""
+    here = ranks()
+    return torch.zeros(1, dtype=torch.int64) if size(axis) == 1 or here is None else here.indices[axis]
+
+
+def all_reduce(x: Tensor, axis: str) -> Tensor:
+    """The sum of the ``x`` of all ranks along ``axis``."""
+    return x if size(axis) == 1 else _apply(_sum, _sum, x, axis)
+
+
+def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
+    """The ``x`` of all ranks along ``axis``, one behind the other along ``dim``."""
+    return x if size(axis) == 1 else _apply(_gather, _scatter, x.movedim(dim, 0), axis).movedim(0, dim)
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
+    """This rank's piece, along ``dim``, of the sum of the ``x`` of all ranks along ``axis``."""
+    return x if size(axis) == 1 else _apply(_scatter, _gather, x.movedim(dim, 0), axis).movedim(0, dim)
+
+
+def all_to_all(x: Tensor, axis: str, split: int, join: int) -> Tensor:
+    """Piece r of ``x`` along ``split`` goes to rank r; what comes is joined along ``join``."""
+    n = size(axis)
+    if n == 1:
+        return x
+    pieces = _apply(_exchange, _exchange, torch.cat([*x.movedim(split, 0).chunk(n)]), axis).chunk(n)
+    return torch.cat([piece.movedim(0, split) for piece in pieces], join)
+
+
+Collective = Callable[[Tensor, int, str], Tensor]
+
+
+def _apply(there: Collective, back: Collective, x: Tensor, axis: str) -> Tensor:
+    return _Differentiable.apply(x.contiguous(), there, back, size(axis), group_name([axis]))
+
+
+def _sum(x: Tensor, n: int, group: str) -> Tensor:
+    return _ops.wait_tensor.default(_ops.all_reduce.default(x, "sum", group))
+
+
+def _gather(x: Tensor, n: int, group: str) -> Tensor:
+    return _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(x, n, group))
+
+
+def _scatter(x: Tensor, n: int, group: str) -> Tensor:
+    return _ops.wait_tensor.default(_ops.reduce_scatter_tensor.default(x, "sum", n, group))
+
+
+def _exchange(x: Tensor, n: int, group: str) -> Tensor:
+    sizes = [x.shape[0] // n] * n
+    return _ops.wait_tensor.default(_ops.all_to_all_single.default(x, sizes, sizes, group))
+
+
+class _Differentiable(torch.autograd.Function):
+    """A collective whose gradient is another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, n: int, group: str) -> Tensor:
+        ctx.back, ctx.n, ctx.group = back, n, group
+        return there(x, n, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return ctx.back(grad.contiguous(), ctx.n, ctx.group), None, None, None, None

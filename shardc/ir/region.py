@@ -1,0 +1,192 @@
+"""Regions that communicate by themselves: a function of one rank's tensors, and where its tensors lie.
+
+A region is one opaque op in the graph from capture on, at global shapes; `shardc.passes.region` gives it its layouts
+and puts what it does on one rank in its place. Called outside of a compiled model, the function gets the whole
+tensors, and every axis has one rank: so the model that was written is the reference here as everywhere.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardc.errors import InputError
+from shardc.ir.mesh import Mesh
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that a region's function runs on.
+
+    Args:
+        mesh: their mesh.
+        indices: for each axis, int64 [1]: this rank's index along it.
+    """
+
+    mesh: Mesh
+    indices: dict[str, Tensor]
+
+
+_ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
+
+
+def ranks() -> Ranks | None:
+    """The ranks of the region that is being traced; None outside, where every axis has one rank."""
+    return _ranks.get()
+
+
+@contextmanager
+def on_ranks(which: Ranks) -> Iterator[None]:
+    """Within, a region's function is that of one of many ranks."""
+    token = _ranks.set(which)
+    try:
+        yield
+    finally:
+        _ranks.reset(token)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """What `local_map` was given.
+
+    Args:
+        inputs, outputs: the layout of each argument and of each result, as `shardc.plan.forms` reads them.
+        source: ``file:line`` of the call of `local_map`.
+        number: what stands for it in a graph.
+    """
+
+    function: Function
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    many: bool
+    source: str
+    number: int
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if len(tensors) != len(self.inputs) or not all(isinstance(x, Tensor) for x in tensors):
+            raise InputError(
+                f"{self.name} was given {len(tensors)} arguments, and local_map {len(self.inputs)} in_layouts",
+                source=self.source,
+                fix="pass one tensor for each layout, and bind what is no tensor with functools.partial",
+            )
+        if not torch.compiler.is_compiling():
+            return self.function(*tensors)
+        made = torch.ops.shardc_region.call.default(list(tensors), self.number)
+        return tuple(made) if self.many else made[0]
+
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The function's results as a list, in memory of their own."""
+        made = self.function(*tensors)
+        given = {id(x) for x in tensors}
+        return [x.clone() if id(x) in given else x.contiguous() for x in (made if self.many else (made,))]
+
+    def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient of each floating-point tensor of ``tensors``, given one for each result."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+            wanted = [x for x in leaves if x.requires_grad]
+            pairs = [(x, t) for x, t in zip(self.run(leaves), tangents, strict=True) if x.requires_grad]
+            if not pairs:
+                return [torch.zeros_like(x) for x in wanted]
+            found = torch.autograd.grad([x for x, _ in pairs], wanted, [t for _, t in pairs], allow_unused=True)
+        zipped = zip(wanted, found, strict=True)
+        return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zipped]
+
+
+_regions: list[Region] = []
+
+
+def region(number: int) -> Region:
+    """The region that an op in a graph stands for."""
+    return _regions[number]
+
+
+def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Callable[..., Any]:
+    """``function`` as a region of a model that runs on each rank's shards, with what communication it has in it.
+
+    ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh it
+    gets this rank's shards and returns this rank's shards, and talks to other ranks through `shardc.local`. Its
+    gradient follows from it: where an argument lies whole on several ranks, their gradients of it are added up.
+
+    Args:
+        in_layouts: a tuple of a layout for each argument, such as ``("_, @tp", "@tp, _")``; a string for one.
+        out_layouts: the same for the results: a string for one result, a tuple for a tuple.
+
+    Returns:
+        A function of global tensors, to be called in a model that `shardc.compile` compiles. Called elsewhere it is
+        ``function`` itself, with one rank along every axis.
+
+    Raises:
+        InputError: a call with another number of arguments. When a model is compiled, PlanError for a layout that
+            does not fit, RuleError for a result that is no shard of what ``function`` makes of whole tensors.
+
+    >>> import shardc, torch
+    >>> def row_parallel(x, weight):
+    ...     return shardc.local.all_reduce(x @ weight.t(), "tp")
+    >>> linear = shardc.local_map(row_parallel, in_layouts=("_, @tp", "_, @tp"), out_layouts="_, _")
+    >>> linear(torch.ones(2, 8), torch.ones(3, 8)).shape
+    torch.Size([2, 3])
+    """
+    frame = sys._getframe(1)
+    made = Region(
+        function,
+        tuple(in_layouts) if isinstance(in_layouts, (tuple, list)) else (in_layouts,),
+        tuple(out_layouts) if isinstance(out_layouts, (tuple, list)) else (out_layouts,),
+        isinstance(out_layouts, (tuple, list)),
+        f"{frame.f_code.co_filename}:{frame.f_lineno}",
+        len(_regions),
+    )
+    _regions.append(made)
+    return made
+
+
+# --- the ops
+
+_library = torch.library.Library("shardc_region", "DEF")
+_library.define("call(Tensor[] tensors, int number) -> Tensor[]")
+_library.define("gradient(Tensor[] tensors, Tensor[] tangents, int number) -> Tensor[]")
+
+
+def _call(tensors: list[Tensor], number: int) -> list[Tensor]:
+    return region(number).run(tensors)
+
+
+def _gradient(tensors: list[Tensor], tangents: list[Tensor], number: int) -> list[Tensor]:
+    return [torch.empty_like(x) for x in tensors if x.is_floating_point()]
+
+
+def _setup(ctx: Any, inputs: tuple[list[Tensor], int], output: list[Tensor]) -> None:
+    tensors, ctx.number = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.results = [(x.shape, x.dtype, x.device) for x in output]
+    ctx.mark_non_differentiable(*(x for x in output if not x.is_floating_point()))
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
+    tensors = list(ctx.saved_tensors)
+    tangents = [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        for grad, (shape, dtype, device) in zip(grads, ctx.results, strict=True)
+    ]
+    found = iter(torch.ops.shardc_region.gradient.default(tensors, tangents, ctx.number))
+    return [next(found) if x.is_floating_point() else None for x in tensors], None
+
+
+_library.impl("call", _call, "CompositeExplicitAutograd")
+_library.impl("gradient", _gradient, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc_region::call", _call, lib=_library)
+torch.library.register_fake("shardc_region::gradient", _gradient, lib=_library)
+torch.library.register_autograd("shardc_region::call", _backward, setup_context=_setup, lib=_library)

@@ -1,0 +1,191 @@
+"""Regions of `local_map` in the pipeline: their layouts, and what they do on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.errors import RuleError
+from shardc.ir import graph as ir
+from shardc.ir.graph import Value
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.region import Ranks, Region, on_ranks, region
+from shardc.passes.calls import operands_of
+from shardc.plan.spec import to_layout
+from shardc.rules.spec import Strategy
+
+CALL, GRADIENT = torch.ops.shardc_region.call.default, torch.ops.shardc_region.gradient.default
+OPS = (CALL, GRADIENT)
+
+
+class Emitter(Protocol):
+    """What `shardc.passes.localize` builds the local graph with."""
+
+    fake_mode: Any
+    device: torch.device
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    def coordinate(self, axes: tuple[str, ...]) -> Any: ...
+
+
+def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
+    """The layouts that a region's node takes and gives.
+
+    The gradient of an argument lies as the argument does, and is a pending sum over the axes on which that is whole:
+    ranks that hold the same elements each have a part of their gradient.
+
+    Raises:
+        PlanError, LayoutError: a layout that does not fit the tensor, with the region's source.
+        RuleError: a pending reduction in an argument.
+    """
+    it = _region(node)
+    made = ir.info(node).value
+    values = [ir.value(x) for x in operands_of(node)]
+    count = len(it.inputs)
+    given = tuple(_layout(it, "in", at, spec, mesh, values[at]) for at, spec in enumerate(it.inputs))
+    for at, layout in enumerate(given):
+        if layout.partial:
+            raise RuleError(
+                f"local_map of {it.name}: in_layouts[{at}] is {layout}, with a pending reduction",
+                source=it.source,
+                fix="take the argument whole, or split; the reduction is then done before the region",
+            )
+    if node.target is CALL:
+        assert isinstance(made, tuple)
+        if len(made) != len(it.outputs):
+            raise RuleError(
+                f"local_map of {it.name}: it returns {len(made)} tensors and has {len(it.outputs)} out_layouts",
+                source=it.source,
+                fix="give one layout for each tensor that it returns",
+            )
+        results = tuple(_layout(it, "out", at, it.outputs[at], mesh, v) for at, v in enumerate(made) if v is not None)
+        for at, layout in enumerate(results):
+            if any(op != "sum" for _, op in layout.partial):
+                raise RuleError(
+                    f"local_map of {it.name}: out_layouts[{at}] is {layout}, and only a sum may be left pending",
+                    source=it.source,
+                    fix="do the reduction in the function, with shardc.local",
+                )
+        return Strategy(given, results)
+    floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
+    tangents = _tangents(it, mesh, values[count:])
+    sums = tuple(given[at].with_partial(_unused(given[at])) for at in floating)
+    return Strategy((*given, *(layout.without_partial() for layout in tangents)), sums)
+
+
+def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
+    """The region's ops on one rank.
+
+    Raises:
+        RuleError: a result that is not this rank's shard of what the region makes of whole tensors.
+    """
+    it, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
+    fakes = [x.meta["val"] for x in operands]
+    count = len(it.inputs)
+    layouts = _tangents(it, mesh, [ir.value(x) for x in operands_of(node)][count:]) if node.target is GRADIENT else []
+
+    def on_a_rank(tensors: list[Tensor], indices: list[Tensor]) -> list[Tensor]:
+        with on_ranks(Ranks(mesh, dict(zip(mesh.axes, indices, strict=True)))):
+            if node.target is CALL:
+                return it.run(tensors)
+            return it.gradients(tensors[:count], list(map(_part, tensors[count:], layouts)))
+
+    with emitter.fake_mode:
+        indices = [torch.zeros(1, dtype=torch.int64, device=emitter.device) for _ in mesh.axes]
+        with _explained(it, fakes):
+            traced = make_fx(on_a_rank)(fakes, indices)
+    made = _inlined(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, it)
+    _check(it, node, made)
+    return made
+
+
+def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: Region) -> list[Any]:
+    """The nodes of ``traced`` emitted; what feeds a placeholder is a node, or the axis of a rank's index."""
+    env: dict[fx.Node, Any] = {}
+    waiting = iter(feed)
+    traced.graph.eliminate_dead_code()
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            source = next(waiting)
+            if isinstance(source, fx.Node):
+                env[node] = source
+            elif node.users:
+                env[node] = emitter.coordinate(source)
+        elif node.op == "output":
+            return [env[x] for x in node.args[0]]
+        elif node.op == "call_function":
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+            env[node] = emitter.call(node.target, *args, **kwargs)
+        else:
+            raise RuleError(
+                f"local_map of {it.name}: it uses a tensor that is none of its arguments",
+                source=it.source,
+                fix="pass it as an argument, with a layout",
+            )
+    raise AssertionError("the graph has no output")
+
+
+def _check(it: Region, node: fx.Node, made: Sequence[Any]) -> None:
+    record = ir.info(node).value
+    assert isinstance(record, tuple)
+    for at, (value, local) in enumerate(zip(record, made, strict=True)):
+        if value is None or value.layout is None:
+            continue
+        shape, expected = tuple(local.meta["val"].shape), tuple(value.layout.local_shape)
+        if shape != expected and node.target is CALL:
+            raise RuleError(
+                f"local_map of {it.name}: result {at} is {list(shape)} on a rank; of the whole {list(value.shape)} "
+                f"a shard at {value.layout} is {list(expected)}",
+                source=it.source,
+                fix=f"return this rank's shard, or change out_layouts[{at}] = {it.outputs[at]!r}",
+            )
+
+
+@contextmanager
+def _explained(it: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
+    """What goes wrong in a region's function on shards, with its name and its arguments."""
+    try:
+        yield
+    except (TypeError, RuntimeError, ValueError, IndexError) as error:
+        shapes = ", ".join(str(list(x.shape)) for x in fakes[: len(it.inputs)])
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RuleError(
+            f"local_map of {it.name}: it fails on shards of shapes {shapes}: {reason}",
+            source=it.source,
+            fix="make it work on one rank's shards of its in_layouts as it does on whole tensors",
+        ) from error
+
+
+def _region(node: fx.Node) -> Region:
+    number = node.args[-1]
+    assert isinstance(number, int)
+    return region(number)
+
+
+def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
+    """The layout of each result, whose tangents ``values`` are; pending sums stay noted."""
+    return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
+
+
+def _layout(it: Region, side: str, at: int, spec: Any, mesh: Mesh, value: Value) -> Layout:
+    what = f"{'argument' if side == 'in' else 'result'} {at} of {it.name}"
+    return to_layout(spec, mesh, value.shape, what=what, entry=f"{side}_layouts[{at}] = {spec!r} of {it.source}")
+
+
+def _unused(layout: Layout) -> tuple[str, ...]:
+    """The axes on which a tensor at ``layout`` is whole."""
+    return tuple(axis for axis in layout.mesh.axes if axis not in layout.axes and layout.mesh.size(axis) > 1)
+
+
+def _part(tangent: Tensor, layout: Layout) -> Tensor:
+    """A rank's part of the gradient of a result: where its sum is pending each rank holds a term of its own."""
+    copies = prod(layout.mesh.size(axis) for axis in _unused(layout))
+    return tangent / copies if copies > 1 and tangent.is_floating_point() else tangent
