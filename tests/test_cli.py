@@ -167,9 +167,9 @@ BAD = {
     ),
     "a stage that is not there": (
         ["small_target.py:example", "--stage", "colectives"],
-        "--stage colectives: no such stage; use one of capture, canonicalize, seed, propagate, objective, reshard, "
-        "simplify, collectives, localize, partition, partition.backward, bucket, bucket.backward, schedule, "
-        "schedule.backward",
+        "--stage colectives: no such stage; use one of capture, canonicalize, seed, pad, propagate, objective, "
+        "precision, reshard, simplify, collectives, localize, partition, partition.backward, bucket, bucket.backward, "
+        "schedule, schedule.backward",
     ),
     "a name that no plan knows": (
         ["small_target.py:example", "--plan", 'fsdb("dp")'],

@@ -41,11 +41,11 @@ class Precision:
         output = ir.output_node(graph)
         results, before = list(output.args[0]), list(ir.outputs(graph))
         for at, (role, node) in enumerate(before):
-            if role.kind == "grad" and node is not None and role.name in self.stored:
+            if role.kind == "grad" and isinstance(node, fx.Node) and role.name in self.stored:
                 results[at] = self._reduced(graph, output, node, role.name, names)
         output.args = (tuple(results),)
         for _, node in before:
-            if node is not None and not node.users:  # a cast that another took the place of
+            if isinstance(node, fx.Node) and not node.users:  # a cast that another took the place of
                 graph.erase_node(node)
         return gm
 
