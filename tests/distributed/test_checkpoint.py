@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def unsharded_checkpoint_resumes() -> None:
     source.scale.requires_grad_(False)
     theirs = adamw(source)
     train(source, theirs, 0)
-    saved = get_optimizer_state_dict(source, theirs, options=StateDictOptions(full_state_dict=True))
+    saved = deepcopy(get_optimizer_state_dict(source, theirs, options=StateDictOptions(full_state_dict=True)))
     weights = {name: value.clone() for name, value in source.state_dict().items()}
     losses = train(source, theirs, STEPS)
     for plan in ("fsdp", "tp"):
@@ -103,7 +104,7 @@ def unsharded_checkpoint_resumes() -> None:
         module = sharded(other, plan)
         ours = adamw(module)
         module.load_state_dict(weights)
-        set_optimizer_state_dict(module, ours, saved, options=StateDictOptions(full_state_dict=True))
+        set_optimizer_state_dict(module, ours, deepcopy(saved), options=StateDictOptions(full_state_dict=True))
         for mine, right in zip(train(module, ours, STEPS), losses, strict=True):
             close(mine, right, f"loss under {plan}")
         assert_same(module, source)
