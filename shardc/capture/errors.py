@@ -20,6 +20,12 @@ def capture_error(model: nn.Module, error: RuntimeError) -> CaptureError:
     stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
+    if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
+        return CaptureError(
+            f"{op[1]}, which {type(model).__name__} calls, has no gradient",
+            source=users_own(stack) or None,
+            fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
+        )
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=users_own(stack) or None,

@@ -29,7 +29,8 @@ from shardc.passes import region
 from shardc.passes.calls import call_of, move_of, operands_of
 from shardc.passes.choose import Gradient, choose, compute_seconds
 from shardc.rules import spec_of
-from shardc.rules.spec import Strategy, carries, from_results, infer, strategies
+from shardc.rules.rule import Call
+from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, strategies
 
 OutputLayout = Callable[[int, str, Layout], tuple[Layout, str]]
 PinLayout = Callable[[str, Layout], tuple[Layout, str]]
@@ -128,7 +129,7 @@ class _Sweep:
     def _op(self, node: fx.Node) -> None:
         call = call_of(node)
         operands = operands_of(node)
-        spec = spec_of(call)
+        spec = _fitting(node, call)
         if spec is None or not operands:
             if operands:
                 self._warn_whole(node)
@@ -302,6 +303,15 @@ def _last(node: fx.Node) -> fx.Node:
 
 def _casts(node: fx.Node) -> bool:
     return node.target is torch.ops.aten._to_copy.default
+
+
+def _fitting(node: fx.Node, call: Call) -> Spec | None:
+    """The factors of ``node``; an error of its op's rule names the line that calls it."""
+    try:
+        return spec_of(call)
+    except RuleError as error:
+        source = ir.info(node).origin.source or None
+        raise RuleError(error.what, source=source, fix=error.fix) from error
 
 
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
