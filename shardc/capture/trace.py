@@ -286,7 +286,7 @@ def _replace(values: Any, tag: Tag) -> Any:
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:
-    """A dotted name for every flat leaf of ``(args, kwargs)``.
+    """A dotted name for every flat leaf of ``(args, kwargs)``, with ``.input`` behind it where a parameter has it too.
 
     Args:
         extra: how many of ``args``, at the end, are the loss's: these are named ``target``, or ``target0`` and so on.
@@ -305,4 +305,5 @@ def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], e
         keys: list[Any] = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
         group, first, *rest = keys
         out.append(".".join(map(str, [names[first] if group == 0 else first, *rest])))
-    return out
+    held = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return [f"{name}.input" if name in held else name for name in out]

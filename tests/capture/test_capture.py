@@ -354,3 +354,23 @@ def test_capture_is_silent() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         shardc.compile(nn.Linear(4, 4), MESH, PLAN, backend="eager").lower(torch.empty(8, 4))
+
+
+def test_an_input_of_a_parameters_name() -> None:
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, dtype=torch.float64))
+            self.register_buffer("offset", torch.randn(4, dtype=torch.float64))
+
+        def forward(self, weight: Tensor, offset: Tensor) -> Tensor:
+            return (weight * self.weight + offset * self.offset).sum()
+
+    model = Same()
+    x, y = batch(8, 4).requires_grad_(), batch(8, 4) + 1
+    sim = simulation(model, loss=lambda out: out.square())
+    theirs = model(x, y).square()
+    theirs.backward()
+    same(sim(x, y), theirs.detach())
+    sim.backward()
+    same_gradients(sim, model)
