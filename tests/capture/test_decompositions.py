@@ -63,6 +63,10 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.nll_loss2d_backward.default, nll_backward(0, weighted=False, shape=(2, 5, 3, 4)), {}),
     (aten.slice_backward.default, (draw(4, 2, 6), [4, 5, 6], 1, 1, 3, 1), {}),
     (aten.slice_backward.default, (draw(4, 2, 6), [4, 5, 6], -2, -2, 2**63 - 1, 1), {}),
+    (aten.slice_backward.default, (draw(4, 3, 6), [4, 5, 6], 1, 0, 5, 2), {}),
+    (aten.slice_backward.default, (draw(4, 2, 6), [4, 5, 6], 1, 1, 2**63 - 1, 2), {}),
+    (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 6], -1, 2, 4, 1), {}),
+    (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 8], -1, 0, 6, 4), {}),
     (aten.select_backward.default, (draw(4, 6), [4, 5, 6], 1, -2), {}),
     (aten.full_like.default, (x, 2.5), {}),
     (aten.full_like.default, (x, 2), {"dtype": torch.int64}),
@@ -84,7 +88,6 @@ def test_decomposition_equals_the_op(op: Callable[..., Any], args: tuple[Any, ..
 def test_what_needs_no_decomposition_is_left_alone() -> None:
     x, weight, _, *geometry = convolution(bias=False)
     assert OWN[aten.convolution.default](x, weight, None, *geometry) is NotImplemented
-    assert OWN[aten.slice_backward.default](draw(2), [4], 0, 0, 4, 2) is NotImplemented
     assert OWN[aten.index_put.default](x, [torch.tensor([0])], draw(), False) is NotImplemented
     untested = set(OWN) - {op for op, _, _ in CASES}
     assert untested == set()
