@@ -134,6 +134,26 @@ def _select_backward(grad: Tensor, sizes: Any, dim: int, index: int) -> Tensor:
     return _pad_dim(aten.unsqueeze.default(grad, dim), dim, index, sizes[dim] - index - 1)
 
 
+def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
+    """The same elements in the same order are a view; pooling to one place writes it this way."""
+    return aten.view.default(x, list(size)) if _all_in_order(x, size, stride, offset) else NotImplemented
+
+
+def _as_strided_scatter(
+    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Any:
+    """Where every element is written nothing of ``x`` is left."""
+    return aten.view.default(source, list(x.shape)) if _all_in_order(x, size, stride, offset) else NotImplemented
+
+
+def _all_in_order(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
+    """Whether these strides go through all of ``x`` in its order; those of dims of one element say nothing."""
+    steps = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1]
+    wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
+    whole = x.is_contiguous() and not offset and prod(size) == x.numel() and x.storage_offset() == 0
+    return whole and [step for _, step in steps] == wanted
+
+
 def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
 
@@ -166,6 +186,8 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.slice_backward.default: _slice_backward,
+    aten.as_strided.default: _as_strided,
+    aten.as_strided_scatter.default: _as_strided_scatter,
     aten.select_backward.default: _select_backward,
     aten.full_like.default: _full_like,
     aten.index_put.default: _index_put,
