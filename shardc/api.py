@@ -25,6 +25,7 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
+from shardc.runtime.sync import Sync
 
 
 def compile(
@@ -88,6 +89,7 @@ def compile(
         lower=partial(lower, backend=backend),
         device=device,
         dtensor_outputs=plan.setting("dtensor_outputs"),
+        sync=Sync({name: p.level for name, p in params.items()}),
     )
     if plan.precision.grads is not None:
         for param in sharded.parameters():
@@ -141,10 +143,17 @@ class _Build:
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
 
-    def __call__(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Program:
+    def __call__(
+        self,
+        template: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        with_loss: bool,
+        deferred: frozenset[str] = frozenset(),
+    ) -> Program:
         return build_program(
             template, self.mesh, self.plan, self.params, args, kwargs,
-            device=self.device, loss=self.loss if with_loss else None, options=self.options,
+            device=self.device, loss=self.loss if with_loss else None, options=self.options, deferred=deferred,
         )  # fmt: skip
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:

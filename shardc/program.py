@@ -30,6 +30,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.lower import min_cut, must_recompute, must_save
 from shardc.passes.check import check
+from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
 from shardc.plan.entries import Precision
@@ -87,6 +88,7 @@ class Program:
         forward, backward, inference: localized graphs; the first two are None where nothing needs a gradient.
         inputs: (name, layout) of each tensor input.
         outputs: the role (with layout) of each forward output.
+        deferred: the parameters whose gradients the backward leaves unreduced.
     """
 
     def __init__(self, mesh: Mesh, plan: Plan, captured: Captured, inputs: Sequence[tuple[str, Layout]]) -> None:
@@ -102,6 +104,18 @@ class Program:
         self._causes: dict[str, str] = {}
         self._local: fx.GraphModule | None = None
         self._last: tuple[passes.Pass, ...] = ()
+        self.deferred: frozenset[str] = frozenset()
+        self.reduce_sums: Callable[[Sequence[Sum]], fx.GraphModule] | None = None
+
+    def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
+        """The scheduled local graph that reduces what backwards without reduction summed up to gradients.
+
+        Args:
+            sums: parameter, layout and dtype of each local sum.
+        """
+        assert self.reduce_sums is not None
+        made = self._scheduled(self.reduce_sums([Sum(*each) for each in sums]))
+        return made, certify(self.mesh, [("reduction", made.graph)])
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -260,8 +274,12 @@ def build_program(
     device: torch.device,
     loss: Callable[..., Any] | None,
     options: Options,
+    deferred: frozenset[str] = frozenset(),
 ) -> Program:
     """Captures ``model`` at global example inputs and runs the pipeline.
+
+    Args:
+        deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
 
     Raises:
         ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
@@ -311,6 +329,13 @@ def build_program(
         if options.verify:
             seen[0] = check(gm, mesh, stage, seen[0])
 
+    spelled = passes.Collectives(options.cost), passes.Localize(mesh, captured.fake_mode, device)
+    grads = {name: precision.grads or dtype for name, dtype in stored.items()}
+
+    def reduction(sums: Sequence[Sum]) -> fx.GraphModule:
+        made = deferred_reduction(sums, storages, grads, captured.fake_mode, device)
+        return passes.run(spelled, made, lambda stage, gm: None)
+
     gm = captured.graph
     hook("capture", gm)
     local = passes.run(
@@ -320,20 +345,20 @@ def build_program(
             passes.Pad(mesh, uneven, grow, captured.fake_mode, device),
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
-                storages, {name: p.compute for name, p in params.items()}, tangents, options.strict,
+                storages, {name: p.compute for name, p in params.items()}, tangents, options.strict, deferred,
             ),
             passes.Objective(axes, scaling, grad_scale),
             passes.Precision(
-                stored, storages, precision.reduce or precision.param, precision.keep_low_precision_grads
+                stored, storages, precision.reduce or precision.param, precision.keep_low_precision_grads, deferred
             ),
             passes.Reshard(),
             passes.Simplify(options.cost),
-            passes.Collectives(options.cost),
-            passes.Localize(mesh, captured.fake_mode, device),
+            *spelled,
         ),
         gm,
         hook,
     )  # fmt: skip
+    program.deferred, program.reduce_sums = deferred, reduction
     program.finish(
         local,
         {name: p.level for name, p in params.items()},

@@ -28,12 +28,14 @@ class Precision:
         layouts: storage layout of each parameter, by name.
         reduce: None reduces each in its parameter's own dtype.
         keep: leave what was reduced in ``reduce``.
+        deferred: parameters whose gradients are reduced later: these are only cast to ``reduce``.
     """
 
     stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     reduce: torch.dtype | None = None
     keep: bool = False
+    deferred: frozenset[str] = frozenset()
     name = "precision"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -59,6 +61,8 @@ class Precision:
         stem, layout = ir.info(node).name, self.layouts[name]
         if reduce != computed:
             node = _cast(graph, before, node, reduce, names.fresh(f"{stem}.cast"))
+        if name in self.deferred:
+            return node
         if ir.layout(node) != layout:
             record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), needs=None).at(layout)
             with graph.inserting_before(before):

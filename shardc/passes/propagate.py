@@ -48,6 +48,7 @@ class Propagate:
         grad_layouts: storage layout of each parameter's gradient, by name.
         compute_layouts: compute layout of each parameter, by name: what its gradient has before the batch axes.
         strict: an op without a rule is an error.
+        deferred: parameters whose gradients stay as they come, pending sums and all.
     """
 
     mesh: Mesh
@@ -59,6 +60,7 @@ class Propagate:
     compute_layouts: dict[str, Layout] = field(default_factory=dict)
     reduce: str = "mean"
     strict: bool = False
+    deferred: frozenset[str] = frozenset()
     name = "propagate"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -213,6 +215,8 @@ class _Sweep:
         for role, node in ir.outputs(self.graph):
             if role.kind == "grad" and isinstance(node, fx.Node):
                 stored = self.options.grad_layouts.get(role.name)
+                if role.name in self.options.deferred:
+                    stored = ir.layout(node)
                 self.wanted[node] = stored if stored is not None else inputs[role.index]
 
     # --- sweep back

@@ -64,6 +64,22 @@ class ShardedModule(nn.Module):
         flat = program.output_spec.flatten_up_to(outputs)
         return pytree.tree_unflatten(as_dtensors(flat, roles, state.device_mesh), program.output_spec)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """A block whose steps communicate no gradients: each rank sums up whole ones, whatever the plan's level.
+
+        The next backward outside of it adds its own and reduces the sum. ``.grad`` does not change in between, and
+        ``optimizer.zero_grad()`` does not clear the sum. (What a forward needs is communicated as ever.)
+        """
+        return self.shardc.sync.set("none")
+
+    def set_requires_grad_sync(self, sync: bool) -> None:
+        """Says whether the next steps reduce all gradients; False leaves out those that the plan accumulates whole.
+
+        These are gradients of parameters that are whole between steps or are stored at level 1. At levels 2 and 3
+        gradients are reduced by every step. See `no_sync` for what becomes of them.
+        """
+        self.shardc.sync.mode = "all" if sync else "levels"
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
 

@@ -19,6 +19,7 @@ from shardc.runtime import changes
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Compiled, Program, Runner
+from shardc.runtime.sync import Sync
 
 Lower = Callable[..., Compiled]
 
@@ -39,6 +40,7 @@ class State:
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
         lower: makes a local graph callable.
         device: where parameters live.
+        sync: which gradients are reduced.
         dtensor_outputs: whether outputs come back as DTensors.
     """
 
@@ -53,8 +55,10 @@ class State:
     loss_args: int | None
     lower: Lower
     device: torch.device
+    sync: Sync
     dtensor_outputs: bool = False
     programs: dict[Signature, Program] = field(default_factory=dict)
+    deferring: dict[tuple[Signature, frozenset[str]], Program] = field(default_factory=dict)
     explicit: bool = False
     _runners: dict[int, Runner] = field(default_factory=dict)
     owner: Any = None
@@ -82,6 +86,12 @@ class State:
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
         """The program for global (example) inputs in the present mode, built if there is none yet."""
         key = self.signature(args, kwargs)
+        deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
+        if deferred:
+            if (key, deferred) not in self.deferring:
+                made = self.build(self.template, args, kwargs, self.with_loss(args, kwargs), deferred)
+                self.deferring[key, deferred] = made
+            return self.deferring[key, deferred]
         if key not in self.programs:
             self.programs[key] = self.build(self.template, args, kwargs, self.with_loss(args, kwargs))
         return self.programs[key]
@@ -128,7 +138,7 @@ class State:
         """What runs ``program`` on this rank."""
         assert self.groups is not None
         if id(program) not in self._runners:
-            self._runners[id(program)] = Runner(program, self.owner, self.storages, self.groups, self.lower)
+            self._runners[id(program)] = Runner(program, self.owner, self.storages, self.groups, self.lower, self.sync)
         return self._runners[id(program)]
 
 

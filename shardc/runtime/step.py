@@ -18,6 +18,7 @@ from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
 from shardc.runtime.groups import Groups
 from shardc.runtime.storage import grad_from_padded, padded_local
+from shardc.runtime.sync import Key, Sync
 
 Compiled = Callable[[list[Tensor]], Sequence[Any]]
 
@@ -30,6 +31,9 @@ class Program(Protocol):
     outputs: tuple[Role, ...]
     output_values: tuple[Any, ...]
     output_spec: Any
+    deferred: frozenset[str]
+
+    def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Any]: ...
 
     @property
     def forward(self) -> fx.GraphModule | None: ...
@@ -52,6 +56,7 @@ class Runner:
         storages: storage layout of each parameter.
         groups: this rank's process groups.
         lower: makes a local graph callable.
+        sync: takes the gradients that the program leaves unreduced.
     """
 
     def __init__(
@@ -61,10 +66,12 @@ class Runner:
         storages: dict[str, Layout],
         groups: Groups,
         lower: Callable[..., Compiled],
+        sync: Sync,
     ) -> None:
         self.program, self.owner, self.storages = program, owner, storages
-        self.groups, self.lower = groups, lower
+        self.groups, self.lower, self.sync = groups, lower, sync
         self._compiled: dict[str, Compiled] = {}
+        self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.Graph]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         train = torch.is_grad_enabled() and self.program.forward is not None
@@ -95,6 +102,35 @@ class Runner:
             _use_groups(graph, self.groups)
             self._compiled[which] = self.lower(graph, backward=which == "backward", inference=which == "inference")
         return self._compiled[which]
+
+    def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
+        """Each parameter's padded gradient, of local sums that are used up."""
+        key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
+        if key not in self._reductions:
+            made, certificate = self.program.reduction(key)
+            agree(self.groups, certificate.text())
+            _use_groups(made, self.groups)
+            self._reductions[key] = self.lower(made, backward=True, inference=False), made.graph
+        compiled, graph = self._reductions[key]
+        given = iter(list(sums.values()))
+        feed = [
+            self.groups.coordinate(tuple(role.name.split(","))) if (role := ir.role(node)).kind == "coordinate"
+            else next(given)
+            for node in ir.placeholders(graph)
+        ]  # fmt: skip
+        return {role.name: x for (role, _), x in zip(ir.outputs(graph), compiled(feed), strict=True)}
+
+    def late(self, graph: fx.Graph, grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
+        """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""
+        if not self.program.deferred:
+            return {}
+        for role, _ in ir.outputs(graph):
+            grad = grads.pop(("grad", role.name), None) if role.name in self.program.deferred else None
+            if grad is not None:
+                assert role.layout is not None
+                self.sync.add(role.name, role.layout, grad)
+        due = self.sync.take(self.program.deferred - held)
+        return self.reduce(due) if due else {}
 
     def _feed(self, graph: fx.GraphModule, inputs: list[Tensor]) -> list[Any]:
         """What the graph takes, parameters as DTensors."""
@@ -136,7 +172,7 @@ class _Step(torch.autograd.Function):
         local = runner._local(graph, feed)
         results = runner.compiled("forward")(list(local))
         roles = [role for role, _ in ir.outputs(graph.graph)]
-        ctx.runner = runner
+        ctx.runner, ctx.held = runner, runner.sync.held()
         ctx.saved = {role.name: x for role, x in zip(roles, results, strict=True) if role.kind == "saved"}
         ctx.feed = feed
         outputs = tuple(results[:count])
@@ -167,15 +203,18 @@ class _Step(torch.autograd.Function):
         ctx.saved = None
         results = runner.compiled("backward")(local)
         grads = {(r.kind, r.name): g for (r, _), g in zip(ir.outputs(graph.graph), results, strict=True)}
+        late = runner.late(graph.graph, grads, ctx.held)
         forward = runner.program.forward
         assert forward is not None
         out: list[Any] = [None, None]
         for node, x in zip(ir.placeholders(forward.graph), ctx.feed, strict=True):
             role = ir.info(node).role
             grad = grads.get(("grad", role.name)) if role is not None else None
-            if role is not None and grad is not None and role.kind == "param":
-                grad = grad_from_padded(grad, x)
+            if role is not None and role.kind == "param":
+                grad = late.pop(role.name, grad)
+                grad = None if grad is None else grad_from_padded(grad, x)
             out.append(grad if role is not None and role.kind in ("param", "input") else None)
+        assert not late, f"gradients of {sorted(late)}, which the program does not take"
         return tuple(out)
 
 
