@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -65,6 +66,8 @@ def compile(
     """
     _check_kinds(model, plan, backend, options)
     options = options or Options()
+    if options.exchange is None:
+        options = replace(options, exchange=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     module = model if isinstance(model, nn.Module) else _as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)

@@ -56,6 +56,8 @@ class Options:
             model takes for large.
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets.
+        exchange: spell a reduce-scatter as an all-to-all and a local sum (gloo's own is a whole all-reduce); None for
+            real CPU ranks only.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
     """
 
@@ -64,6 +66,7 @@ class Options:
     verify: bool = True
     bucket_size: int | None = None
     max_in_flight: int | None = None
+    exchange: bool | None = None
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def bucket_bytes(self) -> int:
@@ -363,7 +366,7 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        (passes.Bucket(options.bucket_bytes(), device.type == "cpu"), passes.Schedule(options.in_flight_bytes())),
+        (passes.Bucket(options.bucket_bytes(), bool(options.exchange)), passes.Schedule(options.in_flight_bytes())),
     )
     if options.dump:
         program.save(options.dump)
