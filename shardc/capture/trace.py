@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ def capture(
         stack.enter_context(_tagged(root, tags))
         # Numbers are constants, and sizes too, whatever the sizes of another capture were.
         stack.enter_context(torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False))
+        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging()))
         with mode:
             fakes = [_fake(x, device) for _, x in named]
         try:
@@ -203,6 +205,13 @@ def _first_names(root: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(x), name) for named in both for name, x in named}
+
+
+def _logging() -> set[Any]:
+    """What logs a message, those methods that a library added to loggers too: a program does without."""
+    levels = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
+    added = {method for name, method in vars(logging.Logger).items() if name.startswith(levels)}
+    return added | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -374,3 +375,25 @@ def test_an_input_of_a_parameters_name() -> None:
     same(sim(x, y), theirs.detach())
     sim.backward()
     same_gradients(sim, model)
+
+
+class Talkative(nn.Module):
+    """Says what it does, through a method that it gave to loggers as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.warning("%d rows", x.shape[0])
+        LOGGER.warning_twice("rows")
+        return self.linear(x)
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+def test_messages_of_loggers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.Logger, "warning_twice", lambda self, text: None, raising=False)
+    model = double(Talkative())
+    same(simulation(model)(batch(4, 4), grad=False), model(batch(4, 4)).detach())

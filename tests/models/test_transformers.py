@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -28,7 +28,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32, "use_cache": False}
 GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 T5 = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-T5 |= {"num_decoder_layers": 1, "use_cache": False}
+T5 |= {"num_decoder_layers": 1, "use_cache": False, "decoder_start_token_id": 0}
 VIT = SIZES | NO_DROPOUT | {"image_size": 8, "patch_size": 4, "num_labels": CLASSES}
 OPT = {"vocab_size": VOCAB, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPT |= {"max_position_embeddings": 32, "word_embed_proj_dim": 16, "dropout": 0.0, "use_cache": False}
@@ -218,3 +218,24 @@ def test_equals_one_device(name: str, plan: str) -> None:
     print(f"{name} {plan}: computed whole", *(f"{ir.info(x).name}: {ir.info(x).value}" for x in whole), sep="\n  ")
     assert all(map(is_scalar_or_mask, whole))
     assert [str(w.message) for w in said if "no rule" in str(w.message)] == []
+
+
+@pytest.mark.parametrize(("name", "limit"), [("gpt2", 1e-4), ("t5", 1e-9), ("vit", 1e-9)])
+def test_the_loss_of_the_model_itself(name: str, limit: float) -> None:
+    """With ``labels`` a model computes its loss, GPT-2 in float32; by default it fills a cache, too."""
+    case = MODELS[name]
+    sizes = {key: value for key, value in case.sizes.items() if key != "use_cache"}
+    model = replace(case, sizes=sizes).build()
+    inputs, labels = case.batch()
+    inputs = {key: x for key, x in inputs.items() if key != "decoder_input_ids"} | {"labels": labels}
+    module = shardc.compile(
+        model, shardc.Mesh(dp=4), shardc.fsdp("dp", level=3), loss=lambda output: output.loss, backend="eager"
+    )
+    sim = shardc.Simulation(module)
+    value = model(**inputs).loss
+    value.backward()
+    assert relative(sim(**inputs), value.detach(), 1e-12) < limit
+    sim.backward()
+    for key, param in model.named_parameters():
+        assert param.grad is not None
+        assert relative(sim.grad(key), param.grad, 1e-6) < limit, f"gradient of {key}"
