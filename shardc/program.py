@@ -41,7 +41,8 @@ from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
 # The stages behind the cut into forward and backward; they run when a half is first asked for.
-PARTITIONED = tuple(f"{name}{half}" for name in ("partition", "bucket", "schedule") for half in ("", ".backward"))
+_BEHIND = ("partition", *(half.name for half in passes.HALVES))
+PARTITIONED = tuple(f"{name}{suffix}" for name in _BEHIND for suffix in ("", ".backward"))
 
 
 @dataclass(frozen=True)
@@ -366,7 +367,11 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        (passes.Bucket(options.bucket_bytes(), bool(options.exchange)), passes.Schedule(options.in_flight_bytes())),
+        (
+            passes.Bucket(options.bucket_bytes(), bool(options.exchange) and not options.cost.measured("reduce_scatter")),
+            passes.Algorithms(mesh, options.cost),
+            passes.Schedule(options.in_flight_bytes()),
+        ),
     )
     if options.dump:
         program.save(options.dump)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from shardc.errors import InputError
 
+_EXCHANGEABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
 
 class Measured(NamedTuple):
     """What a kind of collective takes on groups of ``ranks`` ranks.
@@ -63,6 +65,10 @@ class CostModel:
         latencies = [self.latency, *(row.latency for row in self.kinds)]
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
+    def measured(self, kind: str) -> bool:
+        """Whether ``kind`` was measured by itself."""
+        return kind in self._by_kind
+
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
         """Seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks, each receiving ``wire_bytes`` in all."""
         if ranks == 1:
@@ -73,6 +79,24 @@ class CostModel:
         row = min(rows, key=lambda row: abs(row.ranks - ranks))
         further = self.hop * max(ranks - row.ranks, 0)
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
+
+    def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
+        """Seconds of a collective of ``kind`` by its fastest algorithm; see `shardc.passes.algorithms`."""
+        native = self.seconds(kind, ranks, wire_bytes)
+        if ranks == 1 or not any(self.measured(one) for one in _EXCHANGEABLE):
+            return native
+        if kind == "reduce_scatter":
+            held = wire_bytes * ranks / (ranks - 1)
+            summed = self.compute_seconds(0, held + held / ranks)
+            return min(native, self.seconds("all_to_all", ranks, wire_bytes) + summed)
+        if kind == "all_gather":
+            held = wire_bytes / (ranks - 1)
+            copied = self.compute_seconds(0, (ranks + 1) * held)
+            return min(native, self.seconds("all_to_all", ranks, wire_bytes) + copied)
+        if kind == "all_reduce":
+            halves = (self.best_seconds(one, ranks, wire_bytes / 2) for one in ("reduce_scatter", "all_gather"))
+            return min(native, sum(halves))
+        return native
 
     def least_seconds(self, wire_bytes: float) -> float:
         """A lower bound of ``seconds`` for receiving ``wire_bytes`` by whatever collectives."""

@@ -105,4 +105,4 @@ def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> int:
 def _seconds(kind: str, ranks: int, held: int, after: int, itemsize: int, cost: CostModel) -> float:
     if kind in LOCAL:
         return cost.compute_seconds(0, 2 * after * itemsize)
-    return cost.seconds(kind, ranks, tally.wire_elements(kind, ranks, held) * itemsize)
+    return cost.best_seconds(kind, ranks, tally.wire_elements(kind, ranks, held) * itemsize)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import fx
 
+from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket
 from shardc.passes.canonicalize import Canonicalize
 from shardc.passes.collectives import Collectives
@@ -50,6 +51,7 @@ PIPELINE: tuple[type[Pass], ...] = (
 # Partition then cuts the joint graph in two; these run on each half, and on the forward alone for inference.
 HALVES: tuple[type[Pass], ...] = (
     Bucket,  # while each collective still stands where its inputs and uses put it
+    Algorithms,  # by the sizes that bucketing leaves; each is then scheduled as what it is
     Schedule,  # starts and waits, of what is left after bucketing
     # the memory plan stands here: lifetimes depend on the schedule
 )
@@ -71,6 +73,7 @@ __all__ = [
     "HALVES",
     "PIPELINE",
     "STAGES",
+    "Algorithms",
     "Bucket",
     "Canonicalize",
     "Collectives",

@@ -32,6 +32,19 @@ def test_a_measured_kind_is_priced_by_the_nearest_group() -> None:
     assert COST.seconds("all_reduce", 16, 1e6) == pytest.approx(4e-3 + 8e-4 + 4)
 
 
+def test_a_collective_is_priced_by_its_fastest_algorithm() -> None:
+    rows = [("all_to_all", 1e9), ("reduce_scatter", 1e8), ("all_gather", 1e10), ("all_reduce", 1e8)]
+    cost = CostModel(memory_bandwidth=1e12, kinds=tuple(Measured(kind, 2, 1e-4, speed) for kind, speed in rows))
+    # The exchange, and a pass over the two terms and their sum.
+    assert cost.best_seconds("reduce_scatter", 2, 1e6) == pytest.approx(1e-4 + 1e-3 + 3e-6)
+    assert cost.best_seconds("all_gather", 2, 1e6) == cost.seconds("all_gather", 2, 1e6)
+    assert cost.best_seconds("all_reduce", 2, 2e6) == pytest.approx(2e-4 + 1e-3 + 3e-6 + 1e-4)
+    assert cost.best_seconds("all_to_all", 2, 1e6) == cost.seconds("all_to_all", 2, 1e6)
+    unmeasured = CostModel(kinds=())
+    for kind, _ in rows:
+        assert unmeasured.best_seconds(kind, 4, 1e6) == unmeasured.seconds(kind, 4, 1e6)
+
+
 def test_nothing_is_below_the_bound() -> None:
     for kind in ("all_gather", "all_reduce"):
         for ranks in (2, 8):

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
+import shardc
 from shardc.analysis.cost import CostModel, Measured
 from shardc.ir.graph import Info, Role, Value, set_info
 from shardc.ir.mesh import Mesh
@@ -99,3 +101,29 @@ def test_integers_keep_their_type() -> None:
     assert [(t.dtype, t.tolist()) for t in made] == [(torch.int32, [2 * (0 + 1 + 2)] * 2)] * 3 + [
         (torch.int32, [2 * (3 + 4 + 5)] * 2)
     ] * 3
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_gather", "all_reduce"])
+def test_a_program_runs_what_the_cost_model_prefers(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)).double()
+    plan = shardc.ddp("dp") if kind == "all_reduce" else shardc.fsdp("dp")
+    x, y = torch.randn(2, 4, 8, dtype=torch.float64)
+    found = {}
+    for cost in (CostModel(kinds=()), slow(kind)):
+        options = shardc.Options(cost=cost, bucket_size=0)
+        module = shardc.compile(model, Mesh(dp=2), plan, loss=F.mse_loss, backend="eager", options=options)
+        sim = shardc.Simulation(module)
+        value = F.mse_loss(model(x), y)
+        grads = torch.autograd.grad(value, list(model.parameters()))
+        torch.testing.assert_close(sim(x, y), value.detach(), rtol=1e-12, atol=0)
+        sim.backward()
+        for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+            torch.testing.assert_close(sim.grad(name), grad, rtol=1e-9, atol=1e-12, msg=name)
+        halves = (module.lower(x, y).forward, module.lower(x, y).backward)
+        found[cost] = {each for half in halves if half is not None for each in kinds(half)}
+    native, other = found.values()
+    if kind != "reduce_scatter":  # which gloo never runs natively, measured or not
+        assert kind in native
+    instead = {"reduce_scatter": "all_to_all", "all_gather": "all_to_all", "all_reduce": "all_gather"}[kind]
+    assert instead in other and (kind == "all_reduce" or kind not in other)

@@ -57,7 +57,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "gpt2_tp": lambda: decoder(gpt2, {"tp": 2}, gpt2.gpt2_tp("tp")),
 }
 SHOWN = {
-    "mlp_fsdp_tp": [*STAGES, "partition.backward", "bucket.backward", "schedule.backward"],
+    "mlp_fsdp_tp": [*STAGES, "partition.backward", "bucket.backward", "algorithms.backward", "schedule.backward"],
     "mlp_fsdp_kept": ["partition", "partition.backward"],
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
