@@ -306,7 +306,10 @@ def build_program(
     outputs = _output_specs(plan, captured)
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     stored = {name: p.dtype for name, p in model.named_parameters()}
-    seeded = {n: SeededParam(p.storage, p.compute, p.storage_cause, p.compute_cause) for n, p in params.items()}
+    split = {name: p.split for name, p in params.items() if p.split is not None}
+    seeded = {
+        n: SeededParam(p.storage, p.compute, p.storage_cause, p.compute_cause, p.split) for n, p in params.items()
+    }
     storages = {name: p.storage for name, p in params.items()}
 
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
@@ -346,10 +349,10 @@ def build_program(
         (
             passes.Canonicalize(),
             passes.Seed(mesh, seeded, [(found.layout, found.cause) for found in inputs], frozenset(by_tag)),
-            passes.Pad(mesh, uneven, grow, captured.fake_mode, device),
+            passes.Pad(mesh, uneven, split, grow, captured.fake_mode, device),
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
-                storages, {name: p.compute for name, p in params.items()}, tangents, options.strict, deferred,
+                storages, {name: p.split or p.compute for name, p in params.items()}, tangents, options.strict, deferred,
             ),
             passes.Objective(axes, scaling, grad_scale),
             passes.Precision(

@@ -159,21 +159,27 @@ def warned(act: Callable[[], Any]) -> tuple[Any, list[str]]:
     return made, [str(w.message) for w in caught if issubclass(w.category, ShardcWarning)]
 
 
-def test_a_parameter_dim_that_does_not_divide_stays_whole() -> None:
+def test_a_parameter_dim_that_does_not_divide_is_split_padded() -> None:
     model = Net(hidden=15)
     before = snapshot(model)
     module, said = warned(lambda: shardc.compile(model, MESH, tp("tp", colwise=["up"]), backend="eager"))
+    assert said == [] and snapshot(model) == before
+    program = module.lower(torch.empty(4, 8))
+    assert "param %up.weight: f32[16@tp,8]\n  param %up.bias: f32[16@tp]\n" in program.text("seed")
+    assert "%up.mm: f32[4,16@tp] = mm(%x, %up.t)" in program.text("collectives")
+
+
+def test_a_parameter_dim_of_one_element_stays_whole() -> None:
+    module, said = warned(lambda: shardc.compile(Net(hidden=1), MESH, tp("tp", colwise=["up"]), backend="eager"))
     assert said == [
         """\
-dim 0 of parameter 'up.weight' of shape (15, 8) does not divide over axis 'tp' of size 2; the parameter stays whole on tp
+dim 0 of parameter 'up.weight' of shape (1, 8) does not divide over axis 'tp' of size 2; the parameter stays whole on tp
   plan entry: tp("tp", colwise=["up"])""",
         """\
-dim 0 of parameter 'up.bias' of shape (15,) does not divide over axis 'tp' of size 2; the parameter stays whole on tp
+dim 0 of parameter 'up.bias' of shape (1,) does not divide over axis 'tp' of size 2; the parameter stays whole on tp
   plan entry: tp("tp", colwise=["up"])""",
     ]
-    assert snapshot(model) == before
-    text = module.lower(torch.empty(4, 8)).text("seed")
-    assert "param %up.weight: f32[15,8]\n  param %up.bias: f32[15]\n" in text
+    assert "param %up.weight: f32[1,8]\n  param %up.bias: f32[1]\n" in module.lower(torch.empty(4, 8)).text("seed")
 
 
 def test_a_storage_dim_that_does_not_divide_is_padded() -> None:

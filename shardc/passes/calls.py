@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.ir import graph as ir
@@ -11,6 +12,9 @@ from shardc.ir.graph import Value
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec
+
+aten = torch.ops.aten
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def call_of(node: fx.Node) -> Call:

@@ -37,7 +37,7 @@ from shardc.ir.padding import (
     share_out,
     unpadded,
 )
-from shardc.passes.calls import call_of, operands_of, with_operands
+from shardc.passes.calls import VIEWS, call_of, operands_of, with_operands
 from shardc.passes.forms import Forms, Padded, value_of
 from shardc.passes.neutral import neutral
 from shardc.rules import find_rule, pointwise, random, spec_of
@@ -45,7 +45,6 @@ from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 Grow = Callable[[str, Sequence[int], Sequence[int]], Layout | None]
 
@@ -59,6 +58,8 @@ class Pad:
 
     Args:
         inputs: by position, the layout at padded sizes of each tensor input that does not divide, and its cause.
+        params: by name, the layout at padded sizes of each parameter that the plan splits for compute and that does
+            not divide; a reshard of the parameter has it, or the parameter itself.
         grow: (tag name, its shape, the shape that it has been padded to) -> the layout of the padded value that
             the plan wants there, None where all divides.
         fake_mode: of the captured graph's fake values.
@@ -67,6 +68,7 @@ class Pad:
 
     mesh: Mesh
     inputs: Mapping[int, tuple[Layout, str]]
+    params: Mapping[str, Layout]
     grow: Grow
     fake_mode: Any
     device: torch.device
@@ -74,7 +76,8 @@ class Pad:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         tags = (node for node in gm.graph.nodes if node.target is ops.tag)
-        if not self.inputs and all(self.grow(t.kwargs["name"], *[ir.value(t).shape] * 2) is None for t in tags):
+        nothing = not self.inputs and not self.params
+        if nothing and all(self.grow(t.kwargs["name"], *[ir.value(t).shape] * 2) is None for t in tags):
             return gm
         return fx.GraphModule(gm, _Padder(self, gm.graph).run())
 
@@ -95,7 +98,7 @@ class _Padder(Forms):
                 self._inputs()
             self.record = ir.info(node) if node.op != "output" else Info("", None)
             if node.op == "output":
-                made = self.graph.output(tuple(x and self.without(x) for x in node.args[0]))
+                made = self.graph.output(tuple(x and self._output(role, x) for role, x in ir.outputs(self.old)))
                 made.meta[ir.ROLES] = node.meta[ir.ROLES]
             elif node.op != "call_function":
                 self.plain[node] = self._copy(node)
@@ -103,6 +106,8 @@ class _Padder(Forms):
                 self._getitem(node)
             elif node.target is ops.tag:
                 self._tag(node)
+            elif node.target is ops.unpad:
+                self._param(node)
             else:
                 self._op(node)
         self.graph.eliminate_dead_code()
@@ -118,10 +123,7 @@ class _Padder(Forms):
             node = tensors[at]
             self.record = replace(ir.info(node), role=None)
             shape = ir.value(node).shape
-            padding = tuple(
-                (Run(size, true, layout.dim_axes(dim) if size != true else ()),)
-                for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True))
-            )
+            padding = _padding_of(layout, shape)
             grown = self.grown(self.plain[node], padding)
             placed = self.graph.call_function(ops.reshard, (grown,))
             placed.meta["val"] = grown.meta["val"]
@@ -129,6 +131,32 @@ class _Padder(Forms):
             origin = replace(record.origin, cause=cause)
             ir.set_info(placed, replace(record.at(layout), origin=origin))
             self.padded[node] = Padded(placed, padding, 0)
+
+    def _param(self, node: fx.Node) -> None:
+        """The last ``unpad`` of a parameter that the plan splits: it has a padded form already."""
+        self.plain[node] = self._copy(node)
+        chain: list[Any] = [node]
+        while chain[-1].op == "call_function":
+            chain.append(chain[-1].args[0])
+        layout = self.options.params.get(ir.info(chain[-1]).name)
+        if layout is None or any(user.target is ops.unpad for user in node.users):
+            return
+        # A parameter that is cast before it is gathered is used as cast.
+        placed = next(x for x in chain if x.target is aten._to_copy.default or ir.value(x).layout == layout)
+        self.padded[node] = Padded(self.plain[placed], _padding_of(layout, ir.value(node).shape), 0)
+
+    def _output(self, role: ir.Role, x: fx.Node) -> fx.Node:
+        layout = self.options.params.get(role.name) if role.kind == "grad" else None
+        if layout is None:
+            return self.without(x)
+        cast = x if x.target is aten._to_copy.default and x.args[0].target is ops.pad else None
+        source = x if cast is None else cast.args[0]
+        while source.target is ops.pad:
+            (source,) = source.args
+        self.record = replace(ir.info(source), role=None)
+        # What fills storage stays zero whatever the optimizer does with this.
+        made = self.at(source, _padding_of(layout, ir.value(source).shape), 0)
+        return made if cast is None else self.call(cast.target, made, **cast.kwargs)
 
     # --- ops
 
@@ -264,6 +292,14 @@ class _Padder(Forms):
         if isinstance(made, fx.Node) and made.op == "call_function":
             ir.set_info(made, replace(ir.info(made), name=self.record.name))
         return made
+
+
+def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
+    """A value of ``shape`` at the padded sizes of ``layout``."""
+    return tuple(
+        (Run(size, true, layout.dim_axes(dim) if size != true else ()),)
+        for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True))
+    )
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], kept: Mapping[str, Runs]) -> Padding:

@@ -19,18 +19,18 @@ from torch import fx
 
 from shardc.analysis import redistribute
 from shardc.analysis.cost import CostModel
-from shardc.errors import RuleError, ShardcWarning
+from shardc.errors import LayoutError, RuleError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
-from shardc.passes.calls import call_of, move_of, operands_of
+from shardc.passes.calls import VIEWS, call_of, move_of, operands_of
 from shardc.passes.choose import Gradient, choose, compute_seconds
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
-from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, strategies
+from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies
 
 OutputLayout = Callable[[int, str, Layout], tuple[Layout, str]]
 PinLayout = Callable[[str, Layout], tuple[Layout, str]]
@@ -146,6 +146,8 @@ class _Sweep:
         grad = Gradient(self.grad_target[node], self.options.batch_axes) if node in self.grad_target else None
         chosen = choose(spec, layouts, have, pins, items, grad, self.cost)
         self._decide(node, chosen)
+        if node.target in VIEWS and ir.info(node).origin.phase == "forward":
+            self._warn_cut(node, layouts[0], chosen.operands[0], spec)
         if operands[0] in self.pinned and (spec.moves or _casts(node)):
             self.pinned.add(node)
 
@@ -174,6 +176,23 @@ class _Sweep:
             return known
         moved = (infer(spec, [layout]) for layout in self._known(node.args[0]))
         return known | {results[0] for results in moved if not isinstance(results, str)}
+
+    def _warn_cut(self, node: fx.Node, have: Layout, taken: Layout, spec: Spec) -> None:
+        """Warns where a view's sizes do not let an axis through, so that the value is gathered over it."""
+        kept = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
+        lost = [axis for axis in have.bound if axis not in kept and axis in self.mesh and axis not in taken.bound]
+        moved = redistribute.wire_bytes(have, taken, ir.value(node).itemsize, self.cost)
+        if not lost or not moved:
+            return
+        source, axes = node.args[0], ", ".join(lost)
+        shape = ",".join(map(str, ir.value(node).shape))
+        text = (
+            f"{ir.info(source).name} {have} is seen as [{shape}], whose sizes axis {axes} does not divide: it is "
+            f"gathered, {moved} bytes a rank"
+        )
+        fix = f"use sizes that {axes} divides, or leave {axes} off where they are split"
+        error = LayoutError(text, source=ir.info(node).origin.source or None, fix=fix)
+        warnings.warn(str(error), ShardcWarning, stacklevel=2)
 
     def _warn_whole(self, node: fx.Node) -> None:
         record = ir.info(node)

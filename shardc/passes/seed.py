@@ -24,12 +24,14 @@ class SeededParam:
         storage: layout between steps, at the padded shape.
         compute: layout at its uses, at the true shape.
         storage_cause, compute_cause: the plan entries.
+        split: where a dim that compute leaves whole could be split if it were padded, the layout at storage's shape.
     """
 
     storage: Layout
     compute: Layout
     storage_cause: str
     compute_cause: str
+    split: Layout | None = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,12 @@ class Seed:
             dtype, users = ir.value(last).dtype, list(last.users)
             ir.set_info(last, replace(ir.info(last), value=Value(dtype, seeded.storage.shape)))
             last.meta["val"] = last.meta["val"].new_empty(seeded.storage.shape)
-        source = last
+        source, held = last, seeded.storage
         at = before if source is node else source.next
-        if padded != seeded.storage:
-            full = Info(names.fresh(f"{record.name}.full"), Value(dtype, padded.shape, padded), origin)
-            last = _insert(graph, at, ops.reshard, source, {}, full)
+        for layout in (seeded.split, padded):
+            if layout is not None and layout != held:
+                full = Info(names.fresh(f"{record.name}.full"), Value(dtype, layout.shape, layout), origin)
+                last, held = _insert(graph, at, ops.reshard, last, {}, full), layout
         for dim, (have, want) in enumerate(zip(seeded.storage.shape, shape, strict=True)):
             if have != want:
                 padded = _resize(padded, dim, want)

@@ -18,6 +18,7 @@ from shardc.plan.entries import Data, Entry, Fsdp, Param, Tp
 from shardc.plan.forms import leaves_dims, spec_axes
 from shardc.plan.match import must_match
 from shardc.plan.spec import check_axis, to_layout
+from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
 Sizes = Mapping[str, tuple[Sequence[int], int]]
@@ -34,6 +35,8 @@ class ParamPlan:
         level: of the ``fsdp`` entry that stores it, 0 where none does.
         storage_cause: the entry that made storage what it is, and why where it kept it whole; "" if none did.
         compute_cause: the same for compute, several entries joined by " | ".
+        split: where the entries split a dim for compute that they do not divide, the compute layout at ``padded``
+            sizes; ``compute`` then leaves that dim whole.
     """
 
     storage: Layout
@@ -42,6 +45,7 @@ class ParamPlan:
     level: int
     storage_cause: str
     compute_cause: str
+    split: Layout | None = None
 
 
 def resolve_params(
@@ -62,7 +66,7 @@ def resolve_params(
     """
     check_axes(plan, mesh)
     names = {name: name for name in params} | dict(aliases or {})
-    said = {name: _Said(name, Layout.whole(mesh, shape)) for name, (shape, _) in params.items()}
+    said = {name: _Said(name, tuple(shape), Layout.whole(mesh, shape)) for name, (shape, _) in params.items()}
     for entry in plan.entries:
         if isinstance(entry, Param):
             for name in dict.fromkeys(names[found] for found in must_match(entry.glob, names, "parameter", str(entry))):
@@ -75,42 +79,47 @@ def resolve_params(
 
 @dataclass(frozen=True)
 class _Said:
-    """What raw and TP entries say of one parameter so far: its layout, and the entries that made it."""
+    """What raw and TP entries say of one parameter so far: its layout, and the entries that made it.
+
+    The layout's sizes are the parameter's, or grown to what its axes divide.
+    """
 
     name: str
+    shape: tuple[int, ...]
     layout: Layout
     causes: tuple[str, ...] = ()
 
     def by_spec(self, entry: Param) -> _Said:
-        layout = to_layout(
-            entry.spec,
-            self.layout.mesh,
-            self.layout.shape,
-            self.layout,
-            what=f"parameter {self.name!r}",
-            entry=str(entry),
-            uneven="drop",
-        )
+        what, base = f"parameter {self.name!r}", self.layout
+        mesh, held = base.mesh, base.shape
+        grown = grown_layout(entry.spec, mesh, self.shape, what=what, entry=str(entry), held=held)
+        if grown is not None:
+            kept = zip(base.dims, held, grown.shape, strict=True)
+            base = Layout(mesh, [dim if size == now else (Digit(now),) for dim, size, now in kept])
+        layout = to_layout(entry.spec, mesh, base.shape, base, what=what, entry=str(entry), uneven="drop")
         if layout.partial:
             raise PlanError(
                 f"parameter {self.name!r} cannot lie as a pending reduction {layout.partial_text()}",
                 plan_entry=str(entry),
                 fix="split it, or leave it whole",
             )
-        return replace(self, layout=layout, causes=(*(self.causes if leaves_dims(entry.spec) else ()), str(entry)))
+        causes = (*(self.causes if leaves_dims(entry.spec) else ()), str(entry))
+        return replace(self, layout=layout, causes=causes)
 
     def by_tp(self, entry: Tp, dim: int) -> _Said:
         if dim >= self.layout.ndim:
             raise PlanError(
-                f"parameter {self.name!r} of shape {self.layout.shape} has no dim {dim} for {entry.style} to split",
+                f"parameter {self.name!r} of shape {self.shape} has no dim {dim} for {entry.style} to split",
                 plan_entry=str(entry),
                 fix="match only modules whose weight is a matrix",
             )
         free = self.layout.unbind([entry.axis])
         split = free.split(dim, entry.axis)
+        if split is None and self.shape[dim] > 1:
+            split = _grown(free, dim, entry.axis, self.shape[dim])
         if split is None:
             _warn(
-                f"dim {dim} of parameter {self.name!r} of shape {free.shape} does not divide over axis {entry.axis!r} "
+                f"dim {dim} of parameter {self.name!r} of shape {self.shape} does not divide over axis {entry.axis!r} "
                 f"of size {free.mesh.size(entry.axis)}; the parameter stays whole on {entry.axis}",
                 str(entry),
             )
@@ -168,34 +177,41 @@ def _resolve_one(plan: Plan, said: _Said, itemsize: int) -> ParamPlan:
     shard = [axis for entry in entries for axis in entry.shard]
     level = max((entry.level for entry in entries), default=0)
     cause = " | ".join(said.causes)
-    out = ParamPlan(said.layout, said.layout.unbind(shard), said.layout.shape, level, cause, cause)
-    if set(said.layout.bound) & set(shard):
-        return out
-    size = said.layout.numel * itemsize
-    for entry in entries:
+    layout, free = said.layout, said.layout.unbind(shard)
+    odd = {dim for dim, size in enumerate(said.shape) if layout.shape[dim] != size}
+    dims = [(Digit(size),) if dim in odd else free.dims[dim] for dim, size in enumerate(said.shape)]
+    out = ParamPlan(layout, free.replace(dims=dims), layout.shape, level, cause, cause)
+    size = prod(said.shape) * itemsize
+    for entry in entries if not set(layout.bound) & set(shard) else ():
         if size < entry.threshold:
             out = replace(out, storage_cause=f"{entry}: {size} B stay whole")
             continue
         for axis in entry.shard:
-            out = _split_storage(out, entry, axis, said.name)
-    return out
+            out = _split_storage(out, entry, axis, said.name, odd)
+    split = out.storage.unbind(shard)
+    return replace(out, split=split) if any(split.dim_axes(dim) for dim in odd) else out
 
 
-def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, name: str) -> ParamPlan:
-    """``plan`` with ``axis`` bound in storage: at the first local digit that it divides, else by padding a dim."""
+def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, name: str, odd: set[int]) -> ParamPlan:
+    """``plan`` with ``axis`` bound in storage: at the first local digit that it divides, else by padding a dim.
+
+    Args:
+        odd: dims that are padded for compute already; DTensor cuts such over one axis only.
+    """
     size = plan.storage.mesh.size(axis)
     if not plan.storage.ndim or size == 1 or plan.storage.numel == 0:
         return plan
-    for dim in range(plan.storage.ndim):
+    free = [dim for dim in range(plan.storage.ndim) if dim not in odd]
+    for dim in free:
         split = plan.storage.split(dim, axis)
         if split is not None:
             return replace(plan, storage=split, storage_cause=str(entry))
-    for dim in range(plan.storage.ndim):
+    for dim in free:
         if not plan.compute.dim_axes(dim):
             return _pad_storage(plan, entry, axis, dim)
     _warn(
         f"no dim of parameter {name!r} of shape {plan.compute.shape} divides over axis {axis!r} of size {size}, and "
-        f"each is already split for compute as {plan.compute}; its storage stays whole on {axis}",
+        f"each is already split for compute as {plan.storage}; its storage stays whole on {axis}",
         str(entry),
     )
     return replace(plan, storage_cause=f"{entry}: no dim divides, stays whole")
@@ -203,13 +219,22 @@ def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, name: str) -> ParamP
 
 def _pad_storage(plan: ParamPlan, entry: Fsdp, axis: str, dim: int) -> ParamPlan:
     """Storage's ``dim`` grown to the next multiple of its axes and ``axis``, and split over them."""
-    mesh = plan.storage.mesh
-    axes = (*plan.storage.dim_axes(dim), axis)
-    count = prod(mesh.size(a) for a in axes)
-    rows = -(-plan.compute.shape[dim] // count)
-    digits = [*(Digit(mesh.size(a), a) for a in axes), Digit(rows)]
-    storage = plan.storage.replace(dims=[*plan.storage.dims[:dim], digits, *plan.storage.dims[dim + 1 :]])
+    storage = _grown(plan.storage, dim, axis, plan.compute.shape[dim])
+    assert storage is not None, f"dim {dim} of {plan.storage} is split inside of pieces, and not for compute"
     return replace(plan, storage=storage, padded=storage.shape, storage_cause=str(entry))
+
+
+def _grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
+    """``layout`` with ``dim``, of ``size`` elements, grown until its axes and ``axis`` divide it, and split over them.
+
+    None where an axis splits the dim inside of pieces: these would have to grow each.
+    """
+    mesh, axes = layout.mesh, (*layout.dim_axes(dim), axis)
+    if any(digit.axis is None for digit in layout.dims[dim][:-1]):
+        return None
+    count = prod(mesh.size(a) for a in axes)
+    digits = [*(Digit(mesh.size(a), a) for a in axes), Digit(-(-size // count))]
+    return layout.replace(dims=[*layout.dims[:dim], digits, *layout.dims[dim + 1 :]])
 
 
 def _warn(text: str, entry: str) -> None:

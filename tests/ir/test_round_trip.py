@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,7 +94,6 @@ def graphs(draw: st.DrawFn) -> fx.GraphModule:
 
 @settings(max_examples=150, deadline=None)
 @given(graphs())
-@pytest.mark.long
 def test_any_graph_round_trips(gm: fx.GraphModule) -> None:
     text = dump(gm, MESH)
     back = parse(text)

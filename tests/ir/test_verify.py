@@ -308,7 +308,6 @@ def test_a_decision_that_does_not_give_the_result_is_caught_after_propagate() ->
     assert caught(text, "propagate").what == "after propagate: %y: its operands at [6,8] give [6,8]"
 
 
-@pytest.mark.long
 def test_an_op_without_a_rule_must_be_whole() -> None:
     text = lines("mesh dp=2", "inputs:", "  input %x: f32[4@dp,4]", "forward:", "  %y: f32[6] = _pdist_forward(%x)")
     assert caught(text, "reshard").what == "after reshard: %y: the op has no rule and must be whole, not [4@dp,4]"

@@ -160,3 +160,62 @@ def test_where_no_filling_is_known_the_value_is_whole_with_a_warning() -> None:
     )
     assert source.startswith("  source: ") and "test_pad.py:" in source
     assert fix == "  fix: use sizes that dp divides"
+
+
+class Block(nn.Module):
+    """An embedding, attention of ``heads`` heads, a layer of ``width`` and a head over ``vocab`` words."""
+
+    def __init__(self, vocab: int = 16, heads: int = 2, width: int = 16) -> None:
+        super().__init__()
+        self.heads, dim = heads, 8 * heads
+        self.tok = nn.Embedding(vocab, dim)
+        self.qkv, self.back = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3)), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, width), nn.Linear(width, dim)
+        self.head = nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok(tokens)
+        q, k, v = (one(x).unflatten(-1, (self.heads, 8)).transpose(1, 2) for one in self.qkv)
+        x = x + self.back(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.head(x + self.down(F.silu(self.up(x))))
+
+
+TP = shardc.tp("tp", colwise=["qkv.*", "up", "head"], rowwise=["back", "down"])
+TP |= shardc.Plan(params={"tok.weight": "@tp, _"})
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [({"tp": 2}, {"vocab": 17, "width": 13}), ({"dp": 2, "tp": 4}, {"vocab": 13, "width": 5, "heads": 4})],
+    ids=["tp2", "dp2-tp4-with-empty-shards"],
+)
+def test_parameters_that_do_not_divide_are_split_padded(mesh: dict[str, int], sizes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = Block(**sizes).double()
+    batch = token_batch(4, 8, sizes["vocab"])
+    plan = TP | FSDP if "dp" in mesh else TP
+    program, _ = trains_as_one_device(model, mesh, plan, cross_entropy, *batch)
+    grown = {name: -(-size // mesh["tp"]) * mesh["tp"] for name, size in sizes.items()}
+    made = [line.split(" = ")[0] for line in program.text("collectives").splitlines()]
+    rows = "32@dp" if "dp" in mesh else "32"
+    assert f"  %up.mm: f64[{rows},{grown['width']}@tp]" in made
+    assert f"  %head.mm: f64[{rows},{grown['vocab']}@tp]" in made
+
+
+def test_heads_that_do_not_divide_are_whole_with_a_warning() -> None:
+    torch.manual_seed(0)
+    model = Block(heads=3).double()
+    _, said = trains_as_one_device(model, {"tp": 2}, TP, cross_entropy, *token_batch(2, 4, 16))
+    (query, *others) = [one for one in said if "qkv" in one]
+    assert len(others) == 2
+    what, source, fix = query.splitlines()
+    assert what == (
+        "qkv.0.add [8,24@tp] is seen as [2,4,3,8], whose sizes axis tp does not divide: it is gathered, "
+        "768 bytes a rank"
+    )
+    assert source.startswith("  source: ") and "test_pad.py:" in source
+    assert fix == "  fix: use sizes that tp divides, or leave tp off where they are split"

@@ -191,20 +191,20 @@ def test_axes_of_size_one() -> None:
 WARNINGS = {
     "tp": (
         tp("tp", colwise=["a"]),
-        {"a.weight": ((7, 8), 4)},
-        "dim 0 of parameter 'a.weight' of shape (7, 8) does not divide over axis 'tp' of size 2; the parameter stays "
+        {"a.weight": ((1, 8), 4)},
+        "dim 0 of parameter 'a.weight' of shape (1, 8) does not divide over axis 'tp' of size 2; the parameter stays "
         'whole on tp\n  plan entry: tp("tp", colwise=["a"])',
         """
-a.weight  [7,8]  [7,8]  0  tp("tp", colwise=["a"])  tp("tp", colwise=["a"])
+a.weight  [1,8]  [1,8]  0  tp("tp", colwise=["a"])  tp("tp", colwise=["a"])
 """,
     ),
     "raw": (
-        fsdp("dp") | Plan(params={"a": ("dp", None)}),
+        fsdp("dp") | Plan(params={"a": "(7@dp), 3"}),
         {"a": ((7, 3), 4)},
         "dim 0 of parameter 'a' of shape (7, 3): 7 elements do not divide over axis 'dp' of size 2; the dim stays whole "
-        'on dp\n  plan entry: params["a"] = ("dp", None)\n  fix: make the size a multiple of 2, or leave dp off',
+        'on dp\n  plan entry: params["a"] = "(7@dp), 3"\n  fix: make the size a multiple of 2, or leave dp off',
         """
-a  [8@dp,3]  [7,3]  3  fsdp("dp", level=3)  params["a"] = ("dp", None)
+a  [8@dp,3]  [7,3]  3  fsdp("dp", level=3)  params["a"] = "(7@dp), 3"
 """,
     ),
     "storage": (
@@ -226,6 +226,20 @@ def test_what_is_done_where_a_dim_does_not_divide(case: str) -> None:
         plans = resolve_params(plan, MESH, params)
     assert [str(warning.message) for warning in caught] == [text]
     assert table(plans) == layouts
+
+
+def test_dims_that_do_not_divide_are_stored_and_split_at_padded_sizes() -> None:
+    plan = fsdp("dp") | tp("tp", colwise=["up"], rowwise=["down"]) | Plan(params={"raw": "_, @tp", "late": ("dp",)})
+    shapes = {"up.weight": (13, 4), "up.bias": (13,), "down.weight": (4, 13), "raw": (3, 3), "late": (7,)}
+    with pytest.warns(ShardcWarning, match=r"no dim of parameter 'up.bias' of shape \(13,\) divides over axis 'dp'"):
+        plans = resolve_params(plan, MESH, {name: (shape, 4) for name, shape in shapes.items()})
+    assert {name: [str(p.storage), str(p.compute), str(p.split)] for name, p in plans.items()} == {
+        "up.weight": ["[14@tp,4@dp]", "[13,4]", "[14@tp,4]"],
+        "up.bias": ["[14@tp]", "[13]", "[14@tp]"],
+        "down.weight": ["[4@dp,14@tp]", "[4,13]", "[4,14@tp]"],
+        "raw": ["[4@dp,4@tp]", "[3,3]", "[4,4@tp]"],
+        "late": ["[8@dp]", "[7]", "None"],
+    }
 
 
 ERRORS = {
@@ -286,7 +300,8 @@ def test_storage_is_compute_split_further(
         out = resolve_params(plan, mesh, {"m.weight": (shape, 4)})["m.weight"]
     assert out.compute.shape == shape and out.storage.shape == out.padded
     assert not {"dp", "cp"} & set(out.compute.bound)
-    assert set(out.storage.bound) - {"dp", "cp"} == set(out.compute.bound)
+    assert set(out.storage.bound) - {"dp", "cp"} == set((out.split or out.compute).bound)
+    assert out.split is None or (out.split.shape == out.padded and "tp" not in out.compute.bound)
     grown = [dim for dim, (size, pad) in enumerate(zip(shape, out.padded, strict=True)) if size != pad]
     assert all(out.padded[dim] >= shape[dim] and not out.compute.dim_axes(dim) for dim in grown)
     whole = not shape or prod(shape) == 0 or prod(shape) * 4 < threshold

@@ -282,7 +282,6 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
-@pytest.mark.long
 def test_a_layout_read_from_its_text_is_itself(layout: Layout) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -290,7 +289,6 @@ def test_a_layout_read_from_its_text_is_itself(layout: Layout) -> None:
 
 
 @given(layouts())
-@pytest.mark.long
 def test_forms_print_as_source(layout: Layout) -> None:
     form = freeze(layout)
     assert eval(show(form)) == form
