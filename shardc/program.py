@@ -307,9 +307,8 @@ def build_program(
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     stored = {name: p.dtype for name, p in model.named_parameters()}
     split = {name: p.split for name, p in params.items() if p.split is not None}
-    seeded = {
-        n: SeededParam(p.storage, p.compute, p.storage_cause, p.compute_cause, p.split) for n, p in params.items()
-    }
+    seed = SeededParam
+    seeded = {n: seed(p.storage, p.compute, p.storage_cause, p.compute_cause, p.split) for n, p in params.items()}
     storages = {name: p.storage for name, p in params.items()}
 
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
@@ -352,7 +351,7 @@ def build_program(
             passes.Pad(mesh, uneven, split, grow, captured.fake_mode, device),
             passes.Propagate(
                 mesh, options.cost, axes, output_layout, pin_layout,
-                storages, {name: p.split or p.compute for name, p in params.items()}, tangents, options.strict, deferred,
+                storages, {n: p.split or p.compute for n, p in params.items()}, tangents, options.strict, deferred,
             ),
             passes.Objective(axes, scaling, grad_scale),
             passes.Precision(
