@@ -319,8 +319,7 @@ def build_program(
 
     def grow(tag: str, shape: Sequence[int], held: Sequence[int]) -> Layout | None:
         pin = by_tag[tag]
-        what = f"{pin.where} of module {pin.module!r}"
-        return grown_layout(pin.spec, mesh, shape, what=what, entry=pin.entry, held=held)
+        return grown_layout(pin.spec, mesh, shape, what=f"{pin.where} of {pin.module!r}", entry=pin.entry, held=held)
 
     def output_layout(index: int, name: str, natural: Layout) -> tuple[Layout, str]:
         said = outputs.get(index)
@@ -370,10 +369,12 @@ def build_program(
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
         (
-            passes.Bucket(options.bucket_bytes(), bool(options.exchange) and not options.cost.measured("reduce_scatter")),
+            passes.Bucket(
+                options.bucket_bytes(), bool(options.exchange and not options.cost.measured("reduce_scatter"))
+            ),
             passes.Algorithms(mesh, options.cost),
             passes.Schedule(options.in_flight_bytes()),
-        ),
+        ),  # fmt: skip
     )
     if options.dump:
         program.save(options.dump)
