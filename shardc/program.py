@@ -368,13 +368,7 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        (
-            passes.Bucket(
-                options.bucket_bytes(), bool(options.exchange and not options.cost.measured("reduce_scatter"))
-            ),
-            passes.Algorithms(mesh, options.cost),
-            passes.Schedule(options.in_flight_bytes()),
-        ),  # fmt: skip
+        passes.halves(mesh, options.cost, options.bucket_bytes(), options.in_flight_bytes(), bool(options.exchange)),
     )
     if options.dump:
         program.save(options.dump)

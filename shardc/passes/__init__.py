@@ -11,6 +11,8 @@ from typing import Protocol
 
 from torch import fx
 
+from shardc.analysis.cost import CostModel
+from shardc.ir.mesh import Mesh
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket
 from shardc.passes.canonicalize import Canonicalize
@@ -56,6 +58,13 @@ HALVES: tuple[type[Pass], ...] = (
     # the memory plan stands here: lifetimes depend on the schedule
 )
 
+
+def halves(mesh: Mesh, cost: CostModel, bucket: int, in_flight: int, exchange: bool) -> tuple[Pass, ...]:
+    """The passes of `HALVES`; a reduce-scatter is an ``exchange`` unless ``cost`` was measured and decides itself."""
+    exchange = exchange and not cost.measured("reduce_scatter")
+    return Bucket(bucket, exchange), Algorithms(mesh, cost), Schedule(in_flight)
+
+
 STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name, *(p.name for p in HALVES))
 
 Hook = Callable[[str, fx.GraphModule], None]
@@ -88,5 +97,6 @@ __all__ = [
     "Schedule",
     "Seed",
     "Simplify",
+    "halves",
     "run",
 ]
