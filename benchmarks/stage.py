@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -126,30 +125,29 @@ def perform(
     steps: int,
     warmup: int,
     trace: bool,
+    cache: str,
     progress: Callable[[str], object],
 ) -> list[Result]:
     """Trains every row for ``warmup + steps`` steps, in turn step by step, and reports the last ``steps``.
 
-    Every row compiles from an empty cache, so that its first step tells what compiling costs. ``progress`` is called
-    with the name of the row that is about to step.
+    ``cache`` is where all ranks and rows keep what they compile. ``progress`` is called with the name of the row that
+    is about to step.
     """
     actors: list[Actor] = []
-    with tempfile.TemporaryDirectory(prefix="ruler_") as folder:
-        try:
-            for at, row in enumerate(rows):
-                cache = os.path.join(folder, str(at))
-                with _environment(TORCHINDUCTOR_CACHE_DIR=cache, **WORKER_ENVIRONMENT):
-                    actors.append(Actor(row, work, f"{size}/{family}", trace))
-            for number in range(warmup + steps):
-                if number == warmup:
-                    for actor in actors:
-                        actor.restart_peak()
+    try:
+        for row in rows:
+            with _environment(TORCHINDUCTOR_CACHE_DIR=cache, **WORKER_ENVIRONMENT):
+                actors.append(Actor(row, work, f"{size}/{family}", trace))
+        for number in range(warmup + steps):
+            if number == warmup:
                 for actor in actors:
-                    progress(actor.row.name)
-                    actor.step(number)
+                    actor.restart_peak()
             for actor in actors:
-                actor.end()
-        finally:
-            for actor in actors:
-                actor.stop()
+                progress(actor.row.name)
+                actor.step(number)
+        for actor in actors:
+            actor.end()
+    finally:
+        for actor in actors:
+            actor.stop()
     return [actor.result(size, family, warmup) for actor in actors]

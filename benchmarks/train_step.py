@@ -23,6 +23,9 @@ import os
 import signal
 import socket
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -33,7 +36,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import chart, report  # noqa: E402
 from benchmarks.peers import groups  # noqa: E402
-from benchmarks.stage import perform  # noqa: E402
+from benchmarks.stage import perform, together  # noqa: E402
 from benchmarks.work import SIZES, single_device_loss  # noqa: E402
 
 RANKS = 2
@@ -52,7 +55,7 @@ def main() -> None:
     single, results = {}, []
     chosen = groups(options.rows, options.at_once)
     turns = (options.warmup + options.steps) * len(options.size) * sum(map(len, chosen.values()))
-    with tqdm(total=turns, disable=not leads) as bar:
+    with tqdm(total=turns, disable=not leads) as bar, _cache(options.cache) as cache:
 
         def progress(name: str) -> None:
             bar.set_description(name)
@@ -66,7 +69,8 @@ def main() -> None:
             for family, rows in chosen.items():
                 results += perform(
                     size, work, family, rows,
-                    steps=options.steps, warmup=options.warmup, trace=options.trace, progress=progress,
+                    steps=options.steps, warmup=options.warmup, trace=options.trace, cache=cache,
+                    progress=progress,
                 )  # fmt: skip
     if leads:
         print(report.markdown(results, single, conditions))
@@ -87,6 +91,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, help="rows in memory at once; larger families are cut (default: all)")
     parser.add_argument("--json", help="write all numbers to this file")
     parser.add_argument("--png", help="draw a bar chart to this file")
+    parser.add_argument("--cache", help="keep what is compiled here, for later runs (default: start from nothing)")
     parser.add_argument("--trace", action="store_true", help="print the traceback of a row that fails")
     options = parser.parse_args()
     options.size, options.rows = options.size.split(","), options.rows.split(",")
@@ -110,6 +115,18 @@ def _start_ranks() -> None:
     os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])
 
 
+@contextmanager
+def _cache(kept: str | None) -> Iterator[str]:
+    """The compilers' cache of the whole run: ``kept``, or a directory of rank 0's that goes when the run is over."""
+    if kept is not None:
+        yield kept
+        return
+    with tempfile.TemporaryDirectory(prefix="ruler_", ignore_cleanup_errors=True) as folder:
+        mine: list[str] = together(folder)
+        yield mine[0]
+        dist.barrier()
+
+
 def _conditions(options: argparse.Namespace) -> list[str]:
     """What was measured where, in lines."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
@@ -121,7 +138,9 @@ def _conditions(options: argparse.Namespace) -> list[str]:
         f"{now}; torch {torch.__version__}; {dist.get_world_size()} ranks on {os.cpu_count()} cores; gloo over {link}",
         f"load averages before: {load} (the run itself makes about {dist.get_world_size()})",
         f"AdamW, float32, one thread a rank; {options.steps} timed steps after {options.warmup}, "
-        "rows of a family in turn; every row compiles from an empty cache",
+        "rows of a family in turn",
+        f"first step: rows share the compilers' cache, {'kept from earlier runs' if options.cache else 'new'}; "
+        "what an earlier row compiled costs nothing",
     ]
 
 
