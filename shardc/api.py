@@ -66,8 +66,8 @@ def compile(
     """
     _check_kinds(model, plan, backend, options)
     options = options or Options()
-    if options.exchange is None:
-        options = replace(options, exchange=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
+    if options.direct is None:
+        options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     module = model if isinstance(model, nn.Module) else _as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)

@@ -9,11 +9,18 @@ import torch
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import config as inductor_config
+from torch._inductor import ir as inductor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import register_lowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
+
+import shardc.ir.comm  # noqa: F401  (defines the collectives that are lowered here)
+from shardc.ir.emitted import check_order
 
 Compiled = Callable[[list[Tensor]], Sequence[Any]]
 
@@ -32,7 +39,11 @@ def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference
     if backend == "eager":
         return _eager(gm)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
+    # Its own reorderings would take the schedule apart.
+    with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False):
+        compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
+    # A graph without ops is not compiled, and has no source.
+    check_order(gm.graph, getattr(compiled, "source_code", ""))
     return compiled
 
 
@@ -72,3 +83,20 @@ def must_save(node: fx.Node, region: int) -> None:
     """Marks ``node`` to be saved for backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     node.meta["ac_graph_id"] = region
+
+
+def _keep_inputs(op: Any) -> None:
+    """Makes Inductor lower ``op`` as a collective, whose inputs' memory is not used again before the wait."""
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lowered(*args: Any) -> Any:
+        return pytree.tree_map(inductor.TensorBox.create, inductor._CollectiveKernel.create_out_of_place(op, *args))
+
+
+for _op in (
+    torch.ops.shardc.permute_ranks.default,
+    torch.ops.shardc.all_gather_into_tensor_coalesced.default,
+    torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
+    torch.ops.shardc.all_reduce_coalesced.default,
+):
+    _keep_inputs(_op)

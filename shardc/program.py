@@ -57,8 +57,8 @@ class Options:
             model takes for large.
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets.
-        exchange: spell a reduce-scatter as an all-to-all and a local sum (gloo's own is a whole all-reduce); None for
-            real CPU ranks only.
+        direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
+            None for real CPU ranks only.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
     """
 
@@ -67,7 +67,7 @@ class Options:
     verify: bool = True
     bucket_size: int | None = None
     max_in_flight: int | None = None
-    exchange: bool | None = None
+    direct: bool | None = None
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def bucket_bytes(self) -> int:
@@ -368,7 +368,7 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        passes.halves(mesh, options.cost, options.bucket_bytes(), options.in_flight_bytes(), bool(options.exchange)),
+        passes.halves(mesh, options.cost, options.bucket_bytes(), options.in_flight_bytes(), bool(options.direct)),
     )
     if options.dump:
         program.save(options.dump)

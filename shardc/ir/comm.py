@@ -1,8 +1,14 @@
-"""What local graphs call process groups, and the one collective that torch has no functional op for.
+"""What local graphs call process groups, and the collectives that torch has no functional op for.
 
 A group's name says which axes its ranks differ along, so that one graph serves every rank: the runtime
-gives the name to this rank's group. ``torch.ops.shardc.permute_ranks`` is defined here and implemented
-in `shardc.runtime.permute`.
+gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined here:
+
+    permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.permute`
+    all_gather_into_tensor_coalesced,
+    reduce_scatter_tensor_coalesced,
+    all_reduce_coalesced               what `_c10d_functional`'s of these names do, in messages from each rank
+                                       straight to each other rank, without buffers in between; implemented in
+                                       `shardc.runtime.direct`
 """
 
 from __future__ import annotations
@@ -15,11 +21,33 @@ from shardc.ir.tally import GROUP_PREFIX
 
 _library = torch.library.Library("shardc", "DEF")
 _library.define("permute_ranks(Tensor x, int[] destinations, str group_name) -> Tensor")
+_library.define("all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]")
+_library.define(
+    "reduce_scatter_tensor_coalesced(Tensor[] inputs, str reduce_op, int group_size, str group_name) -> Tensor[]"
+)
+_library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name) -> Tensor[]")
 
 
 @torch.library.register_fake("shardc::permute_ranks")
 def _permute_ranks_fake(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
     return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("shardc::all_gather_into_tensor_coalesced")
+def _all_gather_fake(inputs: list[torch.Tensor], group_size: int, group_name: str) -> list[torch.Tensor]:
+    return [x.new_empty((group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for x in inputs]
+
+
+@torch.library.register_fake("shardc::reduce_scatter_tensor_coalesced")
+def _reduce_scatter_fake(
+    inputs: list[torch.Tensor], reduce_op: str, group_size: int, group_name: str
+) -> list[torch.Tensor]:
+    return [x.new_empty((x.shape[0] // group_size, *x.shape[1:])) for x in inputs]
+
+
+@torch.library.register_fake("shardc::all_reduce_coalesced")
+def _all_reduce_fake(inputs: list[torch.Tensor], reduce_op: str, group_name: str) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape) for x in inputs]
 
 
 def group_name(axes: Iterable[str]) -> str:

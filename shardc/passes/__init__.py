@@ -59,10 +59,9 @@ HALVES: tuple[type[Pass], ...] = (
 )
 
 
-def halves(mesh: Mesh, cost: CostModel, bucket: int, in_flight: int, exchange: bool) -> tuple[Pass, ...]:
-    """The passes of `HALVES`; a reduce-scatter is an ``exchange`` unless ``cost`` was measured and decides itself."""
-    exchange = exchange and not cost.measured("reduce_scatter")
-    return Bucket(bucket, exchange), Algorithms(mesh, cost), Schedule(in_flight)
+def halves(mesh: Mesh, cost: CostModel, bucket: int, in_flight: int, direct: bool) -> tuple[Pass, ...]:
+    """The passes of `HALVES`; where collectives go ``direct``, ``cost`` has no algorithm of theirs to choose."""
+    return Bucket(bucket, direct), Algorithms(mesh, cost), Schedule(in_flight)
 
 
 STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name, *(p.name for p in HALVES))

@@ -13,7 +13,7 @@ from shardc.ir.order import places, reorder
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
-# What stands between a wait and the output: `bucket` puts it there.
+# What may stand between a wait and the output.
 _FINISHING = (
     c10d.wait_tensor.default, aten.reshape.default, aten.sum.dim_IntList, aten.slice.Tensor, aten.div.Tensor,
 )  # fmt: skip

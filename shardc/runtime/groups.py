@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import shardc.runtime.permute  # noqa: F401  (a collective that graphs may call on these groups)
+import shardc.runtime.direct
+import shardc.runtime.permute  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh, split_part

@@ -15,7 +15,7 @@ from shardc.runtime.lockstep import Lockstep, PerRank
 from tests.ranks import run_ranks
 
 MESH = Mesh(a=2, b=2)
-c10d = torch.ops._c10d_functional
+c10d, direct = torch.ops._c10d_functional, torch.ops.shardc
 
 
 def inputs(seed: int, *shape: int) -> PerRank:
@@ -33,6 +33,7 @@ def calls(axes: tuple[str, ...], size: int) -> list[tuple[Any, list[Any], dict[s
         (c10d.all_gather_into_tensor_coalesced.default, [[x, y], size], {}),
         (c10d.reduce_scatter_tensor_coalesced.default, [[x, y], "sum", size], {}),
         (c10d.all_reduce_coalesced.default, [[x, y], "sum"], {}),
+        (direct.all_gather_into_tensor_coalesced.default, [[x, y, inputs(5), inputs(6, 0, 3)], size], {}),
         (c10d.all_reduce_.default, [inputs(4, 5), "sum"], {}),
         (c10d.broadcast.default, [x, 1], {}),
         (c10d.all_to_all_single.default, [x, [4 // size] * size, [4 // size] * size], {}),
@@ -41,6 +42,8 @@ def calls(axes: tuple[str, ...], size: int) -> list[tuple[Any, list[Any], dict[s
     for op in REDUCE_OPS:
         found.append((c10d.all_reduce.default, [x, op], {}))
         found.append((c10d.reduce_scatter_tensor.default, [x, op, size], {}))
+        found.append((direct.all_reduce_coalesced.default, [[x, y], op], {}))
+        found.append((direct.reduce_scatter_tensor_coalesced.default, [[x, y], op, size], {}))
     return found
 
 

@@ -117,7 +117,7 @@ def test_equals_one_device(case: Case) -> None:
     model, _ = source.tiny()
     model = model.double().train()
 
-    options = shardc.Options(exchange=case.model != "mlp")  # as on CPU ranks; the MLP as on others
+    options = shardc.Options(direct=case.model != "mlp")  # as on CPU ranks; the MLP as on others
     module = shardc.compile(
         model, shardc.Mesh(case.mesh), PLANS[case.plan](tp), loss=loss, backend="eager", options=options
     )

@@ -120,7 +120,7 @@ def check(seed: int) -> tuple[int, int]:
     before = ranks.run(draft.gm, feed)
     count = sum(is_start(n) for n in draft.graph.nodes)
     alone = in_flight(draft.graph)
-    bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), exchange=draft.draw.random() < 0.5)
+    bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), direct=draft.draw.random() < 0.5)
     schedule = Schedule(draft.draw.choice((0, 1000, 4000, -1)))
     gm = bucket(draft.gm)
     fused = in_flight(gm.graph)

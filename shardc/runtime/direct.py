@@ -1,0 +1,154 @@
+"""Collectives in messages from each rank straight to each other rank: ``shardc::*_coalesced`` (see `shardc.ir.comm`).
+
+A shard goes from where it lies to its place in the receiver's result. Gloo's own collectives copy a list of tensors
+into one buffer and out of it again, run a reduce-scatter as a whole all-reduce, and take several times as long for a
+gather (on one machine). A sum is taken when the result is waited for, in the ranks' order, so that replicas are equal
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+import shardc.ir.comm  # noqa: F401  (defines the ops)
+from shardc.runtime.exchange import COMBINE
+
+# Apart from the messages that a user may send on the same groups.
+_TAG = 0x5A
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}  # fmt: skip
+
+_library = torch.library.Library("shardc", "IMPL")
+
+
+class _Exchange(dist.Work):
+    """Messages on their way, and what is left to do once they are there."""
+
+    def __init__(self, messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._messages, self._keep, self._finish = messages, keep, finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        messages, self._messages = self._messages, ()
+        for message in messages:
+            message.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = ()
+        return True
+
+
+def _all_gather(inputs: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+    group, rank = _group(group_name)
+    inputs = [x.contiguous() for x in inputs]
+    made = [x.new_empty((group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for x in inputs]
+    parts = [full.view(group_size, -1) for full in made]
+    rows = [x.view(1, -1).expand(group_size, -1) for x in inputs]
+    messages = _exchange(
+        group, rank, [(row.__getitem__, part.__getitem__) for row, part in zip(rows, parts, strict=True)]
+    )
+    for x, part in zip(inputs, parts, strict=True):
+        part[rank].copy_(x.view(-1))
+    return _started(made, messages, inputs)
+
+
+def _reduce_scatter(inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str) -> list[Tensor]:
+    group, rank = _group(group_name)
+    terms = [x.contiguous().view(group_size, -1) for x in inputs]
+    shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
+    return _reduced(group, rank, terms, shapes, reduce_op)
+
+
+def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:
+    group, rank = _group(group_name)
+    if group.size() == 2:
+        terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
+        return _reduced(group, rank, terms, [tuple(x.shape) for x in inputs], reduce_op)
+    # Everything to everyone is 2(n-1)/n of the least that must be sent only where n is 2.
+    flat = torch.cat([x.reshape(-1) for x in inputs])
+    options = dist.AllreduceOptions()
+    options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
+    made = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
+
+    def finish() -> None:
+        if reduce_op == "avg":
+            flat.div_(group.size())
+
+    return _started(made, [group.allreduce([flat], options)], [flat], finish)
+
+
+def _reduced(
+    group: dist.ProcessGroup, rank: int, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str
+) -> list[Tensor]:
+    """This rank's row of ``terms``, each [ranks, elements] with a row for each rank, reduced over the ranks."""
+    ranks = group.size()
+    made = [term.new_empty(shape) for term, shape in zip(terms, shapes, strict=True)]
+    others = [peer for peer in range(ranks) if peer != rank]
+    # The first to come goes where the result will be.
+    came = [
+        {peer: flat.view(-1) if peer == others[0] else torch.empty_like(flat.view(-1)) for peer in others}
+        for flat in made
+    ]
+    messages = _exchange(
+        group, rank, [(term.__getitem__, into.__getitem__) for term, into in zip(terms, came, strict=True)]
+    )
+
+    def finish() -> None:
+        for result, term, into in zip(made, terms, came, strict=True):
+            rows = [term[peer] if peer == rank else into[peer] for peer in range(ranks)]
+            total = result.view(-1)
+            torch.add(rows[0], rows[1], out=total) if op in ("sum", "avg") else total.copy_(COMBINE[op](*rows[:2]))
+            for row in rows[2:]:
+                total.copy_(COMBINE[op](total, row))
+            if op == "avg":
+                total.div_(ranks)
+
+    return _started(made, messages, terms, finish)
+
+
+def _group(name: str) -> tuple[dist.ProcessGroup, int]:
+    group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str with a name of its own
+    return group, group.rank()
+
+
+Row = Callable[[int], Tensor]
+
+
+def _exchange(group: dist.ProcessGroup, rank: int, tensors: Sequence[tuple[Row, Row]]) -> list[Any]:
+    """Starts, for each (what goes to a peer, where what comes from it belongs), the messages to and from all peers."""
+    peers = [(rank + step) % group.size() for step in range(1, group.size())]
+    messages = []
+    for peer in peers:
+        for _, into in tensors:
+            if (row := into(peer)).numel():
+                messages.append(group.recv([row], peer, _TAG))
+    for peer in peers:
+        for out, _ in tensors:
+            if (row := out(peer)).numel():
+                messages.append(group.send([row], peer, _TAG))
+    return messages
+
+
+def _started(
+    made: list[Tensor], messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None] | None = None
+) -> list[Tensor]:
+    """``made``, each to be waited for; ``keep`` lives as long as the messages."""
+    work = _Exchange(messages, keep, finish)
+    for storage in {x.untyped_storage().data_ptr(): x for x in made}.values():
+        _register_work(storage, work)
+    return made
+
+
+_library.impl("all_gather_into_tensor_coalesced", _all_gather, "CPU")
+_library.impl("reduce_scatter_tensor_coalesced", _reduce_scatter, "CPU")
+_library.impl("all_reduce_coalesced", _all_reduce, "CPU")

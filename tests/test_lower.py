@@ -1,0 +1,92 @@
+"""What Inductor emits: collectives in the schedule's order, and nothing released that is on its way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardc.runtime.groups  # noqa: F401  (implements the collectives)
+from shardc.errors import VerifyError
+from shardc.ir.emitted import check_order, of_graph, of_source
+from shardc.lower import lower
+
+c10d, direct = torch.ops._c10d_functional, torch.ops.shardc
+GROUP = "shardc:dp"
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """Inductor asks for the group; nothing is sent."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    assert dist.group.WORLD is not None
+    _register_process_group(GROUP, dist.group.WORLD)  # type: ignore[arg-type]
+    yield
+    _unregister_process_group(GROUP)  # type: ignore[arg-type]
+    dist.destroy_process_group()
+
+
+def late_waits(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Three collectives of values that nothing else reads, waited for in another order behind two products."""
+    (summed,) = direct.all_reduce_coalesced([x + 1], "sum", GROUP)
+    moved = direct.permute_ranks(x + 2, [1, 0], GROUP)
+    native = c10d.all_gather_into_tensor(x + 3, 2, GROUP)
+    between = torch.mm(torch.mm(y, y), y)
+    return [c10d.wait_tensor(native), c10d.wait_tensor(moved), c10d.wait_tensor(summed), between]
+
+
+def emitted(inference: bool) -> tuple[fx.GraphModule, str]:
+    with FakeTensorMode():
+        x, y = torch.empty(64, 64), torch.empty(64, 64)
+    gm = make_fx(late_waits)(x, y)
+    # A cache could give the code of another version.
+    with inductor_config.patch(force_disable_caches=True):
+        return gm, lower(gm, "inductor", inference=inference).source_code  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_order_and_waits_are_kept(inference: bool) -> None:
+    gm, source = emitted(inference)
+    assert of_source(source) == of_graph(gm.graph)
+    assert of_source(source) == [
+        f"all_reduce_coalesced({GROUP})", f"permute_ranks({GROUP})", f"all_gather_into_tensor({GROUP})",
+    ]  # fmt: skip
+    lines = source.splitlines()
+    products = [at for at, line in enumerate(lines) if "extern_kernels.mm(" in line]
+    waits = [at for at, line in enumerate(lines) if "wait_tensor.default(" in line]
+    assert len(products) == 2 and len(waits) == 3
+    assert max(products) < min(waits), "a wait was moved in front of the compute that it should be hidden by"
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_is_on_its_way_is_not_released(inference: bool) -> None:
+    """Memory that Inductor takes for free is written over, perhaps before it was sent."""
+    lines = emitted(inference)[1].splitlines()
+    starts = [re.search(r"torch\.ops\.shardc\.\w+\.default\(\[?(buf\d+)", line) for line in lines]
+    sent = [found.group(1) for found in starts if found]
+    first_wait = next(at for at, line in enumerate(lines) if "wait_tensor.default(" in line)
+    assert len(sent) == 2
+    for name in sent:
+        released = [line for line in lines[:first_wait] if re.search(rf"\bdel {name}\b", line)]
+        assert not released, f"{name} is on its way: {released}"
+
+
+def test_another_order_is_an_error() -> None:
+    gm, source = emitted(inference=False)
+    for old, new, said in (
+        ("torch.ops.shardc.permute_ranks", "torch.ops.shardc.all_gather", r"starts all_gather\(.* as collective 1"),
+        (f"'{GROUP}'", "'shardc:tp'", r"starts all_reduce_coalesced\(shardc:tp\) as collective 0"),
+    ):
+        with pytest.raises(VerifyError, match=said):
+            check_order(gm.graph, source.replace(old, new))
+    with pytest.raises(VerifyError, match="nothing more as collective 0"):
+        check_order(gm.graph, "")
