@@ -35,20 +35,26 @@ def default_mesh(plan: str, ranks: int) -> str:
     return f"tp={ranks}" if plan.startswith("tp") else f"dp={ranks}"
 
 
-def under_torchrun(ranks: int) -> None:
-    """Return inside a torchrun worker; elsewhere replace this process by torchrun with ``ranks`` workers."""
+def under_torchrun(ranks: int, restarts: int = 0) -> None:
+    """Return inside a torchrun worker; elsewhere replace this process by torchrun with ``ranks`` workers.
+
+    Args:
+        restarts: how often torchrun starts all of them again when one dies.
+    """
     if "RANK" in os.environ:
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
+    # A store of its own for each start: torch 2.13 gives the ranks of a restart the addresses of dead ones.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *options, "--", *sys.argv])
 
 
-def join_mesh(plan: str, axes: str | None, ranks: int) -> DeviceMesh:
+def join_mesh(plan: str, axes: str | None, ranks: int, restarts: int = 0) -> DeviceMesh:
     """The mesh of ``axes``, such as ``"dp=2,tp=2"``, over torchrun's ranks, or ``ranks`` if none runs."""
-    under_torchrun(ranks)
+    under_torchrun(ranks, restarts)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     axes = axes or default_mesh(plan, dist.get_world_size())

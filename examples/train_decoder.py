@@ -11,20 +11,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from models.llama import Llama, LlamaConfig, loss
+from checkpoints import Checkpoints, steps
+from models.llama import Llama, loss
 from ranks import PLANS, join_mesh
 from sample import sample
 from single import compare
+from sizes import SIZES
 from text import batch, show, standard_library
 from tqdm import tqdm
 
 import shardc
-
-SIZES = {  # configuration, sequences per step, bytes per sequence, learning rate
-    "tiny": (LlamaConfig(256, 64, 2, heads=8, kv_heads=4, hidden=128), 8, 32, 3e-3),
-    "small": (LlamaConfig(256, 128, 2, heads=8, kv_heads=4, hidden=384), 16, 128, 3e-3),
-    "medium": (LlamaConfig(256, 384, 6, heads=8, kv_heads=4, hidden=1024), 16, 256, 1e-3),
-}
 
 
 def main() -> None:
@@ -37,9 +33,11 @@ def main() -> None:
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
     parser.add_argument("--check", action="store_true", help="train the same on one device and compare")
+    parser.add_argument("--checkpoint", help="a directory to save to every 10 steps, and to resume from")
+    parser.add_argument("--kill-at", type=steps, default=(), help="steps after which a rank dies, such as 20,40")
     args = parser.parse_args()
 
-    mesh = join_mesh(args.plan, args.mesh, args.nproc)
+    mesh = join_mesh(args.plan, args.mesh, args.nproc, restarts=len(args.kill_at))
     say = print if dist.get_rank() == 0 else (lambda *text: None)
     torch.set_default_dtype(getattr(torch, args.dtype))
     config, size, length, lr = SIZES[args.size]
@@ -54,8 +52,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
     say(f"plan {args.plan} on {mesh}: {sum(p.numel() for p in module.parameters()):,} parameters")
 
-    losses, times = [], [time.perf_counter()]
-    bar = tqdm(range(args.steps), desc="train", disable=dist.get_rank() != 0)
+    run = Checkpoints(args.checkpoint, module, optimizer, kill_at=args.kill_at)
+    losses, times = run.resume(), [time.perf_counter()]
+    bar = tqdm(range(len(losses), args.steps), desc="train", disable=dist.get_rank() != 0)
     for step in bar:
         value = module(*module.shard_inputs(*batches(step)))
         value.backward()
@@ -63,8 +62,9 @@ def main() -> None:
         optimizer.zero_grad()
         losses.append(value.item())
         times.append(time.perf_counter())
+        run.after(len(losses), losses)
         bar.set_postfix(loss=f"{losses[-1]:.3f}", tokens_per_s=f"{size * length / (times[-1] - times[-2]):,.0f}")
-    rate = size * length * (args.steps - 1) / (times[-1] - times[1] or 1.0)
+    rate = size * length * (len(times) - 2) / (times[-1] - times[1] or 1.0)
     say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps, {rate:,.0f} tokens/s after the first step")
 
     if args.check:

@@ -39,15 +39,22 @@ def test_plan_on_two_ranks_equals_one_device(plan: str) -> None:
     assert_equals_one_device(output, steps=5, tolerance=1e-9)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("plan", "mesh"), [("fsdp+tp", "dp=2,tp=2"), ("hsdp", "rep=2,dp=2")])
 def test_two_axes_on_four_ranks_equal_one_device(plan: str, mesh: str) -> None:
     output = train("--plan", plan, "--mesh", mesh, "--nproc", "4", *EXACT)
     assert_equals_one_device(output, steps=5, tolerance=1e-9)
 
 
-@pytest.mark.long
 def test_inductor_equals_one_device_and_samples() -> None:
     output = train("--plan", "fsdp", "--nproc", "2", "--steps", "5", "--check")
     assert_equals_one_device(output, steps=5, tolerance=1e-4)
     assert "sampled: def " in output
+
+
+def test_ranks_that_die_resume_with_the_same_losses(tmp_path: Path) -> None:
+    flags = ("--plan", "fsdp", "--backend", "eager", "--dtype", "float64", "--steps", "24")
+    killed = train(*flags, "--checkpoint", str(tmp_path), "--kill-at", "7,15")
+    assert {path.name for path in tmp_path.iterdir()} == {"step_10", "step_20", "killed_at_7", "killed_at_15"}
+    whole = train(*flags)
+    assert LOSSES.search(killed).groups()[:3] == LOSSES.search(whole).groups()[:3]
+    assert killed.split("sampled:")[1] == whole.split("sampled:")[1]
