@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.capture import input_names, loss_arity
-from shardc.errors import CaptureError, InputError
+from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
 from shardc.plan.ports import resolve_activations, resolve_inputs
@@ -68,6 +69,9 @@ def compile(
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
+    if options.comm == "none":
+        text = "comm='none': collectives are local copies, and what is computed is WRONG; for timing alone"
+        warnings.warn(ShardcWarning(text), stacklevel=2)
     module = model if isinstance(model, nn.Module) else _as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +14,6 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import pytree
 from shardc.analysis.certificate import Certificate, certify
-from shardc.analysis.cost import CostModel
 from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.lint import Finding, lint
 from shardc.analysis.schedule import Schedule, build, model_flops
@@ -31,6 +28,7 @@ from shardc.ir.text import dump
 from shardc.lower import min_cut, must_recompute, must_save
 from shardc.passes.check import check
 from shardc.passes.deferred import Sum, deferred_reduction
+from shardc.passes.options import Options
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
 from shardc.plan.entries import Precision
@@ -43,44 +41,6 @@ from shardc.plan.value import Plan
 # The stages behind the cut into forward and backward; they run when a half is first asked for.
 _BEHIND = ("partition", *(half.name for half in passes.HALVES))
 PARTITIONED = tuple(f"{name}{suffix}" for name in _BEHIND for suffix in ("", ".backward"))
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to compile.
-
-    Args:
-        strict: an op without a sharding rule is an error instead of a warning.
-        cost: the cost model that layouts and algorithms are chosen by.
-        verify: check the graph after every pass.
-        bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for what the cost
-            model takes for large.
-        max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
-            two buckets.
-        direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
-            None for real CPU ranks only.
-        dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
-    """
-
-    strict: bool = False
-    cost: CostModel = field(default_factory=CostModel)
-    verify: bool = True
-    bucket_size: int | None = None
-    max_in_flight: int | None = None
-    direct: bool | None = None
-    dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
-
-    def bucket_bytes(self) -> int:
-        """The size of a bucket: by default where latency is a tenth of a collective's time, 8 MiB at most."""
-        if self.bucket_size is not None:
-            return self.bucket_size
-        return min(int(10 * self.cost.latency * self.cost.bandwidth), 8 << 20)
-
-    def in_flight_bytes(self) -> int:
-        """How much may be started ahead."""
-        if self.max_in_flight is not None:
-            return self.max_in_flight
-        return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 1 << 20)
 
 
 class Program:
@@ -368,7 +328,7 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        passes.halves(mesh, options.cost, options.bucket_bytes(), options.in_flight_bytes(), bool(options.direct)),
+        passes.halves(mesh, options),
     )
     if options.dump:
         program.save(options.dump)

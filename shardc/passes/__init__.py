@@ -11,7 +11,6 @@ from typing import Protocol
 
 from torch import fx
 
-from shardc.analysis.cost import CostModel
 from shardc.ir.mesh import Mesh
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket
@@ -19,6 +18,7 @@ from shardc.passes.canonicalize import Canonicalize
 from shardc.passes.collectives import Collectives
 from shardc.passes.localize import Localize
 from shardc.passes.objective import Objective
+from shardc.passes.options import Options
 from shardc.passes.pad import Pad
 from shardc.passes.partition import Partition
 from shardc.passes.precision import Precision
@@ -26,6 +26,7 @@ from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
 from shardc.passes.schedule import Schedule
 from shardc.passes.seed import Seed
+from shardc.passes.silence import Silence
 from shardc.passes.simplify import Simplify
 
 
@@ -59,9 +60,17 @@ HALVES: tuple[type[Pass], ...] = (
 )
 
 
-def halves(mesh: Mesh, cost: CostModel, bucket: int, in_flight: int, direct: bool) -> tuple[Pass, ...]:
-    """The passes of `HALVES`; where collectives go ``direct``, ``cost`` has no algorithm of theirs to choose."""
-    return Bucket(bucket, direct), Algorithms(mesh, cost), Schedule(in_flight)
+def halves(mesh: Mesh, options: Options) -> tuple[Pass, ...]:
+    """The passes of `HALVES`, and `Silence` where it is asked for.
+
+    Where collectives go direct, the cost model has no algorithm of theirs to choose.
+    """
+    made = (
+        Bucket(options.bucket_bytes(), bool(options.direct)),
+        Algorithms(mesh, options.cost),
+        Schedule(options.in_flight_bytes()),
+    )
+    return made if options.comm == "real" else (*made, Silence())
 
 
 STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name, *(p.name for p in HALVES))
@@ -94,7 +103,9 @@ __all__ = [
     "Propagate",
     "Reshard",
     "Schedule",
+    "Options",
     "Seed",
+    "Silence",
     "Simplify",
     "halves",
     "run",

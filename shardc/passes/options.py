@@ -1,0 +1,53 @@
+"""How to compile: the options that passes are made with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from shardc.analysis.cost import CostModel
+from shardc.errors import InputError
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile.
+
+    Args:
+        strict: an op without a sharding rule is an error instead of a warning.
+        cost: the cost model that layouts and algorithms are chosen by.
+        verify: check the graph after every pass.
+        bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for what the cost
+            model takes for large.
+        max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
+            two buckets.
+        direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
+            None for real CPU ranks only.
+        comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
+        dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
+    """
+
+    strict: bool = False
+    cost: CostModel = field(default_factory=CostModel)
+    verify: bool = True
+    bucket_size: int | None = None
+    max_in_flight: int | None = None
+    direct: bool | None = None
+    comm: str = "real"
+    dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
+
+    def __post_init__(self) -> None:
+        if self.comm not in ("real", "none"):
+            raise InputError(f"unknown comm={self.comm!r}", fix='use "real" or "none"')
+
+    def bucket_bytes(self) -> int:
+        """The size of a bucket: by default where latency is a tenth of a collective's time, 8 MiB at most."""
+        if self.bucket_size is not None:
+            return self.bucket_size
+        return min(int(10 * self.cost.latency * self.cost.bandwidth), 8 << 20)
+
+    def in_flight_bytes(self) -> int:
+        """How much may be started ahead."""
+        if self.max_in_flight is not None:
+            return self.max_in_flight
+        return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 1 << 20)

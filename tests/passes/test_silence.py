@@ -1,0 +1,52 @@
+"""Programs without communication, for timing: the same shapes, no collective, and a warning that says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import shardc
+from shardc import Mesh, Options, fsdp, tp
+from shardc.errors import InputError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir.tally import collective_kind
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 5)).double()
+
+
+def program(comm: str, direct: bool, bucket: int) -> shardc.Program:
+    plan = fsdp("dp") | tp("tp", colwise=["0"], rowwise=["2"])
+    options = Options(comm=comm, direct=direct, bucket_size=bucket)
+    module = shardc.compile(model(), Mesh(dp=2, tp=2), plan, loss=F.cross_entropy, backend="eager", options=options)
+    return module.lower(torch.empty(8, 8).double(), torch.empty(8, dtype=torch.long))
+
+
+def shapes(half: fx.GraphModule) -> list[torch.Size]:
+    """The shapes of the graph's results."""
+    return [node.meta["val"].shape for node in ir.output_node(half.graph).args[0] if isinstance(node, fx.Node)]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("bucket", [0, -1])
+def test_the_same_shapes_and_no_collective(direct: bool, bucket: int) -> None:
+    real = program("real", direct, bucket)
+    with pytest.warns(ShardcWarning, match="WRONG"):
+        silent = program("none", direct, bucket)
+    for name in ("forward", "backward", "inference"):
+        one, other = getattr(real, name), getattr(silent, name)
+        assert any(collective_kind(node) for node in one.graph.nodes)
+        assert not any(collective_kind(node) for node in other.graph.nodes)
+        feed = [
+            torch.zeros(val.shape, dtype=val.dtype) for val in (n.meta["val"] for n in ir.placeholders(other.graph))
+        ]
+        ran = [x.shape for x in other(*feed) if x is not None]
+        assert shapes(one) == shapes(other) == ran
+
+
+def test_an_unknown_comm() -> None:
+    with pytest.raises(InputError, match="unknown comm='off'"):
+        Options(comm="off")
