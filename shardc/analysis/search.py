@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import combinations, product
 from math import prod
 
@@ -49,15 +49,28 @@ class Prices:
     least: Callable[[int], float]
 
 
-def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
-    """The cheapest moves from the source to the target of ``places``, each with the state after it."""
+# After so many moves the search goes the straight way from where it is best off: hundreds settle most pairs on two and
+# three small axes, but layouts of many parts on large axes would take a million.
+PATIENCE = 2000
+_FINISHED = 8  # states from which the straight way is then tried
+
+
+def cheapest(places: Places, prices: Prices, patience: int = PATIENCE) -> list[tuple[Move, State]]:
+    """The cheapest moves from the source to the target of ``places``, each with the state after it.
+
+    Args:
+        patience: how many moves to look at; with more, the moves are good ones, but others may be cheaper.
+    """
     start, goal = places.source, places.target
     known = _Known(places)
     best: dict[State, float] = {start: 0.0}
     came: dict[State, tuple[State, Move]] = {}
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
     done: set[State] = set()
+    looked = 0
     while queue:
+        if looked > patience:
+            return _straight(known, prices, best, came, [state for _, _, state in nsmallest(_FINISHED, queue)])
         _, _, state = heappop(queue)
         if state == goal:
             return _trace(came, goal)
@@ -66,15 +79,31 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
         done.add(state)
         held, spent = known.held(state), best[state]
         for move, after in _Moves(known, state).all():
+            looked += 1
             if after in done:
                 continue
-            ranks = prod(places.sizes[k] for k in move.parts)
-            total = spent + prices.seconds(move.kind, ranks, held, known.held(after))
+            total = spent + known.price(prices, move, held, after)
             if total < best.get(after, float("inf")):
                 best[after], came[after] = total, (state, move)
                 missing = known.missing(after)
                 heappush(queue, (total + (prices.least(missing) if missing else 0.0), len(came), after))
     raise AssertionError(f"no way from {places.layout(start)} to {places.layout(goal)}")
+
+
+def _straight(
+    known: _Known, prices: Prices, best: dict[State, float], came: dict[State, tuple[State, Move]], states: list[State]
+) -> list[tuple[Move, State]]:
+    """The moves to one of ``states`` and straight on from there, the cheapest of all."""
+    found = []
+    for at, state in enumerate(states):
+        ways, total, here = _trace(came, state), best[state], state
+        while here != known.places.target:
+            move, after = _Moves(known, here).straight()
+            total += known.price(prices, move, known.held(here), after)
+            ways.append((move, after))
+            here = after
+        found.append((total, at, ways))
+    return min(found)[2]
 
 
 def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Move, State]]:
@@ -98,6 +127,11 @@ class _Known:
     def held(self, state: State) -> int:
         """Elements that a rank holds."""
         return self.numel // prod(size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE)
+
+    def price(self, prices: Prices, move: Move, held: int, after: State) -> float:
+        """Seconds of ``move`` from a state of ``held`` elements."""
+        ranks = prod(self.places.sizes[k] for k in move.parts)
+        return prices.seconds(move.kind, ranks, held, self.held(after))
 
     def missing(self, state: State) -> int:
         """A lower bound of the elements that a rank must receive to get to the target, averaged over the ranks."""
@@ -184,6 +218,18 @@ class _Moves:
             yield from self._permutes()
             yield from self._reductions()
             yield from self._waiting_slices()
+
+    def straight(self) -> tuple[Move, State]:
+        """A move towards the target, without any regard to its price: of slices, reductions and gathers the first."""
+        binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
+        if binds:
+            return self._set("shard", binds)
+        if self.pending:
+            (op, members), *_ = self._by_op(self.state, self.pending).items()
+            return self._set("all_reduce", dict.fromkeys(members, WHOLE), op)
+        if self.bound:
+            return self._set("all_gather", dict.fromkeys(self.bound, WHOLE))
+        return next(self._to_partial())
 
     def _set(self, kind: str, changes: dict[int, int], op: str | None = None) -> tuple[Move, State]:
         return Move(kind, tuple(changes), op), tuple(changes.get(k, at) for k, at in enumerate(self.state))

@@ -105,6 +105,19 @@ def test_sampled_pairs_of_three_axes(
     pairs.report(capsys)
 
 
+def test_pairs_that_are_too_many_moves_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    """On larger axes the search gives up being the cheapest; it stays right, and short."""
+    mesh, shape = Mesh(dp=4, cp=2, tp=4), (32, 32)
+    draw = random.Random(1)
+    every = every_layout(mesh, shape, ())
+    drawn = [(draw.choice(every), draw.choice(every)) for _ in range(40)]
+    pairs = Pairs(mesh, shape, {layout for pair in drawn for layout in pair})
+    for src, dst in drawn:
+        pairs.run(src, dst, BYTES)
+        assert len(steps(src, dst, 8, BYTES)) <= 8
+    pairs.report(capsys)
+
+
 @pytest.mark.parametrize("op", [op for op in REDUCE_OPS if op != "sum"])
 def test_every_reduction(op: str, capsys: pytest.CaptureFixture[str]) -> None:
     mesh, shape = Mesh(a=2, b=3), (12, 6)
