@@ -121,17 +121,24 @@ class _Known:
     def __init__(self, places: Places) -> None:
         self.places = places
         self.numel = prod(places.shape)
-        self.wanted = self.held(places.target)
         self._tilings: dict[tuple[Region, State], list[State]] = {}
+        self._held: dict[State, int] = {}
+        self._prices: dict[tuple[str, int, int, int], float] = {}
+        self.wanted = self.held(places.target)
 
     def held(self, state: State) -> int:
         """Elements that a rank holds."""
-        return self.numel // prod(size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE)
+        if (known := self._held.get(state)) is None:
+            shards = prod([size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE])
+            known = self._held[state] = self.numel // shards
+        return known
 
     def price(self, prices: Prices, move: Move, held: int, after: State) -> float:
         """Seconds of ``move`` from a state of ``held`` elements."""
-        ranks = prod(self.places.sizes[k] for k in move.parts)
-        return prices.seconds(move.kind, ranks, held, self.held(after))
+        key = move.kind, prod([self.places.sizes[k] for k in move.parts]), held, self.held(after)
+        if (known := self._prices.get(key)) is None:
+            known = self._prices[key] = prices.seconds(*key)
+        return known
 
     def missing(self, state: State) -> int:
         """A lower bound of the elements that a rank must receive to get to the target, averaged over the ranks."""
