@@ -17,9 +17,11 @@ def initialise(model: nn.Module) -> None:
     model.apply(lambda module: module.reset_parameters() if hasattr(module, "reset_parameters") else None)
 
 
-def train(model: nn.Module, loss: Loss, batch: Batch, steps: int, lr: float) -> list[float]:
-    """Train ``model`` in place on one device; the loss of each step."""
+def train(model: nn.Module, loss: Loss, batch: Batch, steps: int, lr: float, backend: str) -> list[float]:
+    """Train ``model`` in place on one device, through torch.compile for "inductor"; the loss of each step."""
     initialise(model)
+    if backend == "inductor":  # whose kernels are a little less exact than eager ones, sharded or not
+        model.compile(dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses = []
     for step in range(steps):
@@ -32,9 +34,11 @@ def train(model: nn.Module, loss: Loss, batch: Batch, steps: int, lr: float) -> 
     return losses
 
 
-def compare(sharded: nn.Module, losses: Sequence[float], alone: nn.Module, loss: Loss, batch: Batch, lr: float) -> str:
+def compare(
+    sharded: nn.Module, losses: Sequence[float], alone: nn.Module, loss: Loss, batch: Batch, lr: float, backend: str
+) -> str:
     """Train ``alone`` as ``sharded`` was; the largest relative differences, of a parameter's values by their norm."""
-    expected = train(alone, loss, batch, len(losses), lr)
+    expected = train(alone, loss, batch, len(losses), lr, backend)
     in_loss = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(losses, expected, strict=True))
     whole = {name: p.full_tensor() for name, p in sharded.named_parameters()}
     in_parameters = max(((whole[name] - p).norm() / p.norm()).item() for name, p in alone.named_parameters())

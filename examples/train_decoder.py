@@ -29,13 +29,15 @@ def main() -> None:
     parser.add_argument("--mesh", help="axis sizes, such as dp=2,tp=2 (default: what suits the plan)")
     parser.add_argument("--nproc", type=int, default=2, help="ranks to start where torchrun has not started any")
     parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, help="300, or 60 with --check")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "float64"], help="float32; float64 with --check")
     parser.add_argument("--check", action="store_true", help="train the same on one device and compare")
     parser.add_argument("--checkpoint", help="a directory to save to every 10 steps, and to resume from")
     parser.add_argument("--kill-at", type=steps, default=(), help="steps after which a rank dies, such as 20,40")
     args = parser.parse_args()
+    args.steps = args.steps or (60 if args.check else 300)
+    args.dtype = args.dtype or ("float64" if args.check else "float32")
 
     mesh = join_mesh(args.plan, args.mesh, args.nproc, restarts=len(args.kill_at))
     say = print if dist.get_rank() == 0 else (lambda *text: None)
@@ -68,7 +70,7 @@ def main() -> None:
     say(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {args.steps} steps, {rate:,.0f} tokens/s after the first step")
 
     if args.check:
-        say(compare(module, losses, Llama(config), loss, batches, lr))
+        say(compare(module, losses, Llama(config), loss, batches, lr, args.backend))
     say("sampled:", show(sample(module, b"def ", count=2 * length, length=length, copies=dist.get_world_size())))
     dist.destroy_process_group()
 
