@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -62,7 +63,7 @@ def _copy(graph: fx.Graph, node: fx.Node, x: fx.Node, like: Tensor, names: NameS
     return _emit(graph, node, names, aten.clone.default, shaped)
 
 
-def _emit(graph: fx.Graph, node: fx.Node, names: NameScope, target, *args) -> fx.Node:  # type: ignore[no-untyped-def]
+def _emit(graph: fx.Graph, node: fx.Node, names: NameScope, target: Any, *args: Any) -> fx.Node:
     made = graph.call_function(target, args)
     values = [x.meta["val"] for x in (args[0] if isinstance(args[0], list) else [args[0]])]
     with values[0].fake_mode:

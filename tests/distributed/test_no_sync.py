@@ -37,6 +37,17 @@ def micro(module: Any, seed: int) -> None:
     (module(*module.shard_inputs(*batch(seed))) / MICRO).backward()
 
 
+def adds_up(module: Any, source: nn.Module) -> None:
+    """Micro-batches under no_sync and a last one without have the gradients of the big batch."""
+    x, y = big_batch()
+    with module.no_sync():
+        for seed in range(MICRO - 1):
+            micro(module, seed)
+    micro(module, MICRO - 1)
+    F.mse_loss(source(x), y).backward()
+    assert_same(module, source, grads=True)
+
+
 def reductions(module: Any) -> set[int]:
     """How many collectives the backward of each program has that end in a gradient."""
     programs = (*module.shardc.programs.values(), *module.shardc.deferring.values())
@@ -92,13 +103,7 @@ def sums_of_a_split_model() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = shardc.fsdp("dp") | shardc.tp("tp", colwise=["mid"], rowwise=["back"])
     module = shardc.compile(source, mesh, plan, loss=F.mse_loss, backend="eager")
-    x, y = big_batch()
-    with module.no_sync():
-        for seed in range(MICRO - 1):
-            micro(module, seed)
-    micro(module, MICRO - 1)
-    F.mse_loss(source(x), y).backward()
-    assert_same(module, source, grads=True)
+    adds_up(module, source)
 
 
 class Halves(nn.Module):
@@ -139,13 +144,7 @@ class Equal(nn.Module):
 def gradients_that_share_memory() -> None:
     source = Equal().double()
     module = compiled(source, LEVELS["ddp"])
-    x, y = big_batch()
-    with module.no_sync():
-        for seed in range(MICRO - 1):
-            micro(module, seed)
-    micro(module, MICRO - 1)
-    F.mse_loss(source(x), y).backward()
-    assert_same(module, source, grads=True)
+    adds_up(module, source)
 
 
 def the_sum_is_kept_in_reduce() -> None:
@@ -169,13 +168,7 @@ def the_sum_is_kept_in_reduce() -> None:
 def through_inductor() -> None:
     source = model()
     module = compiled(source, LEVELS["fsdp2"], backend="inductor")
-    x, y = big_batch()
-    with module.no_sync():
-        for seed in range(MICRO - 1):
-            micro(module, seed)
-    micro(module, MICRO - 1)
-    F.mse_loss(source(x), y).backward()
-    assert_same(module, source, grads=True)
+    adds_up(module, source)
 
 
 def test_two_ranks() -> None:
