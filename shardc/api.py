@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.capture import input_names, loss_arity
 from shardc.errors import CaptureError, InputError, ShardcWarning
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
 from shardc.plan.ports import resolve_activations, resolve_inputs
@@ -81,14 +82,17 @@ def compile(
     params = resolve_params(plan, abstract, shapes, names)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
+    storages = {name: p.storage for name, p in params.items()}
+    view = groups.view(storages.values()) if groups is not None else None
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
-    sharded = clone_tree(module, partial(_store, params, mesh, groups, device))
+    sharded = clone_tree(module, partial(_store, storages, view, groups, device))
     state = State(
         mesh=abstract,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
+        param_mesh=view,
         groups=groups,
         template=template,
-        storages={name: p.storage for name, p in params.items()},
+        storages=storages,
         build=_Build(plan, abstract, params, device, loss, options),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
@@ -209,19 +213,19 @@ def _like(x: Tensor, device: torch.device) -> Tensor:
 
 
 def _store(
-    params: dict[str, ParamPlan],
-    mesh: DeviceMesh | Mesh,
+    storages: dict[str, Layout],
+    mesh: DeviceMesh | None,
     groups: Groups | None,
     device: torch.device,
     name: str,
     x: Tensor,
 ) -> Tensor:
-    """A parameter or buffer as the sharded module holds it."""
-    if groups is None or isinstance(mesh, Mesh):
+    """A parameter or buffer as the sharded module holds it, on ``mesh`` if there is one."""
+    if groups is None or mesh is None:
         return x
     if not isinstance(x, nn.Parameter):
         return x.clone() if x.device.type == "meta" else x.detach().to(device, copy=True)
-    storage = params[name].storage
+    storage = storages[name]
     if x.device.type == "meta":
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:

@@ -125,10 +125,11 @@ class Mesh:
     def group(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along ``axes`` only, the first axis varying slowest."""
         axes = tuple(axes)
-        members = [r for r in range(self.ranks) if self._same_outside(axes, r, rank)]
+        members = [r for r in range(self.ranks) if self.same_outside(axes, r, rank)]
         return tuple(sorted(members, key=lambda r: tuple(self.index(a, r) for a in axes)))
 
-    def _same_outside(self, axes: tuple[str, ...], one: int, other: int) -> bool:
+    def same_outside(self, axes: Iterable[str], one: int, other: int) -> bool:
+        """Whether two ranks differ along ``axes`` only."""
         # Replace the coordinates along `axes` by those of `other`; what remains must be `other`.
         here, there = self.coordinate(one), self.coordinate(other)
         for axis in axes:

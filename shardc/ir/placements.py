@@ -18,14 +18,16 @@ from shardc._compat import StridedShard
 from shardc.errors import LayoutError
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.view import seen_on
 
 
-def to_placements(layout: Layout) -> tuple[Placement, ...]:
-    """One placement for each axis of the mesh.
+def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, ...]:
+    """One placement for each axis of the mesh, or of a view of it (`shardc.ir.view`).
 
     Raises:
-        LayoutError: a layout that uses a part of an axis; DTensor has no word for it.
+        LayoutError: a layout that uses a part of an axis that is no axis of the view; DTensor has no word for it.
     """
+    layout = layout if view is None else seen_on(layout, view)
     mesh = layout.mesh
     for axis in layout.axes:
         if ":" in axis:

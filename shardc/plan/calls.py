@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardc.plan.entries import STYLES, Activation, Ddp, Entry, Fsdp, Param, Port, Precision, Setting, Tp, show_axes
+from shardc.plan.entries import (
+    STYLES,
+    Activation,
+    Ddp,
+    Entry,
+    Fsdp,
+    Param,
+    Port,
+    Precision,
+    Setting,
+    Tp,
+    show_axes,
+    show_sizes,
+)
 from shardc.plan.forms import Form, quote, show
 
 Call = tuple[str, dict[str, Any]]
@@ -54,7 +67,7 @@ def to_call(run: list[Entry]) -> Call:
     if isinstance(first, Ddp):
         return "ddp", {"axis": first.axis}
     if isinstance(first, Fsdp):
-        options = {"level": first.level} | ({"threshold": first.threshold} if first.threshold else {})
+        options = {"level": first.level} | first.options
         if first.replicate:
             return "hsdp", {"shard": _one(first.shard), "replicate": _one(first.replicate), **options}
         return "fsdp", {"axis": _one(first.shard), **options}
@@ -87,6 +100,8 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
+    if key == "overrides":
+        return show_sizes(value)
     if isinstance(value, dict):
         return _specs_text(key, value)
     if isinstance(value, list):
@@ -112,7 +127,10 @@ def to_row(entry: Entry) -> tuple[str, str, str]:
     if isinstance(entry, Fsdp):
         kept = f", whole over {', '.join(entry.replicate)}" if entry.replicate else ""
         small = f", under {entry.threshold} B whole" if entry.threshold else ""
-        return f"fsdp level {entry.level}", "inputs, params", f"storage over {', '.join(entry.shard)}{kept}{small}"
+        over = f"{entry.shard_size} ranks of " if entry.shard_size != -1 else ""
+        other = f", {show_sizes(dict(entry.overrides))}" if entry.overrides else ""
+        where = f"storage over {over}{', '.join(entry.shard)}{kept}{small}{other}"
+        return f"fsdp level {entry.level}", "inputs, params", where
     if isinstance(entry, Tp):
         return f"tp {entry.style}", entry.glob, f"over {entry.axis}"
     if isinstance(entry, Param):

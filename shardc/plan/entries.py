@@ -46,12 +46,16 @@ class Fsdp:
         replicate: the axes over which storage is whole (HSDP), often none.
         level: 1, 2 or 3.
         threshold: parameters of fewer bytes stay whole.
+        shard_size: over how many ranks of the ``shard`` axes together storage is split, the minor ones; -1 for all.
+        overrides: (parameter glob, shard size) pairs, of which the last that matches holds, whatever the threshold.
     """
 
     shard: tuple[str, ...]
     replicate: tuple[str, ...] = ()
     level: int = 3
     threshold: int = 0
+    shard_size: int = -1
+    overrides: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.shard:
@@ -63,6 +67,20 @@ class Fsdp:
             raise PlanError(f"level {self.level!r} is not 1, 2 or 3", plan_entry=str(self), fix="use level=3")
         if not isinstance(self.threshold, int) or self.threshold < 0:
             raise PlanError(f"threshold {self.threshold!r} is not a number of bytes", plan_entry=str(self))
+        for size in (self.shard_size, *(size for _, size in self.overrides)):
+            if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+                fix = "give how many ranks a parameter is split over, or -1 for all"
+                raise PlanError(f"shard size {size!r} is not a number of ranks", plan_entry=str(self), fix=fix)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments beside the axes and the level that are not at their defaults."""
+        said: dict[str, tuple[Any, Any]] = {
+            "threshold": (self.threshold, 0),
+            "shard_size": (self.shard_size, -1),
+            "overrides": (dict(self.overrides), {}),
+        }
+        return {name: value for name, (value, default) in said.items() if value != default}
 
     @property
     def batch(self) -> tuple[str, ...]:
@@ -77,7 +95,10 @@ class Fsdp:
         return ("data", frozenset(self.axes))
 
     def __str__(self) -> str:
-        options = f"level={self.level}" + (f", threshold={self.threshold}" if self.threshold else "")
+        said = (f"{name}={getattr(self, name)}" for name in ("threshold", "shard_size") if name in self.options)
+        options = ", ".join((f"level={self.level}", *said))
+        if self.overrides:
+            options += f", overrides={show_sizes(dict(self.overrides))}"
         if not self.replicate:
             return f"fsdp({show_axes(self.shard)}, {options})"
         return f"hsdp(shard={show_axes(self.shard)}, replicate={show_axes(self.replicate)}, {options})"
@@ -231,6 +252,10 @@ Data = Ddp | Fsdp
 
 def show_axes(axes: tuple[str, ...]) -> str:
     return quote(axes[0]) if len(axes) == 1 else f"({', '.join(map(quote, axes))})"
+
+
+def show_sizes(overrides: dict[str, int]) -> str:
+    return "{" + ", ".join(f"{quote(glob)}: {size}" for glob, size in overrides.items()) + "}"
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ VERSION = 1
 SPEC_ARGUMENTS = ("params", "inputs", "outputs", "activations")
 ARGUMENTS: dict[str, tuple[str, ...]] = {
     "ddp": ("axis",),
-    "fsdp": ("axis", "level", "threshold"),
+    "fsdp": ("axis", "level", "threshold", "shard_size", "overrides"),
     "hsdp": ("shard", "replicate", "level", "threshold"),
     "tp": ("axis", "colwise", "rowwise", "vocab"),
     "precision": tuple(field.name for field in fields(Precision)),

@@ -13,10 +13,11 @@ from math import prod
 
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.plan.entries import Data, Entry, Fsdp, Param, Tp
 from shardc.plan.forms import leaves_dims, spec_axes
 from shardc.plan.match import must_match
+from shardc.plan.shard_size import Split, check_sizes, split_over
 from shardc.plan.spec import check_axis, to_layout
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
@@ -74,7 +75,8 @@ def resolve_params(
         elif isinstance(entry, Tp):
             for name, dim in _tp_targets(entry, names).items():
                 said[name] = said[name].by_tp(entry, dim)
-    return {name: _resolve_one(plan, said[name], itemsize) for name, (_, itemsize) in params.items()}
+    over = {name: split_over(plan, mesh, name, names) for name in params}
+    return {name: _resolve_one(plan, said[name], itemsize, over[name]) for name, (_, itemsize) in params.items()}
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
     """What can be checked of a plan with the mesh alone.
 
     Raises:
-        PlanError: an axis that is not on ``mesh``, one that is given to TP and to the batch, levels that differ.
+        PlanError: an axis that is not on ``mesh``, one that is given to TP and to the batch, levels that differ, shard
+            sizes that do not divide.
     """
     batch = {axis: entry for entry in plan.entries if isinstance(entry, Data) for axis in entry.axes}
     levels = {entry.level for entry in plan.entries if isinstance(entry, Fsdp)}
@@ -143,6 +146,8 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
     for entry in plan.entries:
         for axis in entry_axes(entry):
             check_axis(axis, mesh, str(entry))
+        if isinstance(entry, Fsdp):
+            check_sizes(entry, mesh)
         if isinstance(entry, Tp) and entry.axis in batch:
             raise PlanError(
                 f"axis {entry.axis!r} is given to TP and to {batch[entry.axis]}",
@@ -171,7 +176,7 @@ def _tp_targets(entry: Tp, names: Mapping[str, str]) -> dict[str, int]:
     return targets
 
 
-def _resolve_one(plan: Plan, said: _Said, itemsize: int) -> ParamPlan:
+def _resolve_one(plan: Plan, said: _Said, itemsize: int, over: Mapping[Fsdp, Split]) -> ParamPlan:
     """What is said is of storage; the axes of ``fsdp`` entries leave it for compute."""
     entries = [entry for entry in plan.entries if isinstance(entry, Fsdp)]
     shard = [axis for entry in entries for axis in entry.shard]
@@ -183,12 +188,15 @@ def _resolve_one(plan: Plan, said: _Said, itemsize: int) -> ParamPlan:
     out = ParamPlan(layout, free.replace(dims=dims), layout.shape, level, cause, cause)
     size = prod(said.shape) * itemsize
     for entry in entries if not set(layout.bound) & set(shard) else ():
-        if size < entry.threshold:
+        axes, chosen = over[entry]
+        if size < entry.threshold and not chosen:
             out = replace(out, storage_cause=f"{entry}: {size} B stay whole")
             continue
-        for axis in entry.shard:
+        if not axes:
+            out = replace(out, storage_cause=f"{entry}: split over 1 rank")
+        for axis in axes:
             out = _split_storage(out, entry, axis, said.name, odd)
-    split = out.storage.unbind(shard)
+    split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in shard)
     return replace(out, split=split) if any(split.dim_axes(dim) for dim in odd) else out
 
 

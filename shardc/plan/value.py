@@ -213,7 +213,13 @@ def ddp(axis: str) -> Plan:
     return Plan.of([Ddp(name)])
 
 
-def fsdp(axis: str | Sequence[str], level: int = 3, threshold: int = 0) -> Plan:
+def fsdp(
+    axis: str | Sequence[str],
+    level: int = 3,
+    threshold: int = 0,
+    shard_size: int = -1,
+    overrides: Mapping[str, int] | None = None,
+) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
     Args:
@@ -221,8 +227,17 @@ def fsdp(axis: str | Sequence[str], level: int = 3, threshold: int = 0) -> Plan:
         level: 1: parameters and optimizer state split, gradients accumulated whole; 2: gradients reduced every
             micro-batch, parameters kept whole from forward to backward; 3: gathered again in backward.
         threshold: parameters of fewer bytes (all of the parameter, not a shard) stay whole.
+        shard_size: ranks that a parameter is split over, neighbours along ``axis`` (the minor ones of several axes);
+            it is whole over the rest, over which gradients are reduced a second time. -1 for all.
+        overrides: parameter glob -> shard size of these, whatever the threshold; 1 keeps them whole. The last that
+            matches holds.
+
+    Raises:
+        PlanError: a shard size that is not one. When it is used, one that does not divide the ranks of ``axis``, two
+            neither of which divides the other, or a glob that matches no parameter.
     """
-    return Plan.of([Fsdp(axis_names(axis, f"fsdp({axis!r})"), (), level, threshold)])
+    pairs = tuple((overrides or {}).items())
+    return Plan.of([Fsdp(axis_names(axis, f"fsdp({axis!r})"), (), level, threshold, shard_size, pairs)])
 
 
 def hsdp(

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
 
@@ -45,13 +46,17 @@ class Kept:
     placements: tuple[Placement, ...]
 
 
-def kept(template: nn.Module, storages: Mapping[str, Layout]) -> dict[str, Kept]:
-    """What stays of each parameter, by each of its names; ``template`` has them at global shapes."""
+def kept(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, Kept]:
+    """What stays of each parameter, by each of its names; ``template`` has them at global shapes.
+
+    Args:
+        view: the mesh that the parameters are DTensors on.
+    """
     first: dict[int, str] = {}
     out = {}
     for name, param in template.named_parameters(remove_duplicate=False):
         owner = first.setdefault(id(param), name)
-        out[name] = Kept(owner, tuple(param.shape), to_placements(storages[owner]))
+        out[name] = Kept(owner, tuple(param.shape), to_placements(storages[owner], view))
     return out
 
 

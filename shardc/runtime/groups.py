@@ -21,8 +21,10 @@ import shardc.runtime.direct
 import shardc.runtime.permute  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import MeshError
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.tally import GROUP_PREFIX
+from shardc.ir.view import parts_of, view_of
 
 Axes = tuple[str, ...]
 
@@ -56,6 +58,7 @@ class Groups:
         self.rename: dict[str, str] = {}
         self.agreed = 0
         self._device_mesh = device_mesh
+        self._views: dict[Mesh, DeviceMesh] = {}
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
         self.prefix = GROUP_PREFIX if tag == 0 else f"{GROUP_PREFIX.removesuffix(':')}.{tag}:"
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
@@ -97,6 +100,23 @@ class Groups:
             c10d._register_process_group(self.prefix + name, self._make(axes))  # type: ignore[arg-type]
             self.rename[GROUP_PREFIX + name] = self.prefix + name
         return self.rename
+
+    def view(self, layouts: Iterable[Layout]) -> DeviceMesh:
+        """The mesh with every axis that ``layouts`` cut in parts replaced by them, so that placements can say these.
+
+        Every rank of the mesh must call this with the same layouts.
+        """
+        parts = parts_of(self.mesh, layouts)
+        view = view_of(self.mesh, parts)
+        if view == self.mesh:
+            return self._device_mesh
+        if view not in self._views:
+            rename = self.add((part,) for part in parts)
+            made = [c10d._resolve_process_group(rename[GROUP_PREFIX + part]) for part in parts]  # type: ignore[arg-type]
+            ranks = self._device_mesh.mesh.reshape([size for _, size in view.shape])
+            kind = self._device_mesh.device_type
+            self._views[view] = DeviceMesh.from_group(made, kind, mesh=ranks, mesh_dim_names=view.axes)
+        return self._views[view]
 
     def everyone(self) -> list[int]:
         """The global ranks of the mesh, in the mesh's order."""

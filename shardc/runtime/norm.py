@@ -47,8 +47,7 @@ def clip_grad_norm_(
         local = _local_grad(name, param)
         grads.append(local)
         dtype = torch.promote_types(dtype, local.dtype)
-        others = [axis for axis in mesh.axes if axis not in storages[name].bound]
-        if local.numel() and not any(mesh.index(axis, groups.rank) for axis in others):
+        if local.numel() and mesh.same_outside(storages[name].bound, groups.rank, 0):
             wide = torch.float32 if local.dtype in _SMALL else local.dtype
             norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double())
     largest = norm_type == float("inf")

@@ -31,6 +31,7 @@ class State:
     Args:
         mesh: the abstract mesh.
         device_mesh: None for a module that is only analysed or simulated.
+        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes cut in parts.
         groups: this rank's process groups; None without a device mesh.
         template: the user's module with ``meta`` parameters at global shapes, for capture.
         storages: storage layout of each parameter.
@@ -46,6 +47,7 @@ class State:
 
     mesh: Mesh
     device_mesh: DeviceMesh | None
+    param_mesh: DeviceMesh | None
     groups: Groups | None
     template: nn.Module
     storages: dict[str, Layout]
@@ -109,7 +111,8 @@ class State:
     @cached_property
     def kept(self) -> dict[str, changes.Kept]:
         """What stays of each parameter."""
-        return changes.kept(self.template, self.storages)
+        assert self.param_mesh is not None
+        return changes.kept(self.template, self.storages, Mesh.of(self.param_mesh))
 
     def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
@@ -120,8 +123,8 @@ class State:
 
     def check(self) -> None:
         """Checks that the parameters are still the ones that were compiled for."""
-        if self.device_mesh is not None:
-            changes.check(self.owner, self.kept, self.device_mesh)
+        if self.param_mesh is not None:
+            changes.check(self.owner, self.kept, self.param_mesh)
 
     def _sync_template(self) -> None:
         """Carries train and eval mode, ``requires_grad`` and dtypes over to the template."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shardc import _compat
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
 from shardc.runtime import strided_checkpoint
 
@@ -111,10 +112,13 @@ def to_parameter(
     expected, _ = compute_local_shape_and_global_offset(tuple(shape), device_mesh, spec.placements, skip_offset=True)
     if tuple(local.shape) != tuple(expected):
         axes = {axis for dim, size in enumerate(shape) if storage.shape[dim] != size for axis in storage.dim_axes(dim)}
+        fix = f"split the dim that does not divide over one axis only, not over {sorted(axes)}"
+        if Mesh.of(device_mesh) != storage.mesh:
+            fix = "in overrides, give it a shard size that divides it, or the one that other parameters have"
         raise LayoutError(
-            f"{list(shape)} stored as {storage} is {list(local.shape)} on rank {rank}, which DTensor would "
-            f"cut to {list(expected)}",
-            fix=f"split the dim that does not divide over one axis only, not over {sorted(axes)}",
+            f"{list(shape)} stored as {storage} is {list(local.shape)} on rank {rank} of {device_mesh}, where DTensor "
+            f"would cut to {list(expected)}",
+            fix=fix,
         )
     if not all(isinstance(held(storage, shape, dim, rank), range) for dim in range(len(shape))):
         strided_checkpoint.install()
@@ -133,7 +137,9 @@ def parameter_spec(storage: Layout, shape: Sequence[int], dtype: torch.dtype, de
     """
     _check_fits(storage, shape)
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return _compat.dtensor_spec(device_mesh, to_placements(storage), TensorMeta(torch.Size(shape), stride, dtype))
+    return _compat.dtensor_spec(
+        device_mesh, to_placements(storage, Mesh.of(device_mesh)), TensorMeta(torch.Size(shape), stride, dtype)
+    )
 
 
 def padded_local(param: torch.Tensor, storage: Layout) -> torch.Tensor:

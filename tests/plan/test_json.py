@@ -35,7 +35,7 @@ EVERYTHING = (
 )
 
 
-@pytest.mark.parametrize("plan", [Plan(), fsdp("dp"), EVERYTHING])
+@pytest.mark.parametrize("plan", [Plan(), fsdp("dp"), fsdp("dp", shard_size=2, overrides={"*.bias": 1}), EVERYTHING])
 def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")

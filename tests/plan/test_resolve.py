@@ -308,3 +308,45 @@ def test_storage_is_compute_split_further(
     split = [axis for axis in ("dp", "cp") if mesh.size(axis) > 1 and not whole]
     missing = set(split) - set(out.storage.bound)
     assert not missing or warned
+
+
+EIGHT = Mesh(a=2, b=4)
+
+
+def test_storage_is_split_over_the_minor_ranks() -> None:
+    params = {"up.weight": ((16, 4), 4), "up.bias": ((16,), 4), "head.weight": ((9, 4), 4), "tail.weight": ((8, 4), 4)}
+    plan = fsdp(("a", "b"), threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})
+    assert (
+        table(resolve_params(plan, EIGHT, params, {"tied.bias": "head.weight"}))
+        == """
+up.weight    [16@b:2x2,4]  [16,4]  3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                     -
+up.bias      [16@b]        [16]    3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                     -
+head.weight  [12@b,4@a]    [9,4]   3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                     -
+tail.weight  [8,4]         [8,4]   3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1}): split over 1 rank  -
+"""
+    )
+    assert fsdp("a", shard_size=2, overrides={"*.bias": 1}).describe() == (
+        'what          of              where\nfsdp level 3  inputs, params  storage over 2 ranks of a, {"*.bias": 1}'
+    )
+
+
+PART_ERRORS = {
+    'storage cannot be split over 3 of the 8 ranks of a=2 and b=4\n  plan entry: fsdp(("a", "b"), level=3, '
+    "shard_size=3)\n  fix: use one of [1, 2, 4, 8]": (fsdp(("a", "b"), shard_size=3), EIGHT),
+    "parameters cannot be split over 2 and over 3 ranks of one axis\n  plan entry: "
+    'fsdp("a", level=3, shard_size=2, overrides={"up.bias": 3})\n'
+    "  fix: use shard sizes one of which divides the other": (
+        fsdp("a", shard_size=2, overrides={"up.bias": 3}),
+        Mesh(a=6),
+    ),
+    '\'down.*\' matches no parameter\n  plan entry: fsdp("a", level=3, overrides={"down.*": 1})\n'
+    "  fix: there are 'up.bias'": (fsdp("a", overrides={"down.*": 1}), EIGHT),
+}
+
+
+@pytest.mark.parametrize("text", PART_ERRORS)
+def test_errors_of_shard_sizes(text: str) -> None:
+    plan, mesh = PART_ERRORS[text]
+    with pytest.raises(PlanError) as caught:
+        resolve_params(plan, mesh, {"up.bias": ((16,), 4)})
+    assert str(caught.value) == text

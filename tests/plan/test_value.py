@@ -31,6 +31,9 @@ PLANS = {
     'fsdp("dp", level=3)': fsdp("dp"),
     'fsdp(("dp", "cp"), level=2, threshold=1024)': fsdp(["dp", "cp"], level=2, threshold=1024),
     'hsdp(shard="dp", replicate="rep", level=1)': hsdp(level=1),
+    'fsdp("dp", level=3, threshold=64, shard_size=2, overrides={"*.bias": 1, "head.*": -1})': fsdp(
+        "dp", threshold=64, shard_size=2, overrides={"*.bias": 1, "head.*": -1}
+    ),
     'tp("tp", colwise=["*.up", "*.gate"], rowwise=["*.down"], vocab=["tok"])': tp(
         "tp", colwise=["*.up", "*.gate"], rowwise=["*.down"], vocab=["tok"]
     ),
@@ -114,6 +117,8 @@ ERRORS: dict[str, Callable[[], Plan]] = {
     'threshold -1 is not a number of bytes\n  plan entry: fsdp("dp", level=3, threshold=-1)': (
         lambda: fsdp("dp", threshold=-1)
     ),
+    'shard size 0 is not a number of ranks\n  plan entry: fsdp("dp", level=3, shard_size=0)\n'
+    "  fix: give how many ranks a parameter is split over, or -1 for all": lambda: fsdp("dp", shard_size=0),
     'axis \'dp\' is used twice\n  plan entry: hsdp(shard="dp", replicate="dp", level=3)\n  fix: name each axis once': (
         lambda: hsdp("dp", "dp")
     ),

@@ -1,0 +1,90 @@
+"""Views of a mesh in which parts of an axis are axes: what DTensor placements can say of layouts that use parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+from shardc.errors import LayoutError
+from shardc.ir.layout import Digit, Layout
+from shardc.ir.mesh import Mesh, split_part
+
+
+def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
+    """The axes of ``mesh`` in order, each that some layout uses a part of cut wherever one does.
+
+    Raises:
+        LayoutError: two layouts cut an axis where no common cut is, as 6 ranks by 2 and by 3.
+
+    >>> mesh = Mesh(dp=4, tp=2)
+    >>> parts_of(mesh, [Layout.parse("[8@dp:2x2]", mesh)])
+    ('dp:1x2', 'dp:2x2', 'tp')
+    """
+    edges: dict[str, set[int]] = {name: {1, size} for name, size in mesh.shape}
+    for axis in {axis for layout in layouts for axis in layout.axes}:
+        name, start, _ = split_part(axis)
+        edges[name].update((start, start * mesh.size(axis)))
+    for name, found in edges.items():
+        for low, high in pairwise(sorted(found)):
+            if high % low:
+                raise LayoutError(
+                    f"axis {name!r} of size {mesh.size(name)} is cut before {low} and before {high} of its ranks, "
+                    "which have no common view",
+                    fix="use sizes one of which divides the other",
+                )
+    return tuple(mesh.part(name, low, high // low) for name in mesh for low, high in _steps(edges[name]))
+
+
+def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
+    """The mesh whose axes are ``parts``, those that are not whole axes named like ``dp_2x2``."""
+    return Mesh((part.replace(":", "_"), mesh.size(part)) for part in parts)
+
+
+def seen_on(layout: Layout, view: Mesh) -> Layout:
+    """``layout`` on ``view``, a view of its mesh.
+
+    Raises:
+        LayoutError: it uses a part that the view does not cut off.
+    """
+    mesh = layout.mesh
+    if view == mesh:
+        return layout
+    places: dict[str, list[tuple[int, int, str]]] = {}
+    for seen in view:
+        name, start, size = _place(seen, mesh)
+        places.setdefault(name, []).append((start, start * size, seen))
+
+    def cut(axis: str) -> list[str]:
+        name, start, _ = split_part(axis)
+        end = start * mesh.size(axis)
+        found = [place for place in places.get(name, ()) if start <= place[0] and place[1] <= end and place[0] < end]
+        if not found or found[0][0] != start or found[-1][1] != end:
+            raise LayoutError(
+                f"layout {layout} uses {axis!r}, which the view {view} of the mesh {mesh} does not cut off"
+            )
+        return [seen for *_, seen in found]
+
+    dims = [
+        [
+            each
+            for digit in digits
+            for each in ([digit] if digit.axis is None else [Digit(view.size(seen), seen) for seen in cut(digit.axis)])
+        ]
+        for digits in layout.dims
+    ]
+    return Layout(view, dims, [(seen, op) for axis, op in layout.partial for seen in cut(axis)])
+
+
+def _steps(edges: set[int]) -> list[tuple[int, int]]:
+    """From each edge to the next; an axis of size 1 has one step."""
+    return list(pairwise(sorted(edges))) or [(1, 1)]
+
+
+def _place(seen: str, mesh: Mesh) -> tuple[str, int, int]:
+    """(axis, prefix, size) of an axis of a view."""
+    if seen in mesh.axes:
+        return seen, 1, mesh.size(seen)
+    name, _, part = seen.rpartition("_")
+    _, start, size = split_part(f"{name}:{part}")
+    assert size is not None
+    return name, start, size
