@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc.analysis import export
+from shardc.analysis import export, page
 from shardc.analysis.causes import Cause, Explainer
 from shardc.analysis.hardware import Hardware, Price, price, route
 from shardc.analysis.kernels import Kernel, buffers, flops_of, kernels
@@ -109,6 +109,7 @@ class Schedule:
         seconds: of the step.
         useful_flops: operations of the whole model's dense ops divided by the ranks, without replicated work.
         dtype: that most dense operations are in.
+        step: the ops that it is of.
     """
 
     mesh: Mesh
@@ -121,6 +122,7 @@ class Schedule:
     seconds: float
     useful_flops: float
     dtype: torch.dtype
+    step: Sequence = field(repr=False, compare=False)
 
     @property
     def wire(self) -> int:
@@ -177,6 +179,13 @@ class Schedule:
     def save_trace(self, path: str | Path) -> None:
         Path(path).write_text(self.to_trace())
 
+    def to_html(self) -> str:
+        """A page that needs nothing else: timeline, memory by owner, tables that sort, the graph with links."""
+        return page.page(self)
+
+    def save_html(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_html())
+
 
 def build(
     step: Sequence,
@@ -220,7 +229,7 @@ def build(
         mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
         memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
-        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32),
+        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step,
     )  # fmt: skip
 
 

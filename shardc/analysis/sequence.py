@@ -62,6 +62,11 @@ class Sequence:
     ops: tuple[Op, ...]
     outputs: tuple[tuple[Role, int], ...]
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Positions of the collectives."""
+        return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
+
 
 def of_joint(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
     """The step that a localized joint graph makes.

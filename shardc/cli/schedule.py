@@ -40,14 +40,20 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--rows", type=int, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table; with ``--trace`` and ``--json``, writes them too."""
+    """Prints the table; with ``--trace``, ``--json`` and ``--html``, writes them too."""
     _, predicted = predict(options)
     print(predicted.table(options.rows or None), end="")
-    for path, text in ((options.trace, predicted.to_trace), (options.json, predicted.to_json)):
+    files = (
+        (options.trace, predicted.to_trace),
+        (options.json, predicted.to_json),
+        (options.html, predicted.to_html),
+    )
+    for path, text in files:
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text())
