@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.analysis import export, page
+from shardc.analysis import export, page, picture
 from shardc.analysis.causes import Cause, Explainer
 from shardc.analysis.hardware import Hardware, Price, price, route
 from shardc.analysis.kernels import Kernel, buffers, flops_of, kernels
@@ -185,6 +185,14 @@ class Schedule:
 
     def save_html(self, path: str | Path) -> None:
         Path(path).write_text(self.to_html())
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a picture (png, svg or pdf, by the path's ending) of the timeline and of memory by owner.
+
+        Raises:
+            InputError: matplotlib is not installed, or knows no such ending.
+        """
+        picture.save(self, path)
 
 
 def build(

@@ -41,11 +41,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table; with ``--trace``, ``--json`` and ``--html``, writes them too."""
+    """Prints the table; with ``--trace``, ``--json``, ``--html`` and ``--plot``, writes them too."""
     _, predicted = predict(options)
     print(predicted.table(options.rows or None), end="")
     files = (
@@ -57,3 +58,6 @@ def run(options: argparse.Namespace) -> None:
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text())
+    if options.plot is not None:
+        Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
+        predicted.plot(options.plot)
