@@ -71,7 +71,7 @@ def record(schedule: Schedule) -> dict[str, Any]:
 
 
 def curve(schedule: Schedule) -> list[tuple[float, tuple[int, ...]]]:
-    """(seconds, bytes by owner) wherever the clock moves, and at the end: the most that is held then, then what stays."""
+    """(seconds, bytes by owner) wherever the clock moves, and at the end: the most that is held, then what stays."""
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0

@@ -55,19 +55,18 @@ def draw(schedule: Schedule) -> Any:
     time, memory = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(lanes) + 0.4, 2.4]})
     figure.suptitle(_title(schedule), fontsize=10)
 
-    def bars(
-        lane: int, kind: str, spans: Iterable[tuple[float, float]], low: float = -0.38, high: float = 0.76
-    ) -> None:
+    def bars(lane: int, kind: str, spans: Iterable[tuple[float, float]]) -> None:
+        low, high = (0.26, 0.12) if kind == "exposed" else (-0.38, 0.76)
         made = [(start * unit, (end - start) * unit) for start, end in spans]
         if made:
-            time.broken_barh(made, (lane + low, high), color=EXPOSED if low > 0 else KINDS[kind], linewidth=0)
+            time.broken_barh(made, (lane + low, high), color=KINDS.get(kind, EXPOSED), linewidth=0)
 
     bars(0, "compute", ((run.start, run.end) for run in schedule.runs))
     for lane, axis in enumerate(axes, 1):
         here = [c for c in schedule.collectives if c.axis == axis]
         for kind in dict.fromkeys(c.kind for c in here):
             bars(lane, kind, ((c.start, c.end) for c in here if c.kind == kind))
-        bars(lane, "exposed", ((c.end - c.exposed, c.end) for c in here if c.exposed), 0.26, 0.12)
+        bars(lane, "exposed", ((c.end - c.exposed, c.end) for c in here if c.exposed))
     time.set_yticks(range(len(lanes)), lanes)
     time.set_ylim(len(lanes) - 0.5, -0.5)
     shown = dict.fromkeys(c.kind for c in schedule.collectives)
