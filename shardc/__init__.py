@@ -6,7 +6,7 @@ from shardc.ir import local
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
-from shardc.plan import Plan, ddp, fsdp, hsdp, precision, tp
+from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, precision, tp
 from shardc.program import Options, Program
 from shardc.rules import register_rule
 from shardc.runtime.sim import Simulation
@@ -24,6 +24,7 @@ __all__ = [
     "ddp",
     "fsdp",
     "hsdp",
+    "hsdp_plan",
     "local",
     "local_map",
     "precision",

@@ -100,7 +100,7 @@ def compile(
         lower=partial(lower, backend=backend),
         device=device,
         dtensor_outputs=plan.setting("dtensor_outputs"),
-        sync=Sync({name: p.level for name, p in params.items()}),
+        sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
     )
     if plan.precision.grads is not None:
         for param in sharded.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -328,11 +329,17 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        passes.halves(mesh, options),
+        passes.halves(mesh, _with_plan(options, plan)),
     )
     if options.dump:
         program.save(options.dump)
     return program
+
+
+def _with_plan(options: Options, plan: Plan) -> Options:
+    """``options``, where they do not say it themselves, with what the plan says of collectives."""
+    size = plan.setting("bucket_size") if options.bucket_size is None else options.bucket_size
+    return replace(options, bucket_size=size, overlap=options.overlap and plan.setting("overlap"))
 
 
 def _check_pins(pins: Sequence[ActivationPin], tags: Sequence[Tag], graph: fx.Graph) -> None:

@@ -68,7 +68,7 @@ def halves(mesh: Mesh, options: Options) -> tuple[Pass, ...]:
     made = (
         Bucket(options.bucket_bytes(), bool(options.direct)),
         Algorithms(mesh, options.cost),
-        Schedule(options.in_flight_bytes()),
+        Schedule(options.in_flight_bytes(), blocking=not options.overlap),
     )
     return made if options.comm == "real" else (*made, Silence())
 

@@ -21,6 +21,7 @@ class Options:
             model takes for large.
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets.
+        overlap: collectives run beside compute; False waits for each where it starts.
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
         comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
@@ -32,6 +33,7 @@ class Options:
     verify: bool = True
     bucket_size: int | None = None
     max_in_flight: int | None = None
+    overlap: bool = True
     direct: bool | None = None
     comm: str = "real"
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))

@@ -31,14 +31,21 @@ class Schedule:
     Args:
         max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
             that are started ahead; -1 for no limit.
+        blocking: leave every collective where it is, and wait for it there.
     """
 
     max_in_flight: int
+    blocking: bool = False
     name = "schedule"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         wished = places(gm.graph)
         starts = [n for n in gm.graph.nodes if is_start(n)]
+        if self.blocking:
+            wished |= {wait: wished[node] + 0.1 for node in starts for wait in waits_of(node)}
+            reorder(gm.graph, wished)
+            gm.recompile()
+            return gm
         uses = {node: _first_use(node, wished) for node in starts}
         for node in starts:
             ready = max((wished[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)

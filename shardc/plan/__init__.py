@@ -1,6 +1,7 @@
 """Plans: frozen, composable values that say where a model's tensors lie on a mesh."""
 
 from shardc.plan.expression import parse_plan
+from shardc.plan.from_hsdp import hsdp_plan
 from shardc.plan.ports import (
     ActivationPin,
     batch_axes,
@@ -22,6 +23,7 @@ __all__ = [
     "fsdp",
     "grad_mode",
     "hsdp",
+    "hsdp_plan",
     "parse_plan",
     "precision",
     "resolve_activations",

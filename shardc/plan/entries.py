@@ -182,12 +182,15 @@ class Activation:
 
 @dataclass(frozen=True)
 class Setting:
-    """One of the plan's plain values: ``reduce``, ``grad_scale`` or ``dtensor_outputs``."""
+    """One of the plan's plain values: ``reduce``, ``grad_scale`` and so on."""
 
     name: str
     value: str | float | bool
 
-    DEFAULTS: ClassVar[dict[str, Any]] = {"reduce": "mean", "grad_scale": 1.0, "dtensor_outputs": False}
+    DEFAULTS: ClassVar[dict[str, Any]] = {
+        "reduce": "mean", "grad_scale": 1.0, "dtensor_outputs": False, "accumulate": False, "overlap": True,
+        "bucket_size": None,
+    }  # fmt: skip
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
-from shardc.plan.entries import DTYPE_FIELDS, Precision
+from shardc.plan.entries import DTYPE_FIELDS, Precision, Setting
 from shardc.plan.forms import Form, OnAxes, is_placements, show_placement
 
 VERSION = 1
@@ -35,7 +35,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "hsdp": ("shard", "replicate", "level", "threshold"),
     "tp": ("axis", "colwise", "rowwise", "vocab"),
     "precision": tuple(field.name for field in fields(Precision)),
-    "Plan": (*SPEC_ARGUMENTS, "reduce", "grad_scale", "dtensor_outputs"),
+    "Plan": (*SPEC_ARGUMENTS, *Setting.DEFAULTS),
 }
 
 

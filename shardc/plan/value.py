@@ -54,6 +54,9 @@ class Plan:
         grad_scale: a factor on every gradient, 1.0 if not given.
         dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed of them is the global
             one, of which there is no mean over ranks to take: ``reduce`` then has no say.
+        accumulate: the module starts as after ``set_requires_grad_sync(False)``.
+        overlap: False waits for every collective where it starts.
+        bucket_size: as that of `shardc.Options`, which wins.
 
     Raises:
         PlanError: a value that is not a spec, an axis used twice in one spec, an unknown reduction.
@@ -70,6 +73,9 @@ class Plan:
         reduce: str | None = None,
         grad_scale: float | None = None,
         dtensor_outputs: bool | None = None,
+        accumulate: bool | None = None,
+        overlap: bool | None = None,
+        bucket_size: int | None = None,
     ) -> None:
         entries: list[Entry] = []
         entries += [
@@ -82,7 +88,10 @@ class Plan:
             raise PlanError(
                 f"unknown reduction {reduce!r}", plan_entry=f"reduce={reduce!r}", fix=f"use one of {REDUCTIONS}"
             )
-        settings = {"reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs}
+        settings = {
+            "reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs, "accumulate": accumulate,
+            "overlap": overlap, "bucket_size": bucket_size,
+        }  # fmt: skip
         entries += [Setting(name, value) for name, value in settings.items() if value is not None]
         object.__setattr__(self, "entries", distinct(entries))
 

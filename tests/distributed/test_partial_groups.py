@@ -5,15 +5,18 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardc
+from shardc.runtime.whole import whole
 from tests.distributed.test_checkpoint import STEPS, adamw, resumes, state_of, train, trained
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model
@@ -103,5 +106,31 @@ def checkpoints() -> None:
     resumes(trained(7), folders["parts"], source, losses)
 
 
+def mean_is_divided_once() -> None:
+    """Each rank's own mean loss, reduced over both parts of the axis: as FSDP2 over two axes; and twice, summed."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))
+    peer = model()
+    ignored = {peer.scale, peer.empty}  # FSDP2 takes no 0-dim parameters
+    fully_shard(peer, mesh=mesh, ignored_params=ignored)
+    x, y = (tensor.chunk(4)[dist.get_rank()] for tensor in batch())
+    F.mse_loss(peer(x), y).backward()
+    for plan, factor in ((PLAN, 1), (shardc.hsdp_plan(2, threshold=0, enable_grad_accumulation=True), 2 * 4)):
+        module = compiled(model(), plan, loss=None)
+        if factor != 1:
+            F.mse_loss(module(x), y).backward()
+            assert all(param.grad is None for param in module.parameters())
+            module.set_requires_grad_sync(True)
+        F.mse_loss(module(x), y).backward()
+        for name, param in peer.named_parameters():
+            if param.grad is not None and param not in ignored:
+                mine = whole(module.get_parameter(name).grad, module.shardc.storages[name])
+                close(mine, param.grad.full_tensor() * factor, name)
+
+
 def test_four_ranks() -> None:
-    run_ranks(4, placements, trains_as_one_device, accumulates, checkpoints)
+    run_ranks(4, placements, trains_as_one_device, accumulates, mean_is_divided_once)
+
+
+@pytest.mark.long
+def test_four_ranks_checkpoints() -> None:
+    run_ranks(4, checkpoints)
