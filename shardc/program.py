@@ -48,16 +48,19 @@ class Program:
     """The annotated graphs of a model after every stage, and the local forward and backward at the end.
 
     Attributes:
-        mesh, plan: what it was compiled for.
+        mesh, plan, options: what it was compiled for.
         stages: names of the stages whose text there is.
         forward, backward, inference: localized graphs; the first two are None where nothing needs a gradient.
         inputs: (name, layout) of each tensor input.
         outputs: the role (with layout) of each forward output.
         deferred: the parameters whose gradients the backward leaves unreduced.
+        levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
     """
 
-    def __init__(self, mesh: Mesh, plan: Plan, captured: Captured, inputs: Sequence[tuple[str, Layout]]) -> None:
-        self.mesh, self.plan = mesh, plan
+    def __init__(
+        self, mesh: Mesh, plan: Plan, options: Options, captured: Captured, inputs: Sequence[tuple[str, Layout]]
+    ) -> None:
+        self.mesh, self.plan, self.options = mesh, plan, options
         self.inputs = tuple(inputs)
         self.input_spec, self.constants = captured.input_spec, captured.constants
         self.output_spec = captured.output_spec
@@ -65,8 +68,8 @@ class Program:
         self.output_values: tuple[Any, ...] = ()
         self._graphs: dict[str, fx.Graph] = {}
         self._root = captured.graph
-        self._levels: dict[str, int] = {}
-        self._causes: dict[str, str] = {}
+        self.levels: dict[str, int] = {}
+        self.causes: dict[str, str] = {}
         self._local: fx.GraphModule | None = None
         self._last: tuple[passes.Pass, ...] = ()
         self.deferred: frozenset[str] = frozenset()
@@ -106,7 +109,7 @@ class Program:
     def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """The forward and the backward, or two None where nothing needs a gradient."""
         assert self._local is not None
-        first, second = passes.Partition(self._levels, min_cut, must_recompute, must_save)(self._local)
+        first, second = passes.Partition(self.levels, min_cut, must_recompute, must_save)(self._local)
         self.keep("partition", first.graph)
         if second is None:
             self._scheduled(first, "")
@@ -136,7 +139,7 @@ class Program:
             levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
             last: the passes to run on each half.
         """
-        self._local, self._levels, self._causes, self._last = local, dict(levels), dict(causes), last
+        self._local, self.levels, self.causes, self._last = local, dict(levels), dict(causes), last
         forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
@@ -190,14 +193,14 @@ class Program:
         if stage not in ("schedule", "localize"):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
         if stage == "localize":
-            step = of_joint(self._local.graph, self._levels)
+            step = of_joint(self._local.graph, self.levels)
         else:
             first = self.forward or self.inference
-            step = of_halves(first.graph, self.backward and self.backward.graph, self._levels)
+            step = of_halves(first.graph, self.backward and self.backward.graph, self.levels)
         useful = model_flops(self.graph("collectives")) / self.mesh.ranks
         return build(
             step, self.mesh, find(hardware) if isinstance(hardware, str) else hardware,
-            order=order, causes=self._causes, useful_flops=useful, optimizer_copies=optimizer_copies,
+            order=order, causes=self.causes, useful_flops=useful, optimizer_copies=optimizer_copies,
         )  # fmt: skip
 
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
@@ -258,7 +261,8 @@ def build_program(
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     inputs = resolve_inputs(plan, mesh, shapes)
-    program = Program(mesh, plan, captured, [(n, found.layout) for (n, _), found in zip(shapes, inputs, strict=True)])
+    lies = [(name, found.layout) for (name, _), found in zip(shapes, inputs, strict=True)]
+    program = Program(mesh, plan, options, captured, lies)
     by_tag = {tag.name: pin for tag, pin in zip(tags, pins, strict=True)}
     axes = batch_axes(plan, mesh)
     reduce, grad_scale = grad_mode(plan)

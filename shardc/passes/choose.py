@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -44,7 +45,25 @@ def choose(
     grad: Gradient | None,
     cost: CostModel,
 ) -> Strategy:
-    """The cheapest strategy; memoised, so that a repeated layer is decided once.
+    """The cheapest strategy, the first of several; memoised, so that a repeated layer is decided once.
+
+    Args: as `priced` has them.
+    """
+    best = min(priced(spec, operands, known, pinned, itemsizes, grad, cost), key=lambda one: one[0], default=None)
+    assert best is not None, "an op always has the strategy that splits nothing"
+    return best[1]
+
+
+def priced(
+    spec: Spec,
+    operands: tuple[Layout, ...],
+    known: tuple[frozenset[Layout], ...],
+    pinned: tuple[bool, ...],
+    itemsizes: tuple[int, ...],
+    grad: Gradient | None,
+    cost: CostModel,
+) -> Iterator[tuple[float, Strategy]]:
+    """Each strategy that the operands' layouts suggest, with the seconds that decide between them.
 
     Args:
         known: for each operand, the layouts at which somebody before wanted it.
@@ -52,7 +71,6 @@ def choose(
         itemsizes: of the operands, then of the results.
         grad: where the result's one way leads to a gradient.
     """
-    best: tuple[float, Strategy] | None = None
     for strategy in strategies(spec, operands):
         price = sum(
             redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
@@ -67,10 +85,7 @@ def choose(
         else:
             price += _deferred(spec, operands, strategy, itemsize, cost)
         price += compute_seconds(spec, strategy, itemsize, cost)
-        if best is None or price < best[0]:
-            best = (price, strategy)
-    assert best is not None, "an op always has the strategy that splits nothing"
-    return best[1]
+        yield price, strategy
 
 
 def compute_seconds(spec: Spec, strategy: Strategy, itemsize: int, cost: CostModel) -> float:

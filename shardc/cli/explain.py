@@ -1,0 +1,27 @@
+"""``explain``: why one tensor lies as it does, who decided, and what each of its uses costs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import shardc
+from shardc.analysis import hardware
+from shardc.cli import target
+from shardc.debug.explain import explain
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("explain", help="why a tensor lies as it does, and its costs")
+    target.add_arguments(parser)
+    parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
+    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints layouts and who decided them, the strategies that there were, uses and collectives."""
+    described = hardware.find(options.hardware)
+    found, mesh, plan, loss = target.resolve(options)
+    program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
+    print(explain(program, options.tensor, described).text(), end="")

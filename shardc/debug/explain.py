@@ -1,0 +1,268 @@
+"""Explain: why a tensor lies as it does, who decided, and what each of its uses costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from tabulate import tabulate
+from torch import fx
+
+from shardc.analysis.export import milliseconds
+from shardc.analysis.hardware import Hardware
+from shardc.analysis.schedule import Collective
+from shardc.errors import InputError
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Value
+from shardc.ir.layout import Layout
+from shardc.passes.calls import call_of, operands_of
+from shardc.passes.choose import priced
+from shardc.program import Program
+from shardc.rules import find_rule, spec_of
+from shardc.rules.spec import Strategy
+
+_MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One layout and who decided it.
+
+    Args:
+        what: "storage", "compute", "gradient" for a parameter; "layout" for other values.
+        type: dtype and layout, as in a dump.
+        who: the plan entry, the rule, or what else decided.
+    """
+
+    what: str
+    type: str
+    who: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """One op that reads the tensor, or makes its gradient, and the collectives that stand between the two.
+
+    Args:
+        op, phase, module, source: of the op.
+        rule: its rule as a person reads it; "" where it has none.
+        takes: the layout at which it takes the tensor (at which it makes the gradient, for that).
+        moves: the collectives on the way; several uses may share one.
+    """
+
+    op: str
+    phase: str
+    module: str
+    source: str
+    rule: str
+    takes: str
+    moves: tuple[Collective, ...]
+
+    @property
+    def wire(self) -> int:
+        """Bytes that each rank sends on the way."""
+        return sum(row.wire for row in self.moves)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All there is to say of one tensor.
+
+    Args:
+        name, kind: "parameter", "input", "buffer", "tangent" or "value".
+        module, source: of the code that makes it; of a parameter's first use.
+        decisions: its layouts.
+        alternatives: for a value that an op makes, (seconds, layouts of operands, layout of the result) of the
+            strategies that the operands suggest, the one chosen first, then the cheapest first.
+        uses: in the order of the graph.
+    """
+
+    name: str
+    kind: str
+    module: str
+    source: str
+    decisions: tuple[Decision, ...]
+    alternatives: tuple[tuple[float, str, str], ...]
+    uses: tuple[Use, ...]
+
+    @property
+    def wire(self) -> int:
+        """Bytes that each rank sends for it in a step, each collective counted once."""
+        return sum(row.wire for row in self._moves())
+
+    def _moves(self) -> list[Collective]:
+        rows = [row for use in self.uses for row in use.moves]
+        return list({(row.name, row.phase, row.start): row for row in rows}.values())
+
+    def text(self) -> str:
+        """As text: layouts, strategies, uses, collectives, a line of totals."""
+        parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
+        parts.append(_table(("", "lies as", "because"), [(d.what, d.type, d.who) for d in self.decisions]))
+        if self.alternatives:
+            rows = [
+                (mark, f"{seconds * 1e6:.3f}", operands, result)
+                for mark, (seconds, operands, result) in zip(
+                    ["chosen", *[""] * len(self.alternatives)], self.alternatives, strict=False
+                )
+            ]
+            parts.append(_table(("strategy", "us", "operands", "result"), rows))
+        uses = [(u.phase, u.op, u.takes, u.rule or "-", _short(u.source), str(u.wire)) for u in self.uses]
+        parts.append(_table(("phase", "used by", "taken as", "rule", "source", "B/rank"), uses))
+        moves = [
+            (m.kind, m.axis, m.phase, str(m.wire), milliseconds(m.seconds), milliseconds(m.exposed),
+             m.cause.entry or m.cause.reason or "-", _short(m.cause.source))
+            for m in self._moves()
+        ]  # fmt: skip
+        if moves:
+            parts.append(_table(("kind", "axis", "phase", "B/rank", "ms", "exposed", "cause", "source"), moves))
+        seconds, exposed = (sum(getattr(m, of) for m in self._moves()) for of in ("seconds", "exposed"))
+        parts.append(
+            f"{len(moves)} collectives, {self.wire} B/rank, {milliseconds(seconds)} ms, {milliseconds(exposed)} exposed"
+        )
+        return "\n\n".join(parts) + "\n"
+
+    def _at(self) -> str:
+        return f" at {self.source}" if self.source else ""
+
+
+def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") -> Explanation:
+    """Why ``tensor`` lies as it does and what its uses cost.
+
+    Args:
+        tensor: a parameter's or buffer's qualified name, an input's, or a value's as dumps show it.
+        hardware: what times are predicted for; bytes do not depend on it.
+
+    Raises:
+        InputError: the program has no such tensor.
+    """
+    graph = program.graph("collectives")
+    by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
+    node = by_name.get(tensor.removeprefix("%"))
+    if node is None or not isinstance(ir.info(node).value, Value):
+        near = get_close_matches(tensor, by_name, n=3)
+        fix = f"did you mean {' or '.join(map(repr, near))}?" if near else "dump the stage collectives to see its names"
+        raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
+    rows: dict[str, list[Collective]] = {}
+    for row in program.schedule(hardware, stage="localize").collectives:
+        rows.setdefault(row.name.rpartition(".")[0], []).append(row)
+    record = ir.info(node)
+    param = record.role is not None and record.role.kind == "param"
+    uses = list(_uses(node, rows))
+    decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]
+    if param:
+        computed = dict.fromkeys(use.takes for use in uses)
+        said = program.causes.get(record.name) or "no entry splits it for compute: it is whole there"
+        decisions += [Decision("compute", takes, said) for takes in computed]
+        made = next((x for role, x in ir.outputs(graph) if role.kind == "grad" and role.name == record.name), None)
+        if isinstance(made, fx.Node):
+            decisions.append(
+                Decision("gradient", str(ir.info(made).value), "as storage, so that the optimizer is local")
+            )
+            uses.append(_gradient(made, rows))
+    source = record.origin.source or next((use.source for use in uses if use.source), "")
+    return Explanation(
+        record.name, _kind(record), record.origin.module, source, tuple(decisions),
+        tuple(_alternatives(program, node)), tuple(uses),
+    )  # fmt: skip
+
+
+def _kind(record: ir.Info) -> str:
+    if record.role is None:
+        return "value"
+    return {"param": "parameter"}.get(record.role.kind, record.role.kind)
+
+
+def _who(program: Program, node: fx.Node) -> str:
+    """Who decided the layout of ``node``."""
+    record = ir.info(node)
+    origin = record.origin
+    if record.role is not None:
+        level = program.levels.get(record.name, 0)
+        if record.role.kind == "param":
+            said = origin.cause or "no entry speaks of it: whole on every rank"
+            return f"{said}, level {level}" if level and "level" not in said else said
+        if record.role.kind == "tangent":
+            return "as the output whose gradient it is"
+        return origin.cause or ("whole on every rank" if not ir.layout(node).axes else "the plan's batch axes")
+    if node.target in _MOVES or node.target is ops.reshard:
+        return f"{origin.cause or 'its uses'}, by {node.target.__name__}"
+    if node.op == "get_attr":
+        return "a constant: whole on every rank"
+    text = _rule(node)
+    if not text:
+        return "its op has no rule: computed whole on every rank"
+    return f"rule {text}, from its operands at {', '.join(str(w) for w in ir.info(node).needs or ()) or 'no layout'}"
+
+
+def _rule(node: fx.Node) -> str:
+    found = find_rule(node.target) if hasattr(node.target, "_schema") else None
+    return "" if found is None else f"{found.op.removeprefix('aten.')}: {re.sub(r' {2,}', '; ', found.text)}"
+
+
+def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str, str]]:
+    """The priced strategies of the op that makes ``node``, read off the graph that `propagate` left."""
+    name = ir.info(node).name
+    twin = next((x for x in program.graph("propagate").nodes if x.op != "output" and ir.info(x).name == name), None)
+    needs = None if twin is None else ir.info(twin).needs
+    if twin is None or needs is None or not hasattr(twin.target, "_schema"):
+        return
+    spec = spec_of(call := call_of(twin))
+    operands = operands_of(twin)
+    if spec is None or not operands:
+        return
+    items = tuple(v.itemsize for v in (*call.operands, *call.results) if v is not None)
+    pinned = tuple(x.op == "placeholder" and ir.role(x).kind == "param" for x in operands)
+    known = tuple(frozenset(_wanted_by_others(x, twin)) for x in operands)
+    have = tuple(ir.layout(x) for x in operands)
+    chosen = Strategy(needs, (ir.layout(twin),))
+    found = list(priced(spec, have, known, pinned, items, None, program.options.cost))
+    for seconds, strategy in sorted(found, key=lambda one: (one[1] != chosen, one[0])):
+        yield seconds, ", ".join(map(str, strategy.operands)), str(strategy.results[0])
+
+
+def _wanted_by_others(operand: fx.Node, but: fx.Node) -> Iterator[Layout]:
+    for user in operand.users:
+        needs = ir.info(user).needs if user.op == "call_function" and user is not but else None
+        yield from (want for x, want in zip(operands_of(user), needs or (), strict=False) if x is operand)
+
+
+def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, ...] = ()) -> Iterator[Use]:
+    """The ops that read ``node``, through whatever moves it first."""
+    for user in node.users:
+        if user.op == "output":
+            continue
+        if user.target in _MOVES:
+            yield from _uses(user, rows, (*way, user))
+        else:
+            yield _use(user, str(ir.info(node).value), way, rows)
+
+
+def _gradient(made: fx.Node, rows: dict[str, list[Collective]]) -> Use:
+    """The op that makes a gradient, and what reduces it."""
+    way: tuple[fx.Node, ...] = ()
+    while made.target in _MOVES:
+        way, (made,) = (made, *way), made.all_input_nodes
+    return _use(made, str(ir.info(made).value), way, rows)
+
+
+def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list[Collective]]) -> Use:
+    record = ir.info(op)
+    origin = record.origin
+    moves: list[Collective] = []
+    for node in way:
+        each = rows.get(ir.info(node).name, [])
+        # A level-3 gather runs in both phases, each time for the uses of that phase.
+        moves += [row for row in each if row.phase == origin.phase] or each
+    return Use(record.name, origin.phase, origin.module, origin.source, _rule(op), takes, tuple(moves))
+
+
+def _short(source: str) -> str:
+    """``file:line`` without its folders."""
+    return source.rpartition("/")[2] or "-"
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
