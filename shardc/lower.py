@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +21,33 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 import shardc.ir.comm  # noqa: F401  (defines the collectives that are lowered here)
-from shardc.ir.emitted import check_order
-
-Compiled = Callable[[list[Tensor]], Sequence[Any]]
+from shardc.ir.arena import PLAN, MemoryPlan
+from shardc.ir.emitted import check_order, uses_of
+from shardc.ir.graph import output_node
 
 BACKENDS = ("inductor", "eager")
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A local graph that can be called, with a list of local tensors (emptied by the call); it gives a list of results.
+
+    Args:
+        run: what is called.
+        plan: where the results of its collectives lie, at the lines of the code where there is some.
+        source_code: that Inductor made; "" of no code.
+    """
+
+    run: Callable[[list[Tensor]], Sequence[Any]]
+    plan: MemoryPlan
+    source_code: str = ""
+
+    def __call__(self, inputs: list[Tensor]) -> Sequence[Any]:
+        return self.run(inputs)
+
+
 def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference: bool = False) -> Compiled:
-    """``gm`` as a callable from a list of local tensors (emptied by the call) to a list of results.
+    """``gm`` as something that runs.
 
     Args:
         gm: a localized graph; its placeholders' ``meta["val"]`` are fake tensors.
@@ -36,15 +55,18 @@ def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference
         backward: it is the backward half.
         inference: no backward will follow.
     """
+    plan = output_node(gm.graph).meta.get(PLAN, MemoryPlan())
     if backend == "eager":
-        return _eager(gm)
+        return Compiled(_eager(gm), plan)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     # Its own reorderings would take the schedule apart.
     with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False):
         compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
     # A graph without ops is not compiled, and has no source.
-    check_order(gm.graph, getattr(compiled, "source_code", ""))
-    return compiled
+    source = getattr(compiled, "source_code", "")
+    check_order(gm.graph, source)
+    uses = uses_of(source)
+    return Compiled(compiled, plan.moved(uses.spans, uses.leaving, uses.given) if source else plan, source)
 
 
 def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
@@ -54,12 +76,11 @@ def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         return make_fx(gm, decomposition_table=select_decomp_table())(*inputs)
 
 
-def _eager(gm: fx.GraphModule) -> Compiled:
+def _eager(gm: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Any]]:
     def run(inputs: list[Tensor]) -> Sequence[Any]:
-        given = list(inputs)
-        inputs.clear()
+        # Takes the inputs out of the list and lets go of each value after its last use.
         with torch.no_grad():
-            return gm(*given)
+            return fx.Interpreter(gm).boxed_run(inputs)
 
     return run
 

@@ -8,12 +8,13 @@ gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined
     reduce_scatter_tensor_coalesced,
     all_reduce_coalesced               what `_c10d_functional`'s of these names do, in messages from each rank
                                        straight to each other rank, without buffers in between; implemented in
-                                       `shardc.runtime.direct`
+                                       `shardc.runtime.direct`. ``slots`` are the numbers of the planned memory that
+                                       the results lie in (`shardc.passes.plan_memory`); none: memory of their own
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -21,11 +22,14 @@ from shardc.ir.tally import GROUP_PREFIX
 
 _library = torch.library.Library("shardc", "DEF")
 _library.define("permute_ranks(Tensor x, int[] destinations, str group_name) -> Tensor")
-_library.define("all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name) -> Tensor[]")
 _library.define(
-    "reduce_scatter_tensor_coalesced(Tensor[] inputs, str reduce_op, int group_size, str group_name) -> Tensor[]"
+    "all_gather_into_tensor_coalesced(Tensor[] inputs, int group_size, str group_name, int[] slots=[]) -> Tensor[]"
 )
-_library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name) -> Tensor[]")
+_library.define(
+    "reduce_scatter_tensor_coalesced(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[] slots=[])"
+    " -> Tensor[]"
+)
+_library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name, int[] slots=[]) -> Tensor[]")
 
 
 @torch.library.register_fake("shardc::permute_ranks")
@@ -34,19 +38,23 @@ def _permute_ranks_fake(x: torch.Tensor, destinations: list[int], group_name: st
 
 
 @torch.library.register_fake("shardc::all_gather_into_tensor_coalesced")
-def _all_gather_fake(inputs: list[torch.Tensor], group_size: int, group_name: str) -> list[torch.Tensor]:
+def _all_gather_fake(
+    inputs: list[torch.Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()
+) -> list[torch.Tensor]:
     return [x.new_empty((group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for x in inputs]
 
 
 @torch.library.register_fake("shardc::reduce_scatter_tensor_coalesced")
 def _reduce_scatter_fake(
-    inputs: list[torch.Tensor], reduce_op: str, group_size: int, group_name: str
+    inputs: list[torch.Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     return [x.new_empty((x.shape[0] // group_size, *x.shape[1:])) for x in inputs]
 
 
 @torch.library.register_fake("shardc::all_reduce_coalesced")
-def _all_reduce_fake(inputs: list[torch.Tensor], reduce_op: str, group_name: str) -> list[torch.Tensor]:
+def _all_reduce_fake(
+    inputs: list[torch.Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()
+) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
 
 

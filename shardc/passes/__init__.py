@@ -21,6 +21,7 @@ from shardc.passes.objective import Objective
 from shardc.passes.options import Options
 from shardc.passes.pad import Pad
 from shardc.passes.partition import Partition
+from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.precision import Precision
 from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
@@ -56,7 +57,7 @@ HALVES: tuple[type[Pass], ...] = (
     Bucket,  # while each collective still stands where its inputs and uses put it
     Algorithms,  # by the sizes that bucketing leaves; each is then scheduled as what it is
     Schedule,  # starts and waits, of what is left after bucketing
-    # the memory plan stands here: lifetimes depend on the schedule
+    PlanMemory,  # lifetimes depend on the order
 )
 
 
@@ -69,6 +70,7 @@ def halves(mesh: Mesh, options: Options) -> tuple[Pass, ...]:
         Bucket(options.bucket_bytes(), bool(options.direct)),
         Algorithms(mesh, options.cost),
         Schedule(options.in_flight_bytes(), blocking=not options.overlap),
+        PlanMemory(mesh),
     )
     return made if options.comm == "real" else (*made, Silence())
 
@@ -99,6 +101,7 @@ __all__ = [
     "Pad",
     "Partition",
     "Pass",
+    "PlanMemory",
     "Precision",
     "Propagate",
     "Reshard",

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import shardc.ir.comm  # noqa: F401  (defines the ops)
+from shardc.runtime.buffers import empty
 from shardc.runtime.exchange import COMBINE
 
 # Apart from the messages that a user may send on the same groups.
@@ -48,10 +49,12 @@ class _Exchange(dist.Work):
         return True
 
 
-def _all_gather(inputs: list[Tensor], group_size: int, group_name: str) -> list[Tensor]:
+def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
     group, rank = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
-    made = [x.new_empty((group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for x in inputs]
+    made = [
+        empty(slots, at, x, (group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for at, x in enumerate(inputs)
+    ]
     parts = [full.view(group_size, -1) for full in made]
     rows = [x.view(1, -1).expand(group_size, -1) for x in inputs]
     messages = _exchange(
@@ -62,20 +65,23 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str) -> list[
     return _started(made, messages, inputs)
 
 
-def _reduce_scatter(inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str) -> list[Tensor]:
+def _reduce_scatter(
+    inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
+) -> list[Tensor]:
     group, rank = _group(group_name)
     terms = [x.contiguous().view(group_size, -1) for x in inputs]
     shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
-    return _reduced(group, rank, terms, shapes, reduce_op)
+    return _reduced(group, rank, terms, shapes, reduce_op, slots)
 
 
-def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str) -> list[Tensor]:
+def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
     group, rank = _group(group_name)
     if group.size() == 2:
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
-        return _reduced(group, rank, terms, [tuple(x.shape) for x in inputs], reduce_op)
+        return _reduced(group, rank, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
     # Everything to everyone is 2(n-1)/n of the least that must be sent only where n is 2.
-    flat = torch.cat([x.reshape(-1) for x in inputs])
+    flat = empty(slots, 0, inputs[0], (sum(x.numel() for x in inputs),))
+    torch.cat([x.reshape(-1) for x in inputs], out=flat)
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
     made = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
@@ -88,17 +94,22 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str) -> list[T
 
 
 def _reduced(
-    group: dist.ProcessGroup, rank: int, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str
+    group: dist.ProcessGroup,
+    rank: int,
+    terms: list[Tensor],
+    shapes: list[tuple[int, ...]],
+    op: str,
+    slots: Sequence[int],
 ) -> list[Tensor]:
     """This rank's row of ``terms``, each [ranks, elements] with a row for each rank, reduced over the ranks."""
     ranks = group.size()
-    made = [term.new_empty(shape) for term, shape in zip(terms, shapes, strict=True)]
-    others = [peer for peer in range(ranks) if peer != rank]
-    # The first to come goes where the result will be.
-    came = [
-        {peer: flat.view(-1) if peer == others[0] else torch.empty_like(flat.view(-1)) for peer in others}
-        for flat in made
-    ]
+    made = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
+    peers = [peer for peer in range(ranks) if peer != rank]
+    # The first to come goes where the result will be, the others beside it.
+    came = []
+    for at, result in enumerate(made):
+        beside = empty(slots, len(made) + at, result, (ranks - 2, result.numel())) if ranks > 2 else ()
+        came.append(dict(zip(peers, [result.view(-1), *beside], strict=True)))
     messages = _exchange(
         group, rank, [(term.__getitem__, into.__getitem__) for term, into in zip(terms, came, strict=True)]
     )

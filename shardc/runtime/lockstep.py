@@ -117,6 +117,7 @@ class Lockstep:
             raise MeshError(f"{name} is over no group of the mesh {self.mesh}: {args} {kwargs}")
         groups = _groups(self.mesh, axes)
         out = named.pop("out", None)
+        named.pop("slots", None)  # where a rank's runtime would put the results
         x, *options = named.values()
         function = COLLECTIVES[name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")]
         if isinstance(x, PerRank):

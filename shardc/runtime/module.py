@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.errors import MeshError
 from shardc.runtime import changes
+from shardc.runtime.buffers import MemoryUse
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
@@ -79,6 +80,10 @@ class ShardedModule(nn.Module):
         gradients are reduced by every step. See `no_sync` for what becomes of them.
         """
         self.shardc.sync.mode = "all" if sync else "levels"
+
+    def memory(self) -> MemoryUse:
+        """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""
+        return self.shardc.memory()
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.

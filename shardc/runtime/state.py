@@ -16,6 +16,7 @@ from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime import changes
+from shardc.runtime.buffers import Buffers, MemoryUse
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Compiled, Program, Runner
@@ -43,6 +44,7 @@ class State:
         device: where parameters live.
         sync: which gradients are reduced.
         dtensor_outputs: whether outputs come back as DTensors.
+        buffers: the memory of collectives' results, of all programs.
     """
 
     mesh: Mesh
@@ -59,6 +61,7 @@ class State:
     device: torch.device
     sync: Sync
     dtensor_outputs: bool = False
+    buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Program] = field(default_factory=dict)
     deferring: dict[tuple[Signature, frozenset[str]], Program] = field(default_factory=dict)
     explicit: bool = False
@@ -86,17 +89,23 @@ class State:
         raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
-        """The program for global (example) inputs in the present mode, built if there is none yet."""
+        """The program for global (example) inputs in the present mode, built if there is none yet.
+
+        It is for training too, even where the first call is under ``torch.no_grad()``.
+        """
         key = self.signature(args, kwargs)
         deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
         if deferred:
             if (key, deferred) not in self.deferring:
-                made = self.build(self.template, args, kwargs, self.with_loss(args, kwargs), deferred)
-                self.deferring[key, deferred] = made
+                self.deferring[key, deferred] = self._built(args, kwargs, deferred)
             return self.deferring[key, deferred]
         if key not in self.programs:
-            self.programs[key] = self.build(self.template, args, kwargs, self.with_loss(args, kwargs))
+            self.programs[key] = self._built(args, kwargs)
         return self.programs[key]
+
+    def _built(self, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str] = frozenset()) -> Program:
+        with torch.enable_grad():
+            return self.build(self.template, args, kwargs, self.with_loss(args, kwargs), deferred)
 
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
@@ -141,8 +150,18 @@ class State:
         """What runs ``program`` on this rank."""
         assert self.groups is not None
         if id(program) not in self._runners:
-            self._runners[id(program)] = Runner(program, self.owner, self.storages, self.groups, self.lower, self.sync)
+            self._runners[id(program)] = Runner(
+                program, self.owner, self.storages, self.groups, self.lower, self.sync, self.buffers
+            )
         return self._runners[id(program)]
+
+    def memory(self) -> MemoryUse:
+        """Planned and observed memory of collectives' results."""
+        planned: dict[str, int] = {}
+        for runner in self._runners.values():
+            for which, size in runner.planned().items():
+                planned[which] = max(size, planned.get(which, 0))
+        return self.buffers.use(planned)
 
 
 def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:

@@ -10,17 +10,26 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from shardc.ir import graph as ir
+from shardc.ir.arena import MemoryPlan
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
+from shardc.runtime.buffers import Buffers
 from shardc.runtime.groups import Groups
 from shardc.runtime.storage import grad_from_padded, padded_local
 from shardc.runtime.sync import Key, Sync
 
-Compiled = Callable[[list[Tensor]], Sequence[Any]]
+
+class Compiled(Protocol):
+    """A lowered half, and where the results of its collectives lie."""
+
+    @property
+    def plan(self) -> MemoryPlan: ...
+
+    def __call__(self, inputs: list[Tensor]) -> Sequence[Any]: ...
 
 
 class Program(Protocol):
@@ -57,6 +66,7 @@ class Runner:
         groups: this rank's process groups.
         lower: makes a local graph callable.
         sync: takes the gradients that the program leaves unreduced.
+        buffers: the memory that the results of collectives lie in.
     """
 
     def __init__(
@@ -67,9 +77,10 @@ class Runner:
         groups: Groups,
         lower: Callable[..., Compiled],
         sync: Sync,
+        buffers: Buffers,
     ) -> None:
         self.program, self.owner, self.storages = program, owner, storages
-        self.groups, self.lower, self.sync = groups, lower, sync
+        self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
         self._compiled: dict[str, Compiled] = {}
         self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.Graph]] = {}
 
@@ -83,7 +94,7 @@ class Runner:
         else:
             graph = self.program.inference
             with torch.no_grad():
-                results = list(self.compiled("inference")(self._local(graph, self._feed(graph, inputs))))
+                results = list(self.run("inference", self._local(graph, self._feed(graph, inputs))))
         out = []
         for role, constant, result in zip(self.program.outputs, self.program.output_values, results, strict=False):
             if role.kind == "buffer":
@@ -92,6 +103,19 @@ class Runner:
             elif role.kind == "output":
                 out.append(result if isinstance(result, Tensor) else constant)
         return pytree.tree_unflatten(out, self.program.output_spec)
+
+    def run(self, which: str, inputs: list[Tensor]) -> Sequence[Any]:
+        """The results of the "forward", "backward" or "inference" graph; ``inputs`` are emptied."""
+        compiled = self.compiled(which)
+        with self.buffers.planned(compiled.plan):
+            return compiled(inputs)
+
+    def planned(self) -> dict[str, int]:
+        """By graph that has run, the most bytes of collectives' results in use at once, as planned."""
+        found = {which: compiled.plan.peak for which, compiled in self._compiled.items()}
+        if "backward" in found:
+            found["backward"] = self._compiled["backward"].plan.peak_after(self._compiled["forward"].plan)
+        return found
 
     def compiled(self, which: str) -> Compiled:
         """The lowered "forward", "backward" or "inference" graph."""
@@ -118,7 +142,8 @@ class Runner:
             else next(given)
             for node in ir.placeholders(graph)
         ]  # fmt: skip
-        return {role.name: x for (role, _), x in zip(ir.outputs(graph), compiled(feed), strict=True)}
+        with self.buffers.planned(compiled.plan):
+            return {role.name: x for (role, _), x in zip(ir.outputs(graph), compiled(feed), strict=True)}
 
     def late(self, graph: fx.Graph, grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
         """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""
@@ -170,7 +195,7 @@ class _Step(torch.autograd.Function):
         backward = runner.program.backward
         assert graph is not None and backward is not None
         local = runner._local(graph, feed)
-        results = runner.compiled("forward")(list(local))
+        results = runner.run("forward", list(local))
         roles = [role for role, _ in ir.outputs(graph.graph)]
         ctx.runner, ctx.held = runner, runner.sync.held()
         ctx.saved = {role.name: x for role, x in zip(roles, results, strict=True) if role.kind == "saved"}
@@ -201,7 +226,7 @@ class _Step(torch.autograd.Function):
             else:
                 local.append(ctx.saved[node.name])
         ctx.saved = None
-        results = runner.compiled("backward")(local)
+        results = runner.run("backward", local)
         grads = {(r.kind, r.name): g for (r, _), g in zip(ir.outputs(graph.graph), results, strict=True)}
         late = runner.late(graph.graph, grads, ctx.held)
         forward = runner.program.forward

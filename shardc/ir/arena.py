@@ -1,0 +1,148 @@
+"""Where the results of collectives lie: ranges of one arena, planned for one half of a step.
+
+A *slot* is the memory of one result, or of what comes from a peer and is reduced into one. It is *inside* where its
+last use is in its half: such slots share the arena's bytes over time. It is *kept* where the backward reads it: those
+have an arena of their own. It is *outside* where it is handed to the caller (a gradient, an output): fresh memory,
+since the caller may hold it for as long as he likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+INSIDE, KEPT, OUTSIDE = "inside", "kept", "outside"
+ALIGNMENT = 64  # bytes; a cache line, and what torch's own allocator aligns to
+PLAN = "shardc_memory"  # on a half's output node: its MemoryPlan
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Memory of one result of a collective.
+
+    Args:
+        name: of the result in the graph's text; with ``.wire`` for what a peer sends.
+        size: bytes.
+        start, end: the first and the last place in the half at which it is in use.
+        region: INSIDE, KEPT or OUTSIDE.
+        offset: in its region's arena, in bytes; 0 outside.
+        saved: of a kept slot, the backward's placeholders that read it.
+    """
+
+    name: str
+    size: int
+    start: int
+    end: int
+    region: str = INSIDE
+    offset: int = 0
+    saved: tuple[str, ...] = ()
+
+    def meets(self, other: Slot) -> bool:
+        """Whether both are in use at one place."""
+        return self.start <= other.end and other.start <= self.end
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The slots of one half, by the numbers that its collectives give them.
+
+    Args:
+        slots: the slots.
+        given: (name, last place at which it is read) of each placeholder, in order.
+    """
+
+    slots: tuple[Slot, ...] = ()
+    given: tuple[tuple[str, int], ...] = ()
+
+    def size(self, region: str = INSIDE) -> int:
+        """Bytes of a region's arena."""
+        return max((s.offset + s.size for s in self.slots if s.region == region), default=0)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes in use at once, of all regions."""
+        return max((self.held(slot.start) for slot in self.slots), default=0)
+
+    def held(self, at: int) -> int:
+        """Bytes in use at place ``at``."""
+        return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
+
+    def peak_after(self, forward: MemoryPlan) -> int:
+        """As `peak`, of a backward: what its forward kept counts until it is read for the last time."""
+        ends = dict(self.given)
+        kept = [
+            (slot.size, max(ends.get(name, 0) for name in slot.saved)) for slot in forward.slots if slot.region == KEPT
+        ]
+        places = {0, *(slot.start for slot in self.slots)}
+        return max(self.held(at) + sum(size for size, end in kept if at <= end) for at in places)
+
+    def moved(
+        self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], given: Sequence[int]
+    ) -> MemoryPlan:
+        """The plan for other lifetimes, those of the code that was compiled from the half.
+
+        Args:
+            lifetimes: (start, end) by number; a slot that is not there is never made.
+            leaving: the slots that the compiled half returns.
+            given: the last place at which each placeholder is there.
+        """
+        gone = set(leaving)
+        slots = []
+        for number, slot in enumerate(self.slots):
+            if number not in lifetimes:
+                slots.append(replace(slot, size=0, region=OUTSIDE))
+                continue
+            start, end = lifetimes[number]
+            outside = number in gone and slot.region == INSIDE
+            slots.append(replace(slot, start=start, end=end, region=OUTSIDE if outside else slot.region))
+        names = (name for name, _ in self.given)
+        return MemoryPlan(place(slots), tuple(zip(names, given, strict=True)))
+
+    def text(self) -> str:
+        """A line for each slot, then what it comes to."""
+        rows = [("slot", "bytes", "from", "to", "offset", "result")]
+        for number, slot in enumerate(self.slots):
+            where = str(slot.offset) if slot.region == INSIDE else slot.region
+            where = f"{slot.region} {slot.offset}" if slot.region == KEPT else where
+            rows.append((str(number), str(slot.size), str(slot.start), str(slot.end), where, slot.name))
+        widths = [max(len(row[k]) for row in rows) for k in range(5)]
+        lines = [
+            "  ".join([*(cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)), row[5]])
+            for row in rows
+        ]
+        made = sum(slot.size for slot in self.slots)
+        lines.append(f"arena {self.size()} B, kept {self.size(KEPT)} B; peak {self.peak} B of {made} B made")
+        return "\n".join(lines) + "\n"
+
+
+def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """``slots`` with offsets: no two of one region that meet share a byte.
+
+    The largest first, each at the lowest place that is free for as long as it is in use ("greedy by size" of Pisarchyk
+    and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots lie side by side: all
+    of them are in use between the halves.
+    """
+    given = list(slots)
+    out = list(given)
+    order = sorted(range(len(given)), key=lambda k: (-given[k].size, given[k].start, k))
+    placed: list[Slot] = []
+    kept = 0
+    for k, slot in enumerate(given):
+        if slot.region == KEPT:
+            out[k] = replace(slot, offset=kept)
+            kept += _aligned(slot.size)
+    for k in order:
+        if given[k].region != INSIDE or not given[k].size:
+            continue
+        offset = 0
+        for other in sorted((p for p in placed if p.meets(given[k])), key=lambda p: p.offset):
+            if offset + _aligned(given[k].size) <= other.offset:
+                break
+            offset = max(offset, other.offset + _aligned(other.size))
+        out[k] = replace(given[k], offset=offset)
+        placed.append(out[k])
+    return tuple(out)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

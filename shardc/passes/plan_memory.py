@@ -1,0 +1,132 @@
+"""Plan memory: where the results of direct collectives lie, from how long each is in use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.analysis.sequence import aliased, is_wait
+from shardc.ir import graph as ir
+from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import arguments_of, group_axes
+from shardc.passes.schedule import is_start, waits_of
+
+_REDUCES = (
+    torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
+    torch.ops.shardc.all_reduce_coalesced.default,
+)
+PLANNED = (torch.ops.shardc.all_gather_into_tensor_coalesced.default, *_REDUCES)
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """Gives each result of a direct collective a slot, and each slot its place in an arena (`shardc.ir.arena`).
+
+    Takes: one half of a local graph, in the order in which it runs. Guarantees: the same graph, but for the slots'
+    numbers as the last argument of each direct collective, and a `MemoryPlan` on its output node. A slot is in use
+    from the start of its collective to the last op that reads it, through whatever views; what a collective sends,
+    until that is waited for. Torch's own collectives make their own memory and are left alone.
+
+    A collective's slots: one for each result and, where it reduces over n > 2 ranks by messages, one for each result
+    of what comes from the other n - 2. An all-reduce over more than two ranks has one, for all its results.
+    """
+
+    mesh: Mesh
+    name = "plan_memory"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        slots: list[Slot] = []
+        for at, node in enumerate(gm.graph.nodes):
+            if node.target in PLANNED:
+                made = self._slots(node, at)
+                node.args = (*node.args[: len(node.target._schema.arguments) - 1], range_of(len(slots), len(made)))
+                slots += made
+        ir.output_node(gm.graph).meta[PLAN] = _plan(gm.graph, slots)
+        gm.recompile()
+        return gm
+
+    def _slots(self, node: fx.Node, at: int) -> list[Slot]:
+        """The slots of one collective, in use at its start alone; their order is `results_of`'s, then the wire's."""
+        results = [val for val in node.meta["val"]]
+        names = _names(node)
+        axes = group_axes(arguments_of(node)["group_name"], self.mesh)
+        assert axes is not None, f"{node} is over no group of {self.mesh}"
+        ranks = prod(self.mesh.size(axis) for axis in axes)
+        whole = node.target is torch.ops.shardc.all_reduce_coalesced.default and ranks != 2
+        if whole:
+            return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
+        made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
+        if node.target in _REDUCES and ranks > 2:
+            made += [
+                Slot(f"{name}.wire", (ranks - 2) * _bytes(x), at, at) for name, x in zip(names, results, strict=True)
+            ]
+        return made
+
+
+def range_of(first: int, count: int) -> list[int]:
+    return list(range(first, first + count))
+
+
+def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
+    """``slots`` from the start of their collective to their last use, and where they lie."""
+    place_of = {node: at for at, node in enumerate(graph.nodes)}
+    behind: dict[fx.Node, frozenset[int]] = {}  # the slots that a value lies in
+    ends: dict[int, int] = {}
+    for at, node in enumerate(graph.nodes):
+        if node.op == "output":
+            continue
+        reads = frozenset().union(*(behind.get(read, frozenset()) for read in node.all_input_nodes))
+        # What is sent must stay as it is until it has arrived.
+        until = max([at, *(place_of[wait] for wait in waits_of(node))]) if is_start(node) else at
+        for slot in reads:
+            ends[slot] = max(ends.get(slot, 0), until)
+        behind[node] = reads if _is_view(node) else frozenset()
+        if node.target in PLANNED:
+            numbers: Any = node.args[-1]
+            count = len(node.meta["val"])
+            behind[node] = frozenset(numbers[:count])
+            first_wait = min((place_of[wait] for wait in waits_of(node)), default=at)
+            ends.update({slot: max(at, first_wait) for slot in numbers[count:]})
+            ends.update({slot: at for slot in numbers[:count]})
+        elif node.target is getitem and node.args[0].target in PLANNED:
+            numbers = node.args[0].args[-1]
+            behind[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
+    last = len(place_of) - 1
+    regions: dict[int, str] = {}
+    saved: dict[int, tuple[str, ...]] = {}
+    for role, x in ir.outputs(graph):
+        for slot in behind.get(x, frozenset()) if isinstance(x, fx.Node) else ():
+            kept = role.kind == "saved" and regions.get(slot) != OUTSIDE
+            regions[slot], ends[slot] = KEPT if kept else OUTSIDE, last
+            if role.kind == "saved":
+                saved[slot] = (*saved.get(slot, ()), role.name)
+    timed = [
+        replace(slot, end=ends[k], region=regions.get(k, INSIDE), saved=saved.get(k, ()))
+        for k, slot in enumerate(slots)
+    ]
+    given = tuple((node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph))
+    return MemoryPlan(place(timed), given)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether what ``node`` makes lies, in part or whole, in its operands' memory."""
+    if is_wait(node) or node.target is getitem or aliased(node) is not None:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(one.alias_info is not None for one in schema.returns)
+
+
+def _names(node: fx.Node) -> list[str]:
+    """The names of the results of ``node``: of the items that stand for them, where there are."""
+    items = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
+    return [items.get(at, f"{ir.info(node).name}.{at}") for at in range(len(node.meta["val"]))]
+
+
+def _bytes(x: Tensor) -> int:
+    return prod(x.shape) * x.dtype.itemsize
