@@ -169,7 +169,7 @@ BAD = {
         ["small_target.py:example", "--stage", "colectives"],
         "--stage colectives: no such stage; use one of capture, canonicalize, seed, pad, propagate, objective, "
         "precision, reshard, simplify, collectives, localize, partition, partition.backward, bucket, bucket.backward, "
-        "algorithms, algorithms.backward, schedule, schedule.backward",
+        "algorithms, algorithms.backward, schedule, schedule.backward, plan_memory, plan_memory.backward",
     ),
     "a name that no plan knows": (
         ["small_target.py:example", "--plan", 'fsdb("dp")'],
