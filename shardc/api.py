@@ -23,6 +23,7 @@ from shardc.plan.ports import resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.program import Options, Program, build_program
+from shardc.runtime.checked import Checked
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
 from shardc.runtime.module import ShardedModule
@@ -97,7 +98,7 @@ def compile(
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
-        lower=partial(lower, backend=backend),
+        lower=Checked if options.debug == "buffers" else partial(lower, backend=backend),
         device=device,
         dtensor_outputs=plan.setting("dtensor_outputs"),
         sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),

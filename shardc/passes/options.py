@@ -25,6 +25,7 @@ class Options:
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
         comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
+        debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
     """
 
@@ -36,11 +37,14 @@ class Options:
     overlap: bool = True
     direct: bool | None = None
     comm: str = "real"
+    debug: str | None = None
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def __post_init__(self) -> None:
         if self.comm not in ("real", "none"):
             raise InputError(f"unknown comm={self.comm!r}", fix='use "real" or "none"')
+        if self.debug not in (None, "buffers"):
+            raise InputError(f"unknown debug={self.debug!r}", fix='use "buffers" or None')
 
     def bucket_bytes(self) -> int:
         """The size of a bucket: by default where latency is a tenth of a collective's time, 8 MiB at most."""
