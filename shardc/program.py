@@ -166,7 +166,11 @@ class Program:
 
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
         """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause."""
-        return dump(fx.GraphModule(self._root, self.graph(stage)), self.mesh, origins=origins)
+        return dump(self.module(stage), self.mesh, origins=origins)
+
+    def module(self, stage: str) -> fx.GraphModule:
+        """The graph as it was after ``stage``, with the constants that it holds."""
+        return fx.GraphModule(self._root, self.graph(stage))
 
     def schedule(
         self,
@@ -208,12 +212,14 @@ class Program:
         joint = self.schedule(hardware, stage="localize")
         return lint(self.graph("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
 
-    def save(self, directory: str | Path) -> list[Path]:
-        """Writes the text of every stage as ``NN_stage.txt``; returns the paths."""
+    def save(self, directory: str | Path, stages: Sequence[str] | None = None) -> list[Path]:
+        """Writes the text of every stage (or of ``stages``) as ``NN_stage.txt``; returns the paths."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
         for at, stage in enumerate(self.stages):
+            if stages is not None and stage not in stages:
+                continue
             path = folder / f"{at:02d}_{stage}.txt"
             path.write_text(self.text(stage))
             paths.append(path)

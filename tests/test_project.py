@@ -28,7 +28,7 @@ ALLOWED = {
     "lower": {"errors", "ir", "_compat"},
     "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
-    "debug": {"errors", "ir", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
+    "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
 }
 NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}
 

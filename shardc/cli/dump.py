@@ -16,6 +16,7 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("dump", help="print the graph after a stage of the compiler")
     target.add_arguments(parser)
     parser.add_argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})")
+    target.add_passes(parser, "print the stage after the last of these, or write only these")
     parser.add_argument("--origins", action="store_true", help="end each line with its module, source and cause")
     parser.add_argument("--out", metavar="DIR", help="write the text of every stage to DIR")
     parser.set_defaults(run=run)
@@ -27,8 +28,10 @@ def run(options: argparse.Namespace) -> None:
     program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
     if options.stage is not None and options.stage not in program.stages:
         raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
+    stages = target.stages_of(options.passes, program.stages)
     if options.out is not None:
-        for path in program.save(options.out):
+        for path in program.save(options.out, stages):
             print(path)
     if options.stage is not None or options.out is None:
-        print(program.text(options.stage or DEFAULT_STAGE, origins=options.origins), end="")
+        shown = options.stage or (DEFAULT_STAGE if options.passes is None else stages[-1])
+        print(program.text(shown, origins=options.origins), end="")

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -48,6 +48,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
     parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")
     parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
+
+
+def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
+    """The argument that says which stages to look at; see `stages_of`."""
+    parser.add_argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
+
+
+def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
+    """The stages that ``FIRST:END`` picks out of ``stages``, as a slice of Python does; all without it.
+
+    >>> stages_of("0:2", ("capture", "canonicalize", "seed"))
+    ('capture', 'canonicalize')
+
+    Raises:
+        InputError: it is no such range, or an empty one.
+    """
+    if text is None:
+        return tuple(stages)
+    first, colon, end = text.partition(":")
+    if not colon or not all(part == "" or part.isdecimal() for part in (first, end)):
+        raise InputError(f"--passes {text}: no range", fix="write it as 0:3")
+    picked = tuple(stages[int(first or 0) : int(end) if end else None])
+    if not picked:
+        listed = ", ".join(f"{at} {stage}" for at, stage in enumerate(stages))
+        raise InputError(f"--passes {text}: no stage is in it", fix=f"they are {listed}")
+    return picked
 
 
 def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[..., Any] | None]:

@@ -1,0 +1,45 @@
+"""``bisect``: runs the graph after each pass on real numbers, and names the first pass and node that is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from torch import Tensor, nn
+
+import shardc
+from shardc.cli import target
+from shardc.debug.bisect import TOLERANCE, bisect
+from shardc.errors import InputError
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("bisect", help="find the pass that changed a result")
+    target.add_arguments(parser)
+    target.add_passes(parser, "look at these stages only")
+    parser.add_argument(
+        "--tolerance", type=float, default=TOLERANCE, help=f"largest relative error, in float64 (default: {TOLERANCE})"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints each stage's error and the verdict; returns 1 where a stage is wrong.
+
+    Raises:
+        InputError: a model without values, or one that cannot be compared with one device.
+    """
+    found, mesh, plan, loss = target.resolve(options)
+    if not isinstance(found.model, nn.Module):
+        raise InputError(f"{found.name} makes a function, not a module", fix="return an nn.Module and its arguments")
+    model = found.model.double()
+    args = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in found.args)
+    if any(x.is_meta for x in (*model.parameters(), *(x for x in args if isinstance(x, Tensor)))):
+        raise InputError(f"{found.name} is on meta, without values", fix="use a target with real values on the CPU")
+    # The verifier of the passes would stop at what it refuses; here each stage is verified when its turn comes.
+    module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=shardc.Options(verify=False))
+    program = module.lower(*args)
+    stages = target.stages_of(options.passes, program.stages)
+    verdict = bisect(program, model, *args, loss=loss, stages=stages, tolerance=options.tolerance)
+    print(verdict.text(), end="")
+    return int(verdict.stage is not None)

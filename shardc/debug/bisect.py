@@ -1,0 +1,259 @@
+"""Bisect: which pass, and which node, first computes something else than one device does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, fx, nn
+
+from shardc._compat import pytree
+from shardc.capture import loss_arity
+from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_one_device, on_ranks, refuse
+from shardc.errors import InputError, VerifyError
+from shardc.ir import graph as ir
+from shardc.ir.graph import Value
+from shardc.ir.verify import window
+from shardc.passes.check import check
+from shardc.plan.ports import batch_axes, grad_mode
+from shardc.program import PARTITIONED, Program
+
+TOLERANCE = 1e-9
+FLOOR = 1e-6  # what a tensor's largest element counts as at least
+GLOBAL = ("capture", "canonicalize", "seed", "pad")  # stages before layouts are chosen
+SCALED = GLOBAL + ("propagate",)  # stages before the objective is in the graph
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One stage: its largest error, relative to each result's largest element, and the result that has it."""
+
+    stage: str
+    error: float
+    result: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What `bisect` found.
+
+    Args:
+        checked: the stages in order, up to the first that is wrong.
+        stage: that stage, or None where all are right.
+        node: the first node whose value differs from the stage before, "" where no node can be named.
+        reason: what is wrong with it, or with the result.
+        program: a few lines of the stage's text around it.
+    """
+
+    checked: tuple[Checked, ...]
+    stage: str | None = None
+    node: str = ""
+    reason: str = ""
+    program: str = ""
+
+    def text(self) -> str:
+        """As text: a line a stage, then the verdict."""
+        rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
+        shown = tabulate(rows, ("stage", "error", "worst result"), tablefmt="plain", disable_numparse=True)
+        if self.stage is None:
+            return f"{shown}\n\nevery stage computes what one device does\n"
+        named = f", at %{self.node}" if self.node else ""
+        lines = [f"{self.stage} is the first that does not{named}: {self.reason}"]
+        return "\n".join([shown, "", *lines, *(f"  | {line}" for line in self.program.splitlines()), ""])
+
+
+def bisect(
+    program: Program,
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[..., Any] | None = None,
+    stages: Sequence[str] | None = None,
+    tolerance: float = TOLERANCE,
+) -> Verdict:
+    """Runs the graph after each stage on real numbers and compares outputs and gradients with one device's.
+
+    Args:
+        program: compiled from ``model`` on an abstract mesh, with ``Options(verify=False)`` where the verifier of the
+            passes would stop it first; each stage is verified here before it runs.
+        model: with real values, best in float64.
+        args: one call's arguments at global shapes, targets of the loss last.
+        loss: as in `shardc.compile`.
+        stages: those to look at; by default all.
+        tolerance: largest relative error of a right stage.
+
+    Raises:
+        InputError: a model without values, or with random draws or manual regions.
+    """
+    feed, wanted = _one_device(model, args, loss, program)
+    seen = _Stages(program, feed, wanted, tolerance)
+    for stage in stages if stages is not None else program.stages:
+        found = seen.look(stage)
+        if found is not None:
+            return found
+    return Verdict(tuple(seen.checked))
+
+
+def _one_device(
+    model: nn.Module, args: Sequence[Any], loss: Callable[..., Any] | None, program: Program
+) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
+    """What one device takes and what it makes: inputs and tangents; outputs and gradients."""
+    model = copy.deepcopy(model)
+    params = dict(model.named_parameters())
+    missing = next((name for name, x in [*params.items(), *model.named_buffers()] if x.is_meta), None)
+    if missing is not None:
+        raise InputError(f"{missing!r} has no values", fix="use a model with real values on the CPU")
+    feed: dict[Key, Tensor] = {("param", name): p.detach().clone() for name, p in params.items()}
+    feed |= {("buffer", name): b.clone() for name, b in model.named_buffers()}
+    leaves = [x for x in pytree.tree_leaves((tuple(args), {})) if isinstance(x, Tensor)]
+    feed |= {("input", name): x for (name, _), x in zip(program.inputs, leaves, strict=True)}
+    count = len(args) - (0 if loss is None else loss_arity(loss))
+    made = model(*args[:count])
+    out = made if loss is None else loss(made, *args[count:])
+    tensors = [(at, x) for at, x in enumerate(pytree.tree_leaves(out)) if isinstance(x, Tensor)]
+    generator = torch.Generator().manual_seed(0)
+    roots = [(at, x) for at, x in tensors if x.requires_grad]
+    tangents = {
+        at: torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.ndim else torch.ones_like(x)
+        for at, x in roots
+    }
+    asked = {name: p for name, p in params.items() if p.requires_grad}
+    grads: Sequence[Tensor | None] = ()
+    if roots and asked:
+        grads = torch.autograd.grad([x for _, x in roots], [*asked.values()], [*tangents.values()], allow_unused=True)
+    wanted: dict[Key, Tensor] = {("output", at): x.detach() for at, x in tensors}
+    wanted |= {("buffer", name): b.detach() for name, b in model.named_buffers()}
+    wanted |= {("grad", name): g for name, g in zip(asked, grads, strict=False) if g is not None}
+    return feed | {("tangent", at): t for at, t in tangents.items()}, wanted
+
+
+class _Stages:
+    """The stages in order; each is compared with one device, its values with those of the stage before."""
+
+    def __init__(
+        self, program: Program, feed: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], tolerance: float
+    ) -> None:
+        self.program, self.mesh, self.tolerance = program, program.mesh, tolerance
+        self.feed, self.wanted = dict(feed), wanted
+        refuse(program.graph("capture"))
+        placed = program.graph("collectives")
+        self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if _is_tensor(n)}
+        self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and _is_tensor(n)}
+        self.checked: list[Checked] = []
+        self.before: dict[str, Tensor | str] = {}
+        self.identity: Any = None
+        self.forward: Values | None = None
+
+    def look(self, stage: str) -> Verdict | None:
+        """What is wrong with ``stage``, or None."""
+        gm = self.program.module(stage)
+        if stage not in PARTITIONED:
+            try:
+                self.identity = check(gm, self.mesh, stage, self.identity)
+            except VerifyError as error:
+                self.checked.append(Checked(stage, float("inf"), "refused by the verifier"))
+                what = error.what.removeprefix(f"after {stage}: ")
+                name, _, reason = what.partition(": ") if what.startswith("%") else ("", "", what)
+                return Verdict(tuple(self.checked), stage, name.removeprefix("%"), reason, error.program or "")
+        try:
+            values = self._values(stage, gm)
+        except Failed as failure:
+            self.checked.append(Checked(stage, float("inf"), "does not run"))
+            name, around = ir.info(failure.node).name, window(gm, self.mesh, failure.node)
+            return Verdict(tuple(self.checked), stage, name, f"running it fails: {failure}", around)
+        held = {key_of(role) for role, x in ir.outputs(gm.graph) if isinstance(x, fx.Node)}
+        errors = {
+            key: _error(values.results.get(key, "is not there"), x)
+            for key, x in self.wanted.items()
+            if key in held or self._due(stage, key)
+        }
+        worst = max(errors, key=lambda key: errors[key], default=None)
+        largest = errors[worst] if worst is not None else 0.0
+        self.checked.append(Checked(stage, largest, "" if worst is None else " ".join(map(str, worst))))
+        if largest <= self.tolerance:
+            self.before |= values.by_name
+            return None
+        assert worst is not None
+        node, off = self._first(gm, values)
+        made = values.results.get(worst, "it is not there")
+        reason = f"{self.checked[-1].result} is off by {largest:.1e}" + (f", {made}" if isinstance(made, str) else "")
+        if node is None:
+            return Verdict(tuple(self.checked), stage, "", reason)
+        reason = f"it is off by {off:.1e}; {reason}"
+        return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
+
+    @staticmethod
+    def _due(stage: str, key: Key) -> bool:
+        """Whether a stage's graph must make a result: a half makes its own."""
+        return (
+            stage not in PARTITIONED
+            or key[0] in ("output", "grad")
+            and stage.endswith(".backward") == (key[0] == "grad")
+        )
+
+    def _values(self, stage: str, gm: fx.GraphModule) -> Values:
+        feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
+        if stage in GLOBAL:
+            return on_one_device(gm, feed)
+        if stage not in PARTITIONED and stage != "localize":
+            return on_layouts(gm, self.mesh, feed)
+        backward = stage.endswith(".backward")
+        assert not backward or self.forward is not None
+        saved = self.forward.saved if backward and self.forward is not None else None
+        values = on_ranks(gm, self.mesh, feed, self.lies, self.layouts, saved)
+        if not backward:
+            self.forward = values
+        return values
+
+    def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
+        """Tangents for which the graph's objective, the mean of the ranks' losses, has one device's gradients."""
+        reduce, scale = grad_mode(self.program.plan)
+        axes = batch_axes(self.program.plan, self.mesh) if reduce == "mean" else ()
+        for role in self.program.outputs:
+            if role.kind == "output" and ("tangent", role.index) in self.feed and role.layout is not None:
+                over = prod(self.mesh.size(axis) for axis in axes if axis in role.layout.bound)
+                yield ("tangent", role.index), self.feed["tangent", role.index] * over / scale
+
+    def _first(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
+        """The first node whose value is not the one that the stage before had, and by how much."""
+        known = dict(self.before)
+        for node in gm.graph.nodes:
+            if node.op != "call_function":
+                continue
+            name = ir.info(node).name
+            if node.target in MOVES and name not in known:
+                known[name] = known.get(ir.info(node.all_input_nodes[0]).name, "unknown")
+            right, made = known.get(name), values.by_name.get(name)
+            if not isinstance(right, Tensor) or made is None or not right.is_floating_point():
+                continue
+            if isinstance(made, str) or made.shape == right.shape:
+                off = _error(made, right)
+                if off > self.tolerance:
+                    return node, off
+        return None, 0.0
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(ir.info(node).value, Value)
+
+
+def _error(made: Tensor | str, right: Tensor) -> float:
+    """The largest error relative to the largest element; infinite where it is no tensor of that kind."""
+    if isinstance(made, str):
+        return float("inf")
+    for dim, size in enumerate(right.shape):  # without its pad
+        made = made.narrow(dim, 0, min(size, made.shape[dim]))
+    if made.shape != right.shape:
+        return float("inf")
+    if not right.numel():
+        return 0.0
+    made, right = made.double(), right.double()
+    same = (made == right) | (made.isnan() & right.isnan())
+    off = torch.where(same, torch.zeros_like(right), (made - right).abs()).max()
+    finite = torch.where(right.isfinite(), right.abs(), torch.zeros_like(right)).max().clamp_min(FLOOR)
+    ratio = (off / finite).item()
+    return ratio if ratio == ratio else float("inf")
