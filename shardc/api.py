@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.capture import input_names, loss_arity
 from shardc.errors import CaptureError, InputError, ShardcWarning
+from shardc.fold import build_folded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
@@ -71,6 +72,8 @@ def compile(
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
+    if options.fold and isinstance(mesh, DeviceMesh):
+        raise InputError("fold=True is for looking, and this mesh is for running", fix="pass an abstract shardc.Mesh")
     if options.comm == "none":
         text = "comm='none': collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)
@@ -163,7 +166,8 @@ class _Build:
         with_loss: bool,
         deferred: frozenset[str] = frozenset(),
     ) -> Program:
-        return build_program(
+        build = build_folded if self.options.fold else build_program
+        return build(
             template, self.mesh, self.plan, self.params, args, kwargs,
             device=self.device, loss=self.loss if with_loss else None, options=self.options, deferred=deferred,
         )  # fmt: skip

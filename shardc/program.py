@@ -7,7 +7,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -39,6 +39,9 @@ from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
+if TYPE_CHECKING:
+    from shardc.fold import Folded
+
 # The stages behind the cut into forward and backward; they run when a half is first asked for.
 _BEHIND = ("partition", *(half.name for half in passes.HALVES))
 PARTITIONED = tuple(f"{name}{suffix}" for name in _BEHIND for suffix in ("", ".backward"))
@@ -55,6 +58,7 @@ class Program:
         outputs: the role (with layout) of each forward output.
         deferred: the parameters whose gradients the backward leaves unreduced.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
+        folded: where repeated blocks are analysed on a few of them, which; then stages up to the cut show these few.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class Program:
         self._local: fx.GraphModule | None = None
         self._last: tuple[passes.Pass, ...] = ()
         self.deferred: frozenset[str] = frozenset()
+        self.folded: Folded | None = None
         self.reduce_sums: Callable[[Sequence[Sum]], fx.GraphModule] | None = None
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
@@ -88,9 +93,15 @@ class Program:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages in order; the last ones run when they are first asked for."""
+        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.localized.graph))
+        last = PARTITIONED if self.folded is None else PARTITIONED[:2]
+        return tuple(dict.fromkeys((*self._graphs, *(last if differentiated else last[::2]))))
+
+    @property
+    def localized(self) -> fx.GraphModule:
+        """The joint graph at local shapes."""
         assert self._local is not None
-        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self._local.graph))
-        return tuple(dict.fromkeys((*self._graphs, *(PARTITIONED if differentiated else PARTITIONED[::2]))))
+        return self._local
 
     @property
     def forward(self) -> fx.GraphModule | None:
@@ -102,26 +113,28 @@ class Program:
 
     @cached_property
     def inference(self) -> fx.GraphModule:
-        assert self._local is not None
-        return self._scheduled(inference(self._local))
+        made = inference(self.localized)
+        return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
 
     @cached_property
     def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """The forward and the backward, or two None where nothing needs a gradient."""
-        assert self._local is not None
-        first, second = passes.Partition(self.levels, min_cut, must_recompute, must_save)(self._local)
+        first, second = passes.Partition(self.levels, min_cut, must_recompute, must_save)(self.localized)
         self.keep("partition", first.graph)
+        if second is not None:
+            self.keep("partition.backward", second.graph)
+        if self.folded is not None:
+            first, second = self.folded.halves(first, second)
         if second is None:
             self._scheduled(first, "")
             return None, None
-        self.keep("partition.backward", second.graph)
         return self._scheduled(first, ""), self._scheduled(second, ".backward")
 
     def _scheduled(self, half: fx.GraphModule, suffix: str | None = None) -> fx.GraphModule:
         """``half`` bucketed and scheduled; with ``suffix`` the graphs are kept under the passes' names."""
 
         def keep(stage: str, gm: fx.GraphModule) -> None:
-            if suffix is not None:
+            if suffix is not None and self.folded is None:
                 self.keep(stage + suffix, gm.graph)
 
         return passes.run(self._last, half, keep)
@@ -193,22 +206,26 @@ class Program:
             MeshError: no such hardware, or the mesh is larger than its description.
             PlanError: no such stage or order.
         """
-        assert self._local is not None
         if stage not in ("schedule", "localize"):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
+        folded = self.folded
+        levels, causes = (self.levels, self.causes) if folded is None else (folded.levels, folded.causes)
         if stage == "localize":
-            step = of_joint(self._local.graph, self.levels)
+            step = of_joint((self.localized if folded is None else folded.joint(self.localized)).graph, levels)
         else:
             first = self.forward or self.inference
-            step = of_halves(first.graph, self.backward and self.backward.graph, self.levels)
-        useful = model_flops(self.graph("collectives")) / self.mesh.ranks
+            step = of_halves(first.graph, self.backward and self.backward.graph, levels)
+        useful = (model_flops if folded is None else folded.model_flops)(self.graph("collectives")) / self.mesh.ranks
         return build(
             step, self.mesh, find(hardware) if isinstance(hardware, str) else hardware,
-            order=order, causes=self.causes, useful_flops=useful, optimizer_copies=optimizer_copies,
+            order=order, causes=causes, useful_flops=useful, optimizer_copies=optimizer_copies,
+            notes=() if folded is None else folded.notes,
         )  # fmt: skip
 
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
+        if self.folded is not None:
+            raise PlanError("a folded program has no graph of all blocks to lint", fix="lower it without fold")
         joint = self.schedule(hardware, stage="localize")
         return lint(self.graph("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
 
@@ -249,18 +266,21 @@ def build_program(
     loss: Callable[..., Any] | None,
     options: Options,
     deferred: frozenset[str] = frozenset(),
+    pins: Sequence[ActivationPin] | None = None,
 ) -> Program:
     """Captures ``model`` at global example inputs and runs the pipeline.
 
     Args:
         deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
+        pins: what the plan says of activations; by default resolved here, against the model's modules.
 
     Raises:
         ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
     """
-    pins = resolve_activations(plan, [name for name, _ in model.named_modules()])
+    if pins is None:
+        pins = resolve_activations(plan, [name for name, _ in model.named_modules()])
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-    precision = Precision() if plan.precision.full_precision_eval and not model.training else plan.precision
+    precision = precision_of(plan, model)
     dtypes = Dtypes(precision.param, precision.buffers, precision.output)
     captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
     _check_pins(pins, tags, captured.graph.graph)
@@ -350,6 +370,11 @@ def _with_plan(options: Options, plan: Plan) -> Options:
     """``options``, where they do not say it themselves, with what the plan says of collectives."""
     size = plan.setting("bucket_size") if options.bucket_size is None else options.bucket_size
     return replace(options, bucket_size=size, overlap=options.overlap and plan.setting("overlap"))
+
+
+def precision_of(plan: Plan, model: nn.Module) -> Precision:
+    """The precision that ``model`` is traced in, in its present mode."""
+    return Precision() if plan.precision.full_precision_eval and not model.training else plan.precision
 
 
 def _check_pins(pins: Sequence[ActivationPin], tags: Sequence[Tag], graph: fx.Graph) -> None:

@@ -25,7 +25,7 @@ def table(schedule: Schedule, rows: int | None) -> str:
     shown = sorted(alike.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
     parts = [
-        f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order",
+        "\n".join([f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order", *schedule.notes]),
         _text(body, HEAD),
     ]
     if rows is not None and len(shown) > rows:
@@ -98,6 +98,7 @@ def record(schedule: Schedule) -> dict[str, Any]:
         "mesh": dict(schedule.mesh.shape),
         "hardware": schedule.hardware.name,
         "order": schedule.order,
+        **({"notes": list(schedule.notes)} if schedule.notes else {}),
         "seconds": schedule.seconds,
         "compute_seconds": schedule.compute_seconds,
         "exposed": schedule.exposed,

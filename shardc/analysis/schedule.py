@@ -110,6 +110,7 @@ class Schedule:
         useful_flops: operations of the whole model's dense ops divided by the ranks, without replicated work.
         dtype: that most dense operations are in.
         step: the ops that it is of.
+        notes: what the prediction takes together, for people.
     """
 
     mesh: Mesh
@@ -123,6 +124,7 @@ class Schedule:
     useful_flops: float
     dtype: torch.dtype
     step: Sequence = field(repr=False, compare=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def wire(self) -> int:
@@ -204,6 +206,7 @@ def build(
     causes: Mapping[str, str] | None = None,
     useful_flops: float | None = None,
     optimizer_copies: float = 2.0,
+    notes: tuple[str, ...] = (),
 ) -> Schedule:
     """The schedule of one rank's step.
 
@@ -237,7 +240,7 @@ def build(
         mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
         memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
-        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step,
+        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ from shardc.ir.graph import Role
 aten = torch.ops.aten
 
 INPUT, MOVE, START, WAIT, COMPUTE = "input", "move", "start", "wait", "compute"
+# On nodes whose example values do not tell: which of its inputs' memory a node's tensor is, -1 for none of them.
+ALIASED = "shardc_aliased"
 # Ops that may copy, yet only move or cast what they read: they stand between a parameter and its uses.
 _COPIES = {
     aten.clone.default, aten._to_copy.default, aten.index_select.default, aten.constant_pad_nd.default,
@@ -162,6 +164,8 @@ def is_wait(node: fx.Node) -> bool:
 
 def aliased(node: fx.Node) -> fx.Node | None:
     """The operand whose memory ``node``'s tensor is, or None where it has its own."""
+    if (said := node.meta.get(ALIASED)) is not None:
+        return node.all_input_nodes[said] if said >= 0 else None
     made, target = node.meta.get("val"), node.target
     if not isinstance(made, Tensor) or not node.all_input_nodes:
         return None

@@ -1,5 +1,17 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
+from shardc.capture.repeats import Repeat, find_repeats, shortened
 from shardc.capture.trace import Captured, Dtypes, Tag, capture, decompositions, input_names, loss_arity
 
-__all__ = ["Captured", "Dtypes", "Tag", "capture", "decompositions", "input_names", "loss_arity"]
+__all__ = [
+    "Captured",
+    "Dtypes",
+    "Repeat",
+    "Tag",
+    "capture",
+    "decompositions",
+    "find_repeats",
+    "input_names",
+    "loss_arity",
+    "shortened",
+]

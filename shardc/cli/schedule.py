@@ -30,13 +30,15 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     described = hardware.find(options.hardware)
     found, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
+    folding = shardc.Options(fold=getattr(options, "fold", False))
+    program = shardc.compile(found.model, mesh, plan, loss=loss, options=folding).lower(*found.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("schedule", help="predict a training step's communication")
     add_arguments(parser)
+    parser.add_argument("--fold", action="store_true", help="analyse repeated blocks on a few of them")
     parser.add_argument("--rows", type=int, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all")
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")

@@ -26,6 +26,7 @@ class Options:
             None for real CPU ranks only.
         comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
         debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
+        fold: analyse repeated blocks on a few of them (`shardc.fold`): for looking only, the program does not run.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
     """
 
@@ -38,6 +39,7 @@ class Options:
     direct: bool | None = None
     comm: str = "real"
     debug: str | None = None
+    fold: bool = False
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def __post_init__(self) -> None:

@@ -1,0 +1,369 @@
+"""Repeated blocks: which children of a container do the same on the same shapes, one after the other.
+
+Found by running the model on fake tensors, without tracing it, and writing down every torch function that it calls:
+two blocks are alike when they hold alike tensors, call the same functions on the same things of their own, and are
+reached in the same way from the block before. Names of classes and of models play no part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from shardc.capture.annotate import PREFIX
+from shardc.capture.trace import Dtypes, Loss, _fake, _faked, _Root
+
+# Constants that are compared by value; any other object is only like itself.
+_PLAIN = (
+    int, float, complex, str, bytes, type(None), type(...), slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A run of alike blocks.
+
+    Args:
+        path: qualified name of the container.
+        first: the child that is the first of them.
+        count: how many there are.
+    """
+
+    path: str
+    first: int
+    count: int
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the children begin with, before their numbers."""
+        return f"{self.path}." if self.path else ""
+
+    def names(self) -> list[str]:
+        """The qualified names of the blocks."""
+        return [f"{self.prefix}{self.first + at}" for at in range(self.count)]
+
+    def __str__(self) -> str:
+        blocks = self.names()
+        return f"{blocks[0]} to {blocks[-1]}"
+
+
+@contextlib.contextmanager
+def shortened(model: nn.Module, repeats: Sequence[Repeat], keep: int) -> Iterator[None]:
+    """``model`` with the first ``keep`` blocks of each run alone; the children after them are numbered anew."""
+    containers = [(model.get_submodule(each.path), each) for each in repeats]
+    saved = [dict(container._modules) for container, _ in containers]
+    try:
+        for container, each in containers:
+            children = list(container._modules.values())
+            kept = children[: each.first + keep] + children[each.first + each.count :]
+            container._modules.clear()
+            container._modules.update({str(at): child for at, child in enumerate(kept)})
+        yield
+    finally:
+        for (container, _), before in zip(containers, saved, strict=True):
+            container._modules.clear()
+            container._modules.update(before)
+
+
+def find_repeats(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    keep: int,
+    loss: Loss | None = None,
+    dtypes: Dtypes,
+) -> list[Repeat]:
+    """The runs of more than ``keep`` alike blocks, one a container, where the rest does not depend on their number.
+
+    Args:
+        model, args, kwargs, device, loss, dtypes: as `capture`'s.
+        keep: the least number of blocks that stand for all.
+    """
+
+    def record() -> _Record:
+        return _record(model, args, kwargs, device, loss, dtypes)
+
+    whole = record()
+    found: list[Repeat] = []
+    for path, size in _containers(model):
+        if size > keep and not any(f"{path}.".startswith(f"{block}.") for each in found for block in each.names()):
+            run = _longest(whole, path, size)
+            if run is not None and run.count > keep:
+                found.append(run)
+    while found:
+        with shortened(model, found, keep):
+            short = record()
+        mine = [Repeat(each.path, each.first, keep) for each in found]
+        if _outside(whole, found) == _outside(short, mine):
+            break
+        found.pop()  # what comes of fewer blocks is another program: without the innermost, and the last
+    return found
+
+
+def _containers(model: nn.Module) -> list[tuple[str, int]]:
+    """The modules whose children are numbered, with how many they have, outermost first."""
+    found = []
+    for path, module in model.named_modules():
+        children = list(module._modules)
+        if children and children == [str(at) for at in range(len(children))]:
+            found.append((path, len(children)))
+    return sorted(found, key=lambda item: item[0].count("."))
+
+
+@dataclass
+class _Block:
+    """One call of a block: its place among the events, the tensors that it takes and gives."""
+
+    enter: int
+    exit: int
+    takes: list[Any]
+    gives: list[Any]
+
+
+@dataclass
+class _Record:
+    """What a run of a model called.
+
+    Args:
+        events: (function, frozen arguments, frozen results) in order.
+        made: the event that made each tensor first, by its token.
+        inputs: the tokens of the inputs.
+        held: the names of the parameters and buffers by token.
+        blocks: the calls of each numbered child.
+        alike: what must be equal of the tensors that each numbered child holds; None for one that cannot repeat.
+        result: what the model returned.
+    """
+
+    events: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    held: dict[int, str] = field(default_factory=dict)
+    blocks: dict[str, list[_Block]] = field(default_factory=dict)
+    alike: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A tensor, by the order in which it was met."""
+
+    at: int
+
+
+class _Writer(TorchFunctionMode):
+    """Writes down the torch functions that are called."""
+
+    def __init__(self, record: _Record) -> None:
+        super().__init__()
+        self.record = record
+        self._tokens: dict[int, _Token] = {}
+        self._kept: list[Any] = []  # so that no address is used again
+
+    def token(self, x: Any) -> _Token:
+        if id(x) not in self._tokens:
+            self._tokens[id(x)] = _Token(len(self._kept))
+            self._kept.append(x)
+            self.record.made[self._tokens[id(x)].at] = len(self.record.events)
+        return self._tokens[id(x)]
+
+    def freeze(self, tree: Any) -> tuple[list[Any], Any]:
+        leaves, spec = pytree.tree_flatten(tree)
+        return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else id(x) for x in leaves], spec
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frozen = self.freeze((args, kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        self.record.events.append((func, frozen, self.freeze(out)))
+        return out
+
+
+def _record(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss: Loss | None,
+    dtypes: Dtypes,
+) -> _Record:
+    """Runs ``model`` and its loss on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    root = _Root(model, flat, spec, loss, dtypes)
+    record = _Record()
+    writer = _Writer(record)
+    handles: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_faked(root, mode, device, dtypes))
+        stack.callback(lambda: [handle.remove() for handle in handles])
+        stack.enter_context(mode)
+        stack.enter_context(torch.no_grad())
+        fakes = [_fake(x, device) for x in flat if isinstance(x, Tensor)]
+        record.inputs = [writer.token(x).at for x in fakes]
+        both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+        places: dict[int, list[str]] = {}
+        for name, x in (item for named in both for item in named):
+            places.setdefault(id(x), []).append(name.removeprefix(PREFIX))
+            record.held[writer.token(x).at] = name.removeprefix(PREFIX)
+        for path, size in _containers(model):
+            container = model.get_submodule(path)
+            for at in range(size):
+                name = f"{path}.{at}" if path else str(at)
+                record.alike[name] = _holds(container._modules[str(at)], name, places)
+                handles += _hooked(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
+        buffers = [(name, x, x._version) for name, x in root.named_buffers()]
+        with writer:
+            record.result = writer.freeze(root(*fakes))
+        changed = {name.removeprefix(PREFIX) for name, x, version in buffers if x._version != version}
+    for name in record.alike:
+        if any(buffer.startswith(f"{name}.") for buffer in changed):
+            record.alike[name] = None
+    return record
+
+
+def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
+    """The modules and tensors of a block, as far as they must be alike; None where others hold its tensors too."""
+    if block is None:
+        return None
+    modules = [(path, type(module), module.training) for path, module in block.named_modules()]
+    tensors = []
+    for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
+        if any(not place.startswith(f"{name}.") for place in places[id(x)]):
+            return None
+        tensors.append((path, type(x), x.shape, x.stride(), x.dtype, x.requires_grad))
+    return modules, tensors
+
+
+def _hooked(block: nn.Module | None, calls: list[_Block], writer: _Writer) -> list[Any]:
+    """Hooks that write down when ``block`` is called, with what, and what it returns."""
+    if block is None:
+        return []
+
+    def enter(_module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(_Block(len(writer.record.events), -1, writer.freeze((args, kwargs))[0], []))
+
+    def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        calls[-1].exit, calls[-1].gives = len(writer.record.events), writer.freeze(output)[0]
+
+    return [
+        block.register_forward_pre_hook(enter, with_kwargs=True),
+        block.register_forward_hook(leave, with_kwargs=True),
+    ]
+
+
+def _longest(record: _Record, path: str, size: int) -> Repeat | None:
+    """The longest run of alike blocks in a container, the first of the longest; None where there are none."""
+    prefix = f"{path}." if path else ""
+    names = [f"{prefix}{at}" for at in range(size)]
+    if any(len(record.blocks[name]) != 1 for name in names):
+        return None
+    calls = [record.blocks[name][0] for name in names]
+    if any(before.exit > after.enter for before, after in zip(calls, calls[1:], strict=False)):
+        return None
+    bodies = [_body(record, call, name) for call, name in zip(calls, names, strict=True)]
+    links = [None, *(_link(record, before, after) for before, after in zip(calls, calls[1:], strict=False))]
+    runs, first = [], 0
+    for at in range(1, size + 1):
+        held = [record.alike[names[i]] for i in (first, at)] if at < size else [None]
+        alike = at < size and held[0] is not None and held[0] == held[1] and bodies[first] == bodies[at]
+        if not alike or (at > first + 1 and links[at] != links[first + 1]):
+            runs.append(Repeat(path, first, at - first))
+            first = at
+    runs = [run for run in runs if run.count > 1 and not _escapes(record, calls, run)]
+    return max(runs, key=lambda run: (run.count, -run.first), default=None)
+
+
+def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], Any], extra: Sequence[Any] = ()) -> Any:
+    """Events with each tensor replaced by what it is to them: one of their own results, or what ``name_of`` says."""
+    own: dict[int, int] = {}
+
+    def frozen(leaves: list[Any]) -> list[Any]:
+        return [name_of(x.at, own) if isinstance(x, _Token) else (type(x), x) for x in leaves]
+
+    out = []
+    for func, (args, args_spec), (results, results_spec) in events:
+        taken = frozen(args)
+        for x in results:
+            if isinstance(x, _Token):
+                own.setdefault(x.at, len(own))
+        out.append((func, taken, args_spec, frozen(results), results_spec))
+    return out, frozen(list(extra))
+
+
+def _body(record: _Record, call: _Block, name: str) -> Any:
+    """What a block does, in terms of what it takes and holds."""
+    takes = {x.at: at for at, x in enumerate(call.takes) if isinstance(x, _Token)}
+
+    def name_of(token: int, own: dict[int, int]) -> Any:
+        if token in record.held and record.held[token].startswith(f"{name}."):
+            return "held", record.held[token].removeprefix(f"{name}.")
+        if token in takes:
+            return "taken", takes[token]
+        return ("own", own[token]) if token in own and record.made[token] >= call.enter else ("other", token)
+
+    return _canonical(record.events[call.enter : call.exit], name_of, call.gives)
+
+
+def _link(record: _Record, before: _Block, after: _Block) -> Any:
+    """How a block comes by what it takes, in terms of what the block before it took and gave."""
+    gives = {x.at: at for at, x in enumerate(before.gives) if isinstance(x, _Token)}
+    takes = {x.at: at for at, x in enumerate(before.takes) if isinstance(x, _Token)}
+
+    def name_of(token: int, own: dict[int, int]) -> Any:
+        if token in gives:
+            return "given", gives[token]
+        if token in takes:
+            return "taken before", takes[token]
+        return ("own", own[token]) if token in own and record.made[token] >= before.exit else ("other", token)
+
+    return _canonical(record.events[before.exit : after.enter], name_of, after.takes)
+
+
+def _escapes(record: _Record, calls: Sequence[_Block], run: Repeat) -> bool:
+    """Whether what blocks of a run but the last make is used behind the run."""
+    start, last = calls[run.first].enter, calls[run.first + run.count - 1]
+    tail = [x for _, (args, _), _ in record.events[last.exit :] for x in args]
+    given = {x.at for x in last.gives if isinstance(x, _Token)}
+    used = {x.at for x in (*tail, *record.result[0]) if isinstance(x, _Token)} - given - set(record.held)
+    return any(start <= record.made[token] < last.enter for token in used)
+
+
+def _outside(record: _Record, repeats: Sequence[Repeat]) -> Any:
+    """What a model does but for its repeated blocks."""
+    spans = []
+    given: dict[int, Any] = {}
+    for number, each in enumerate(repeats):
+        calls = [record.blocks[name][0] for name in each.names()]
+        spans.append((calls[0].enter, calls[-1].exit))
+        given.update({x.at: (number, at) for at, x in enumerate(calls[-1].gives) if isinstance(x, _Token)})
+    shifts = {each.prefix: each for each in repeats}
+    inputs = {token: at for at, token in enumerate(record.inputs)}
+    events = [e for at, e in enumerate(record.events) if not any(start <= at < end for start, end in spans)]
+
+    def name_of(token: int, own: dict[int, int]) -> Any:
+        if token in record.held:
+            return "held", _behind(record.held[token], shifts)
+        if token in own:
+            return "own", own[token]
+        return ("given", given[token]) if token in given else ("input", inputs.get(token))
+
+    return _canonical(events, name_of, record.result[0])
+
+
+def _behind(name: str, shifts: dict[str, Repeat]) -> str:
+    """A held tensor's name, its child counted from the end of the run where it is behind it."""
+    for prefix, each in shifts.items():
+        number, dot, rest = name.removeprefix(prefix).partition(".")
+        if name.startswith(prefix) and number.isdecimal() and int(number) >= each.first + each.count:
+            return f"{prefix}+{int(number) - each.first - each.count}{dot}{rest}"
+    return name

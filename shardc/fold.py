@@ -1,0 +1,200 @@
+"""Folding: a model whose blocks repeat is analysed on a few of them, and what was found is repeated.
+
+Capture, planning and the cut into forward and backward run on a model in which a run of alike blocks is shortened; the
+graphs are then unfolded to all blocks (`shardc.passes.unfold`), and buckets, algorithms, the schedule and everything
+that is predicted are computed on these. Blocks are alike by what they do (`shardc.capture.repeats`) and by what the
+plan says of them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from shardc.analysis.kernels import flops_of
+from shardc.capture import Dtypes, Repeat, find_repeats, shortened
+from shardc.errors import ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir.mesh import Mesh
+from shardc.passes.options import Options
+from shardc.passes.unfold import Unfold
+from shardc.passes.unfold_names import NotPeriodic
+from shardc.plan.ports import ActivationPin, resolve_activations
+from shardc.plan.resolve import ParamPlan
+from shardc.plan.value import Plan
+from shardc.program import Program, build_program, precision_of
+
+# Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
+KEEP = (4, 6)
+
+
+class Unexecuted(fx.GraphModule):
+    """A graph that is only looked at: no code is made of it, which takes long for a large one."""
+
+    def recompile(self) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What a program of a few blocks says of the whole model.
+
+    Args:
+        repeats: the runs of blocks of the whole model.
+        keep: how many blocks of each the program has.
+        unfolds: for each run, on what the ones before it make.
+        levels, causes: as `Program.finish` takes them, of the whole model.
+    """
+
+    repeats: tuple[Repeat, ...]
+    keep: int
+    unfolds: tuple[Unfold, ...]
+    levels: Mapping[str, int]
+    causes: Mapping[str, str]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was folded, for people."""
+        return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
+
+    def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The localized joint graph of the whole model."""
+        graph = gm.graph
+        for unfold in self.unfolds:
+            graph = unfold.joint(graph)
+        return Unexecuted(gm, graph)
+
+    def halves(
+        self, first: fx.GraphModule, second: fx.GraphModule | None
+    ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        """The forward (or the inference) and the backward of the whole model."""
+        forward, backward = first.graph, second and second.graph
+        for unfold in self.unfolds:
+            forward, backward = unfold.halves(forward, backward)
+        return Unexecuted(first, forward), None if backward is None else Unexecuted(second, backward)
+
+    def model_flops(self, graph: fx.Graph) -> int:
+        """As `shardc.analysis.schedule.model_flops`, of the whole model."""
+        return sum(self._times(node) * flops_of(node) for node in graph.nodes if node.op == "call_function")
+
+    def _times(self, node: fx.Node) -> int:
+        """How many blocks of the whole model ``node`` stands for."""
+        name = ir.info(node).name
+        return 1 + sum(unfold.missing for unfold in self.unfolds if name in unfold.block_names)
+
+
+def build_folded(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    params: Mapping[str, ParamPlan],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    loss: Callable[..., Any] | None,
+    options: Options,
+    deferred: frozenset[str] = frozenset(),
+) -> Program:
+    """As `build_program`, from a few of each run of alike blocks; `Program.folded` says of which.
+
+    A model without such runs is built whole; so is one whose blocks look alike but do not come out so, with a warning.
+    """
+    why: NotPeriodic | None = None
+    for keep in KEEP:
+        repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
+        if not repeats:
+            break
+        short = {_short(name, repeats, keep): found for name, found in params.items()}
+        pins = [(_short(pin.module, repeats, keep), pin) for pin in _pins(model, plan)]
+        with shortened(model, repeats, keep):
+            program = build_program(
+                model, mesh, plan, {name: found for name, found in short.items() if name is not None}, args, kwargs,
+                device=device, loss=loss, options=options, 
+                pins=[replace(pin, module=name) for name, pin in pins if name is not None],
+                deferred=frozenset(name for each in deferred if (name := _short(each, repeats, keep)) is not None),
+            )  # fmt: skip
+        try:
+            program.folded = _folded(program, repeats, keep, params)
+            _ = program.forward or program.inference
+            return program
+        except NotPeriodic as error:
+            why = error
+    if why is not None:
+        text = f"blocks {repeats[0] if repeats else ''} are not folded: {why.what}"
+        warnings.warn(ShardcWarning(text), stacklevel=2)
+    return build_program(
+        model, mesh, plan, params, args, kwargs, device=device, loss=loss, options=options, deferred=deferred
+    )
+
+
+def _folded(program: Program, repeats: Sequence[Repeat], keep: int, params: Mapping[str, ParamPlan]) -> Folded:
+    unfolds: list[Unfold] = []
+    graph = program.localized.graph
+    for number, each in enumerate(repeats):
+        if number:
+            graph = unfolds[-1].joint(graph)
+        unfolds.append(Unfold(graph, each, keep))
+    levels = {name: p.level for name, p in params.items()}
+    causes = {name: p.compute_cause for name, p in params.items()}
+    return Folded(tuple(repeats), keep, tuple(unfolds), levels, causes)
+
+
+def _repeats(
+    model: nn.Module,
+    plan: Plan,
+    params: Mapping[str, ParamPlan],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss: Callable[..., Any] | None,
+    keep: int,
+) -> list[Repeat]:
+    """The runs of blocks that do the same and of which the plan says the same."""
+    precision = precision_of(plan, model)
+    dtypes = Dtypes(precision.param, precision.buffers, precision.output)
+    found = find_repeats(model, args, kwargs, device=device, keep=keep, loss=loss, dtypes=dtypes)
+    pins = _pins(model, plan)
+    out = []
+    for each in found:
+        said = [_said(name, params, pins) for name in each.names()]
+        starts = [0, *(at for at in range(1, each.count) if said[at] != said[at - 1]), each.count]
+        runs = [Repeat(each.path, each.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+        longest = max(runs, key=lambda run: run.count)
+        if longest.count > keep:
+            out.append(longest)
+    return out
+
+
+def _pins(model: nn.Module, plan: Plan) -> list[ActivationPin]:
+    return resolve_activations(plan, [name for name, _ in model.named_modules()])
+
+
+def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin]) -> Any:
+    """What the plan says of what is in ``block``, in terms of names within it."""
+    inside = f"{block}."
+    return (
+        {name.removeprefix(inside): found for name, found in params.items() if name.startswith(inside)},
+        [
+            replace(pin, module=pin.module.removeprefix(block))
+            for pin in pins
+            if pin.module == block or pin.module.startswith(inside)
+        ],
+    )
+
+
+def _short(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
+    """What ``name`` is called in the shortened model; None for what is in a block that it does without."""
+    for each in repeats:
+        number, dot, rest = name.removeprefix(each.prefix).partition(".")
+        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep:
+            continue
+        if int(number) < each.first + each.count:
+            return None
+        name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
+    return name

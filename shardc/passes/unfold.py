@@ -1,0 +1,373 @@
+"""Unfold: a graph of a few repeated blocks becomes the graph of all of them.
+
+A model whose blocks repeat is captured with a few of them (`shardc.capture.repeats`). In its local graphs, the joint
+one or the halves that it is cut into, the nodes of the middle blocks repeat with a period. A period that is, node by
+node, the one before it moved on by one block is copied as often as blocks are missing. What cannot be shown to repeat
+so is not unfolded: that is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from shardc.analysis.sequence import ALIASED, aliased
+from shardc.ir import graph as ir
+from shardc.ir.graph import Info, Role
+from shardc.passes.unfold_names import Names, NotPeriodic, Run
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of a period's nodes (or of a block's parameters) a node is, and of which block."""
+
+    role: Any
+    block: int
+
+
+@dataclass
+class Body:
+    """The ops of one phase of a graph, and where they repeat.
+
+    Args:
+        nodes: in order.
+        name: of the phase.
+        step: 1 where later periods are of later blocks, -1 where they are of earlier ones.
+        period: nodes of a block.
+        whole: the blocks whose periods are all there and alike, in the order of the nodes.
+        start, end: the nodes that have places.
+    """
+
+    nodes: list[fx.Node]
+    name: str
+    step: int
+    period: int = 0
+    whole: list[int] = field(default_factory=list)
+    start: int = 0
+    end: int = 0
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _phases(graph: fx.Graph) -> list[Body]:
+    """The ops of forward, then those of backward: of a joint graph, or of a forward that computes some of them."""
+    calls = _calls(graph)
+    phases = {phase: [n for n in calls if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
+    return [Body(phases["forward"], "forward", 1), Body(phases["backward"], "early", -1)]
+
+
+class Unfold:
+    """Makes graphs of ``run.count`` blocks from those of ``keep``.
+
+    Guarantees: nodes, their order and their names are those of the graph of the whole model.
+
+    Args:
+        joint: the localized joint graph.
+        run: the blocks of the whole model.
+        keep: how many of them were captured.
+
+    Raises:
+        NotPeriodic: the blocks' nodes do not repeat.
+    """
+
+    def __init__(self, joint: fx.Graph, run: Run, keep: int) -> None:
+        self.run, self.keep, self.missing = run, keep, run.count - keep
+        self.names = Names(run, keep)
+        found = _Unfolding(self, joint, _phases(joint), {})
+        both = sorted(set.intersection(*(set(body.whole) for body in found.bodies if body.nodes)))
+        if not both:
+            raise NotPeriodic("no block is like the one before it, both forward and backward")
+        self.names.last = both[len(both) // 2]
+        at = {place: node for node, place in found.places.items() if node.op != "placeholder"}
+        for body in found.bodies:
+            here = [(found.places[node], node) for node in body.nodes[body.start : body.end]]
+            pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in here]
+            self.names.learn([(_name(x), _name(y), p.block) for p, x, y in pairs if y is not None], body.step)
+        self.block_names = frozenset(_name(n) for p, n in at.items() if p.block == self.names.last)
+
+    def joint(self, graph: fx.Graph) -> fx.Graph:
+        """The joint graph."""
+        return _Unfolding(self, graph, _phases(graph), {}).graph()
+
+    def halves(self, forward: fx.Graph, backward: fx.Graph | None) -> tuple[fx.Graph, fx.Graph | None]:
+        """The forward (or the inference), and the backward that the same joint graph was cut into."""
+        first = _Unfolding(self, forward, _phases(forward), {})
+        made = first.graph()
+        if backward is None:
+            return made, None
+        saved = {node.name: place for node, place in first.places.items()}
+        second = _Unfolding(self, backward, [Body(_calls(backward), "backward", -1)], saved)
+        second.twins = {place: node.name for place, node in first.copied.items()}
+        return made, second.graph()
+
+
+class _Unfolding:
+    """One graph on its way.
+
+    Args:
+        saved: the places of what the forward saves, by the names of the placeholders.
+    """
+
+    def __init__(self, unfold: Unfold, graph: fx.Graph, bodies: list[Body], saved: Mapping[str, Place]) -> None:
+        self.names, self.missing, self.source, self.bodies = unfold.names, unfold.missing, graph, bodies
+        self.places: dict[fx.Node, Place] = {}
+        self.twins: dict[Place, str] = {}
+        for node in ir.placeholders(graph):
+            role, block = ir.role(node), self.names.own(ir.info(node).name)
+            if role.kind == "saved":
+                if node.name in saved:
+                    self.places[node] = saved[node.name]
+            elif role.kind in ("param", "buffer") and block is not None:
+                self.places[node] = Place(self.names.module(role.name, unfold.run.first - block), block)
+        self.position: dict[fx.Node, tuple[Body, int]] = {
+            node: (body, at) for body in bodies for at, node in enumerate(body.nodes)
+        }
+        for body in bodies:
+            self._find(body)
+        self.at = {place: node for node, place in self.places.items()}
+        self.copied: dict[Place, fx.Node] = {}
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.meta: dict[fx.Node, dict[str, Any]] = {}
+        self.new = fx.Graph()
+
+    # --- what repeats
+
+    def _find(self, body: Body) -> None:
+        """Finds the longest stretch of alike periods, and gives its nodes, and those like them around it, places."""
+        first_of: dict[int, int] = {}
+        for at, node in enumerate(body.nodes):
+            if (block := self.names.own(ir.info(node).name)) is not None:
+                first_of.setdefault(block, at)
+        if not set(first_of) - self.names.ends:
+            return  # what only the first block or the last one has is not repeated
+        start = 0
+        for block, at in first_of.items():
+            if (after := first_of.get(block + body.step)) is None or after <= at:
+                continue
+            whole, period = [block], after - at
+            while self._like(body, at + period * (len(whole) - 1), period):
+                whole.append(whole[-1] + body.step)
+            if len(whole) > max(1, len(body.whole)):
+                body.whole, body.period, start = whole, period, at
+        if not body.whole:
+            raise NotPeriodic("no two blocks are alike, node by node")
+        body.start, body.end = start, start + body.period * len(body.whole)
+        while body.end < len(body.nodes) and self._alike(body, body.end - body.period, body.period):
+            body.end += 1
+        while body.start > 0 and self._alike(body, body.start - 1, body.period):
+            body.start -= 1
+        for at in range(body.start, body.end):
+            turn, role = divmod(at - start, body.period)
+            self.places[body.nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
+
+    def _like(self, body: Body, start: int, period: int) -> bool:
+        """Whether the period behind the one at ``start`` is like it."""
+        inside = start + 2 * period <= len(body.nodes)
+        return inside and all(self._alike(body, at, period) for at in range(start, start + period))
+
+    def _alike(self, body: Body, at: int, period: int) -> bool:
+        """Whether a node and the one a period later do the same to things that are a block apart."""
+        node, later = body.nodes[at], body.nodes[at + period]
+        if node.target != later.target or _made(node) != _made(later):
+            return False
+        ours, theirs = ir.info(node).origin, ir.info(later).origin
+        if (ours.phase, ours.source) != (theirs.phase, theirs.source):
+            return False
+        first, second = _leaves((node.args, node.kwargs)), _leaves((later.args, later.kwargs))
+        return len(first) == len(second) and all(
+            self._apart(body, x, y, period)
+            if isinstance(x, fx.Node) and isinstance(y, fx.Node)
+            else type(x) is type(y) and bool(x == y)
+            for x, y in zip(first, second, strict=True)
+        )
+
+    def _apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
+        """Whether ``y`` is to one block what ``x`` is to the one before, or both are the same."""
+        if x is y:
+            return True
+        ours, theirs = self.places.get(x), self.places.get(y)
+        if ours is not None or theirs is not None:
+            return ours is not None and theirs == Place(ours.role, ours.block + body.step)
+        here, there = self.position.get(x), self.position.get(y)
+        if here is None or there is None or here[0] is not body or there[0] is not body:
+            return False
+        return there[1] - here[1] == period
+
+    # --- the whole graph
+
+    def graph(self) -> fx.Graph:
+        """The graph of all blocks."""
+        self.copies = range(self.names.last + 1, self.names.last + 1 + self.missing)
+        group: list[fx.Node] = []
+        for node in [*ir.placeholders(self.source), None]:
+            mine = node is not None and (p := self.places.get(node)) is not None and p.block == self.names.last
+            if not mine:
+                for block in self.copies:
+                    for template in group:
+                        self._copy_placeholder(template, block)
+                group.clear()
+            if node is not None:
+                self._keep(node)
+                group += [node] if mine else []
+        for body in self.bodies:
+            for node, copy_of in self._order(body):
+                if copy_of is None:
+                    self._keep(node)
+                else:
+                    self._copy(node, copy_of)
+        self._output()
+        self.new.lint()
+        return self.new
+
+    def _order(self, body: Body) -> list[tuple[fx.Node, int | None]]:
+        """The nodes of a body and, for a copy, its block, as they stand in the whole graph."""
+        if not body.whole:
+            return [(node, None) for node in body.nodes]
+        template, all_new = body.whole[-1], body.period * self.missing
+        order: list[tuple[int, fx.Node, int | None]] = []
+        for at, node in enumerate(body.nodes):
+            moved = (self._shift(node) > 0) == (body.step > 0)
+            order.append((at + all_new * moved, node, None))
+            place = self.places.get(node)
+            if place is not None and place.block == template:
+                for block in self.copies:
+                    turn = block - template if body.step > 0 else self.missing + template - block
+                    order.append((at + turn * body.period, node, block))
+        order.sort(key=lambda item: item[0])
+        if [at for at, _, _ in order] != list(range(len(order))):
+            raise NotPeriodic("the new blocks do not fit between those that are there")
+        return [(node, block) for _, node, block in order]
+
+    def _shift(self, node: fx.Node) -> int:
+        """By how many blocks ``node`` is moved: those behind the new ones are, the same way in both phases."""
+        if (place := self.places.get(node)) is not None:
+            return self.missing if place.block > self.names.last else 0
+        body, at = self.position.get(node, (None, 0))
+        if body is not None and body.whole:
+            return self.missing if (at >= body.end) == (body.step > 0) else 0
+        block = self.names.own(ir.info(node).name)
+        if block is None and any(x in self.places for x in node.all_input_nodes):
+            raise NotPeriodic(f"{ir.info(node).name} is of no block and works on what one makes")
+        return self.missing if block is not None and block > self.names.last else 0
+
+    def _there(self, node: fx.Node, shift: int) -> fx.Node:
+        """What stands in the whole graph for ``node`` to a user that is moved by ``shift`` blocks."""
+        if (place := self.places.get(node)) is None:
+            return self.env[node]
+        block = place.block + shift
+        if block in self.copies:
+            found = self.copied.get(Place(place.role, block))
+        else:
+            before = self.at.get(Place(place.role, block if block <= self.names.last else block - self.missing))
+            found = None if before is None else self.env.get(before)
+        if found is None:
+            raise NotPeriodic(f"{ir.info(node).name} has no counterpart in block {block}")
+        return found
+
+    def _keep(self, node: fx.Node) -> None:
+        """``node`` as it is, among more blocks."""
+        self.env[node] = self._node(node, self._shift(node), node.name)
+
+    def _copy(self, node: fx.Node, block: int) -> None:
+        """The counterpart of ``node`` in a block that was not captured."""
+        place = self.places[node]
+        made = self._node(node, block - place.block, f"{node.name}_block_{block}")
+        self.copied[Place(place.role, block)] = made
+
+    def _copy_placeholder(self, node: fx.Node, block: int) -> None:
+        place = Place(self.places[node].role, block)
+        name = self.twins.get(place, f"{node.name}_block_{block}")
+        made = self._node(node, block - self.places[node].block, name)
+        if made.name != name:
+            raise NotPeriodic(f"a node is called {name} already")
+        self.copied[place] = made
+
+    def _node(self, node: fx.Node, shift: int, name: str) -> fx.Node:
+        there = partial(self._there, shift=shift)
+        args, kwargs = fx.node.map_arg(node.args, there), fx.node.map_arg(node.kwargs, there)
+        target = name if node.op == "placeholder" else node.target
+        made = self.new.create_node(node.op, target, args, kwargs, name=name)
+        if node not in self.meta:
+            self.meta[node] = _meta(node)
+        made.meta = dict(self.meta[node])
+        place = self.places.get(node)
+        rename: Callable[[str], str] = (
+            partial(self.names.outside, moved_by=shift)
+            if place is None
+            else partial(self.names.among_blocks, block=place.block, moved_by=shift)
+        )
+        return ir.set_info(made, self._renamed(ir.info(node), rename, shift))
+
+    def _renamed(self, record: Info, rename: Callable[[str], str], shift: int) -> Info:
+        origin = record.origin
+        module = self.names.module(origin.module, shift)
+        origin = replace(origin, module=module, cause=rename(origin.cause))
+        role = record.role and replace(record.role, name=self.names.module(record.role.name, shift))
+        return replace(record, name=rename(record.name), origin=origin, role=role)
+
+    def _output(self) -> None:
+        """The outputs of the blocks that were captured, and those that the copies have like them."""
+        made: list[tuple[Role, Any]] = []
+        group: list[tuple[Role, Any]] = []
+        for role, node in [*ir.outputs(self.source), (None, None)]:
+            block = self._block_of(role, node) if role is not None else None
+            if block != self.names.last:
+                made += self._outputs(group, self.copies)
+                group.clear()
+            if role is not None:
+                shift = self.missing if block is not None and block > self.names.last else 0
+                if block is None and isinstance(node, fx.Node):
+                    shift = self._shift(node)
+                made.append(self._one_output(role, node, shift))
+                group += [(role, node)] if block == self.names.last else []
+        output = self.new.output(tuple(node for _, node in made))
+        output.meta = dict(ir.output_node(self.source).meta)
+        output.meta[ir.ROLES] = tuple(role for role, _ in made)
+
+    def _outputs(self, group: list[tuple[Role, Any]], blocks: Iterable[int]) -> list[tuple[Role, Any]]:
+        return [self._one_output(role, node, block - self.names.last) for block in blocks for role, node in group]
+
+    def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
+        there = self._there(node, shift) if isinstance(node, fx.Node) else node
+        if role.kind == "saved":
+            return replace(role, name=there.name), there
+        return replace(role, name=self.names.module(role.name, shift)), there
+
+    def _block_of(self, role: Role, node: Any) -> int | None:
+        """The block of the run that an output is of."""
+        if role.kind == "saved":
+            place = self.places.get(node)
+            return None if place is None else place.block
+        return self.names.own(role.name) if role.kind == "grad" else None
+
+
+def _name(node: fx.Node) -> str:
+    return ir.info(node).name
+
+
+def _leaves(tree: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(tree, found.append)
+    return found
+
+
+def _made(node: fx.Node) -> Any:
+    """What must be equal of what alike nodes make."""
+    value = node.meta.get("val")
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [(x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else type(x) for x in parts]
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    """The meta of a node, with a note of whose memory its value is: copies share their example values."""
+    meta = dict(node.meta)
+    if node.op == "call_function":
+        owner = aliased(node)
+        meta[ALIASED] = -1 if owner is None else node.all_input_nodes.index(owner)
+    return meta

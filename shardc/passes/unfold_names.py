@@ -1,0 +1,138 @@
+"""How the names of nodes go on from block to block, for `shardc.passes.unfold`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+from shardc.errors import ShardcError
+
+NEEDED_BY = "needed by "
+
+
+class NotPeriodic(ShardcError):
+    """A graph in which blocks do not repeat node by node."""
+
+
+class Run(Protocol):
+    """A run of alike blocks; see `shardc.capture.repeats.Repeat`."""
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def prefix(self) -> str: ...
+
+
+class Names:
+    """The names in the whole graph of nodes of a graph of a few blocks.
+
+    A name has its block's number behind the container's path, or it is one of those that are numbered through the
+    graph (``d.add.7``); those count on by as many as a block has of them.
+
+    Args:
+        run: the blocks of the whole model.
+        keep: how many of them were captured.
+    """
+
+    def __init__(self, run: Run, keep: int) -> None:
+        self.run, self.keep, self.missing = run, keep, run.count - keep
+        self.last = run.first  # the last block in front of those that are put in
+        self.ends = {run.first, run.first + keep - 1}
+        self._block = re.compile(rf"^(needed by )?(d\.)?{re.escape(run.prefix)}(\d+)(?=\.|$)")
+        # What stands before the number -> (numbers in a block, the first behind the new blocks, direction).
+        self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
+
+    def own(self, name: str) -> int | None:
+        """The number of the block of the run in ``name``."""
+        number = self._number(name)
+        return number if number is not None and number < self.run.first + self.keep else None
+
+    def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
+        """Takes in (name in one block, its counterpart in the next later in the graph, number of the first block).
+
+        Args:
+            step: 1 where blocks follow in their order, -1 where in reverse.
+
+        Raises:
+            NotPeriodic: names that do not count on evenly.
+        """
+        for early, late, block in pairs:
+            if self._number(early) is not None or early == late:
+                continue
+            family, first, second = _numbers(early, late)
+            each = second - first
+            behind = first + each * ((self.last + 1 - block) if step > 0 else (block - self.last))
+            known = self._families.get(family, (each, behind, step))
+            if each <= 0 or known[0] != each:
+                raise NotPeriodic(f"{early} and {late} do not count on evenly")
+            self._families[family] = (each, min(known[1], behind), step)
+
+    def among_blocks(self, name: str, block: int, moved_by: int) -> str:
+        """The name of the counterpart, ``moved_by`` blocks on in the whole graph, of a node of ``block``."""
+        if self._number(name) is not None:
+            return self.module(name, moved_by)
+        if (found := self._family(name)) is None:
+            return name
+        family, at, value = found
+        each, _, step = self._families[family]
+        return _with_number(name, at, value + each * (moved_by if step > 0 else self.missing - moved_by))
+
+    def outside(self, name: str, moved_by: int) -> str:
+        """The name of a node of no place in a period, which stands ``moved_by`` blocks on in the whole graph."""
+        if self._number(name) is not None:
+            return self.module(name, moved_by)
+        if (found := self._family(name)) is None:
+            return name
+        family, at, value = found
+        each, behind, _ = self._families[family]
+        return _with_number(name, at, value + each * self.missing * (value >= behind))
+
+    def module(self, name: str, moved_by: int) -> str:
+        """The name of a module, or of what it holds, ``moved_by`` blocks on; behind the run all move alike."""
+        number = self._number(name)
+        if number is None:
+            return name
+        on = number + (moved_by if number < self.run.first + self.keep else self.missing)
+        return self._block.sub(lambda m: f"{m[1] or ''}{m[2] or ''}{self.run.prefix}{on}", name)
+
+    def _number(self, name: str) -> int | None:
+        found = self._block.match(name)
+        return int(found[3]) if found and int(found[3]) >= self.run.first else None
+
+    def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
+        """(family, place of its number, number) of a name that is numbered through the graph."""
+        parts = name.removeprefix(NEEDED_BY).split(".")
+        for at in range(1, len(parts) + 1):
+            if (family := tuple(parts[:at])) in self._families:
+                numbered = at < len(parts) and parts[at].isdecimal()
+                return family, at, int(parts[at]) if numbered else 0
+        return None
+
+
+def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
+    """(what stands before the number, the number in ``early``, in ``late``) of names that differ in one number.
+
+    >>> _numbers("d.add.scattered", "d.add.8.scattered")
+    (('d', 'add'), 0, 8)
+    """
+    first, second = early.split("."), late.split(".")
+    at = next((i for i, part in enumerate(second) if i >= len(first) or first[i] != part), len(second))
+    if at < len(second) and second[at].isdecimal():
+        if first[at:] == second[at + 1 :]:
+            return tuple(second[:at]), 0, int(second[at])
+        if at < len(first) and first[at].isdecimal() and first[at + 1 :] == second[at + 1 :]:
+            return tuple(second[:at]), int(first[at]), int(second[at])
+    raise NotPeriodic(f"{early} and {late} are not numbered alike")
+
+
+def _with_number(name: str, at: int, value: int) -> str:
+    """``name`` with ``value`` as its part ``at``."""
+    said = NEEDED_BY if name.startswith(NEEDED_BY) else ""
+    parts = name.removeprefix(NEEDED_BY).split(".")
+    rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
+    return said + ".".join([*parts[:at], *([str(value)] if value else []), *rest])

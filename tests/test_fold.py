@@ -1,0 +1,245 @@
+"""Folding: what is predicted of repeated blocks from a few of them is what is predicted of all of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardc
+from examples.models import gpt2, llama
+from shardc.errors import InputError, PlanError
+from shardc.ir.mesh import Mesh
+
+WIDTH = 16
+FOLD = shardc.Options(fold=True)
+
+
+class Layer(nn.Module):
+    """A residual layer of two matrix products."""
+
+    def __init__(self, hidden: int = 2 * WIDTH) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Layers between two projections; ``combine`` makes one tensor of the layers' outputs."""
+
+    def __init__(self, *layers: nn.Module, combine: Callable[[list[Tensor]], Tensor] = lambda outs: outs[-1]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(layers)
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.combine = combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        outs = [self.first(x)]
+        for layer in self.layers:
+            outs.append(torch.tanh(layer(outs[-1])))
+        return self.last(self.combine(outs)).sum()
+
+
+def stack(layers: int, **options: Any) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+    return Stack(*(Layer() for _ in range(layers)), **options), (torch.empty(8, WIDTH),), None
+
+
+def llama_of(layers: int) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+    config = llama.LlamaConfig(layers=layers)
+    with torch.device("meta"):
+        return llama.Llama(config), llama.batch(config), llama.loss
+
+
+def gpt2_of(layers: int) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+    config = gpt2.GPT2Config(layers=layers)
+    with torch.device("meta"):
+        return gpt2.GPT2(config), gpt2.batch(config), gpt2.loss
+
+
+def program(made: tuple[nn.Module, tuple[Tensor, ...], Any], plan: shardc.Plan, fold: bool, **axes: int) -> Any:
+    model, args, loss = made
+    options = replace(FOLD, fold=fold)
+    return shardc.compile(model, Mesh(axes), plan, loss=loss, options=options).lower(*args)
+
+
+def said(schedule: Any) -> tuple[Any, Any]:
+    """All of a schedule: its record, without the notes, and its trace."""
+    record = json.loads(schedule.to_json())
+    record.pop("notes", None)
+    return record, json.loads(schedule.to_trace())
+
+
+def check(make: Callable[[], Any], plan: shardc.Plan, folds: bool, **axes: int) -> Any:
+    """Compares the folded program's schedules with the whole one's; returns the folded one."""
+    whole, folded = program(make(), plan, False, **axes), program(make(), plan, True, **axes)
+    assert (folded.folded is not None) == folds
+    for stage in ("schedule", "localize"):
+        for order in ("graph", "earliest"):
+            expected, found = (each.schedule("cpu", stage=stage, order=order) for each in (whole, folded))
+            assert said(found) == said(expected)
+    return folded
+
+
+MLP_TP = shardc.tp("tp", colwise=["layers.*.up"], rowwise=["layers.*.down"])
+PLANS = {
+    "ddp": (lambda tp: shardc.ddp("dp"), {"dp": 2}),
+    "fsdp2": (lambda tp: shardc.fsdp("dp", level=2), {"dp": 2}),
+    "fsdp3": (lambda tp: shardc.fsdp("dp"), {"dp": 2}),
+    "tp": (lambda tp: tp("tp"), {"tp": 2}),
+    "tp+sp": (lambda tp: tp("tp", sequence=True), {"tp": 2}),
+    "fsdp+tp+sp": (lambda tp: shardc.fsdp("dp") | tp("tp", sequence=True), {"dp": 2, "tp": 2}),
+}
+MODELS = {
+    "llama": (llama_of, llama.llama_tp),
+    "gpt2": (gpt2_of, gpt2.gpt2_tp),
+    "stack": (stack, lambda axis, sequence=False: MLP_TP),
+}
+QUICK = {("llama", 6, "fsdp+tp+sp"), ("gpt2", 6, "fsdp3"), ("stack", 8, "ddp"), ("stack", 6, "tp")}
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.long], id="-".join(map(str, case)))
+    for case in ((model, layers, plan) for model in MODELS for layers in (4, 6, 8) for plan in PLANS)
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "plan"), CASES)
+def test_what_is_folded_is_what_is_whole(model: str, layers: int, plan: str) -> None:
+    make, tp = MODELS[model]
+    said_of, axes = PLANS[plan]
+    check(lambda: make(layers), said_of(tp), layers > 4, **axes)
+
+
+def test_the_graphs_are_those_of_the_whole_model() -> None:
+    """All ranks step the unfolded graphs: values and gradients are the dense model's."""
+    torch.manual_seed(0)
+    model, _, _ = stack(7)
+    model, x = model.double(), torch.randn(8, WIDTH).double()
+    plan = shardc.fsdp("dp") | MLP_TP
+    module = shardc.compile(model, Mesh(dp=2, tp=2), plan, backend="eager", options=FOLD)
+    simulation = shardc.Simulation(module)
+    value = simulation(x)
+    simulation.backward()
+    expected = model(x)
+    expected.backward()
+    assert module.lower(x).folded is not None
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-9, atol=1e-12)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(simulation.grad(name), param.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_says_what_is_folded() -> None:
+    made = program(stack(7), shardc.ddp("dp"), True, dp=2)
+    note = "layers.0 to layers.6: 7 blocks alike, analysed on 4"
+    schedule = made.schedule()
+    assert schedule.table().splitlines()[1] == note
+    assert json.loads(schedule.to_json())["notes"] == [note]
+    assert "notes" not in json.loads(program(stack(4), shardc.ddp("dp"), True, dp=2).schedule().to_json())
+    with pytest.raises(PlanError, match="no graph of all blocks"):
+        made.lint()
+    with pytest.raises(PlanError, match="there is no stage 'bucket'"):
+        made.text("bucket")
+
+
+# --- what may not be folded, or not all of it
+
+
+class Counted(Layer):
+    """A layer that keeps state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        return super().forward(x) - self.mean
+
+
+class Scaled(Layer):
+    """A layer that knows its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (1 + self.number)
+
+
+def tied(layers: int) -> Any:
+    made = [Layer() for _ in range(layers)]
+    made[4].up.weight = made[1].up.weight
+    return Stack(*made), (torch.empty(8, WIDTH),), None
+
+
+def wide_at(place: int, layers: int) -> Any:
+    made = [Layer(4 * WIDTH if at == place else 2 * WIDTH) for at in range(layers)]
+    return Stack(*made), (torch.empty(8, WIDTH),), None
+
+
+def stack_of(kind: Callable[[int], nn.Module], layers: int) -> Any:
+    return Stack(*(kind(at) for at in range(layers))), (torch.empty(8, WIDTH),), None
+
+
+def frozen_at(place: int, layers: int) -> Any:
+    made = stack(layers)
+    made[0].layers[place].requires_grad_(False)
+    return made
+
+
+NEVER = {
+    "state": lambda: stack_of(lambda at: Counted(), 6),
+    "its number": lambda: stack_of(Scaled, 6),
+    "a shared parameter": lambda: tied(6),
+    "other shapes": lambda: wide_at(2, 6),
+    "a frozen block": lambda: frozen_at(3, 6),
+    "an output in between": lambda: stack(6, combine=lambda outs: outs[3] + outs[-1]),
+    "all outputs": lambda: stack(6, combine=lambda outs: torch.stack(outs).mean(0)),
+    "their number": lambda: stack(6, combine=lambda outs: outs[-1] / len(outs)),
+}
+
+
+@pytest.mark.parametrize("why", NEVER)
+def test_blocks_that_differ_are_not_folded(why: str) -> None:
+    assert program(NEVER[why](), shardc.fsdp("dp"), True, dp=2).folded is None
+
+
+def test_a_plan_of_one_block_splits_the_run() -> None:
+    """Blocks that the plan treats alike are folded, the others are not."""
+    plan = shardc.tp("tp", colwise=["layers.5.up"], rowwise=["layers.5.down"])
+    folded = check(lambda: stack(11), plan, True, tp=2)
+    assert [str(each) for each in folded.folded.repeats] == ["layers.0 to layers.4"]
+
+
+def test_what_stands_behind_a_run_keeps_its_name() -> None:
+    folded = check(lambda: wide_at(6, 8), shardc.fsdp("dp"), True, dp=2)
+    assert [str(each) for each in folded.folded.repeats] == ["layers.0 to layers.5"]
+
+
+def test_two_runs() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.decoder = stack(6)[0], stack(7)[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.decoder(x * self.encoder(x))
+
+    folded = check(lambda: (Both(), (torch.empty(8, WIDTH),), None), shardc.fsdp("dp"), True, dp=2)
+    assert [str(each) for each in folded.folded.repeats] == [
+        "encoder.layers.0 to encoder.layers.5", "decoder.layers.0 to decoder.layers.6",
+    ]  # fmt: skip
+
+
+def test_folded_programs_do_not_run() -> None:
+    mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp",), _init_backend=False, _rank=0)
+    with pytest.raises(InputError, match="fold=True is for looking"):
+        shardc.compile(stack(6)[0], mesh, shardc.ddp("dp"), options=FOLD)
