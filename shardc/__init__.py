@@ -7,6 +7,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
 from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, precision, tp
+from shardc.precompiled import load
 from shardc.program import Options, Program
 from shardc.rules import register_rule
 from shardc.runtime.sim import Simulation
@@ -25,6 +26,7 @@ __all__ = [
     "fsdp",
     "hsdp",
     "hsdp_plan",
+    "load",
     "local",
     "local_map",
     "precision",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +20,20 @@ from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.fold import build_folded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.lower import BACKENDS, lower
+from shardc.lower import BACKENDS, artifacts, lower
 from shardc.plan.ports import resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
 from shardc.plan.value import Plan
+from shardc.precompiled import Identity, Precompiled, load
+from shardc.precompiled.identity import described
 from shardc.program import Options, Program, build_program
 from shardc.runtime.checked import Checked
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
 from shardc.runtime.module import ShardedModule
+from shardc.runtime.signature import Signature
 from shardc.runtime.state import State
+from shardc.runtime.step import named_groups, use_groups
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
 
@@ -41,6 +46,7 @@ def compile(
     loss: Callable[..., Any] | None = None,
     backend: str = "inductor",
     options: Options | None = None,
+    precompiled: str | Path | Precompiled | Sequence[Precompiled] = (),
 ) -> Any:
     """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
 
@@ -51,6 +57,8 @@ def compile(
         loss: ``loss(output, *targets)``, put into the graph; then ``module(*inputs, *targets)`` is the global loss.
         backend: "inductor" or "eager".
         options: see `Options`.
+        precompiled: programs that were saved, or the folder of one (whose artifacts of Inductor are then not read; see
+            `shardc.load`). Calls that one was compiled for run it; others are captured as usual.
 
     Returns:
         A module of the model's class with DTensor parameters in storage layout. It is captured at its first call,
@@ -61,6 +69,7 @@ def compile(
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
         PlanError, LayoutError: what the plan says cannot be.
+        PrecompiledError: a saved program is of another torch, mesh, plan, model or device; says which.
         Nothing is changed then.
 
     >>> import shardc, torch
@@ -97,7 +106,7 @@ def compile(
         groups=groups,
         template=template,
         storages=storages,
-        build=_Build(plan, abstract, params, device, loss, options),
+        build=_Build(plan, abstract, params, device, loss, options, groups if backend == "inductor" else None),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
@@ -106,6 +115,9 @@ def compile(
         dtensor_outputs=plan.setting("dtensor_outputs"),
         sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
     )
+    for program in _loaded(precompiled):
+        program.check(abstract, plan, described(template, loss), device)
+        state.programs[program.identity.signature] = program
     if plan.precision.grads is not None:
         for param in sharded.parameters():
             param.grad_dtype = plan.precision.grads
@@ -154,7 +166,9 @@ class _Build:
         device: torch.device,
         loss: Callable[..., Any] | None,
         options: Options,
+        groups: Groups | None,
     ) -> None:
+        self.groups = groups
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
 
@@ -167,13 +181,42 @@ class _Build:
         deferred: frozenset[str] = frozenset(),
     ) -> Program:
         build = build_folded if self.options.fold else build_program
-        return build(
+        program = build(
             template, self.mesh, self.plan, self.params, args, kwargs,
             device=self.device, loss=self.loss if with_loss else None, options=self.options, deferred=deferred,
         )  # fmt: skip
+        names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
+        signature = Signature.of(template, names, args, kwargs)
+        program.identity = Identity(signature, described(template, self.loss), self.device.type)
+        program.lower_again = self._lower_again
+        return program
+
+    def _lower_again(self, folder: Path) -> bytes | None:
+        """Inductor's artifacts of the program in ``folder``; None where it has no process groups (yet)."""
+        if self.groups is None:
+            return None
+        saved, groups = load(folder), self.groups
+        graphs = {half: getattr(saved, half) for half in ("forward", "backward", "inference")}
+        named = {name for graph in graphs.values() if graph is not None for name in named_groups(graph, self.mesh)}
+        if not named <= groups.rename.keys():
+            return None  # to make them is up to all ranks
+
+        def compile_all() -> None:
+            for half, graph in graphs.items():
+                if graph is not None:
+                    use_groups(graph, groups)
+                    lower(graph, "inductor", backward=half == "backward", inference=half == "inference", cached=True)
+
+        return artifacts(compile_all)
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
         return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]
+
+
+def _loaded(given: str | Path | Precompiled | Sequence[Precompiled]) -> Sequence[Precompiled]:
+    if isinstance(given, str | Path):
+        return [load(given)]
+    return [given] if isinstance(given, Precompiled) else given
 
 
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:

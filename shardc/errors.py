@@ -72,5 +72,9 @@ class TextError(ShardcError, ValueError):
     """A text that is not a dump."""
 
 
+class PrecompiledError(ShardcError, RuntimeError):
+    """A saved program that is broken, or of another torch, mesh, plan or model; or one that cannot be saved."""
+
+
 class ShardcWarning(UserWarning):
     """What a plan asked for and the compiler could not give, or a cost the user should know of."""

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import register_lowering
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.compiler import config
+from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -46,7 +53,9 @@ class Compiled:
         return self.run(inputs)
 
 
-def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference: bool = False) -> Compiled:
+def lower(
+    gm: fx.GraphModule, backend: str, *, backward: bool = False, inference: bool = False, cached: bool = False
+) -> Compiled:
     """``gm`` as something that runs.
 
     Args:
@@ -54,19 +63,62 @@ def lower(gm: fx.GraphModule, backend: str, *, backward: bool = False, inference
         backend: "inductor" or "eager".
         backward: it is the backward half.
         inference: no backward will follow.
+        cached: take Inductor's code from its cache of graphs, where it is there, and put it there.
     """
     plan = output_node(gm.graph).meta.get(PLAN, MemoryPlan())
     if backend == "eager":
         return Compiled(_eager(gm), plan)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
     # Its own reorderings would take the schedule apart.
-    with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False):
+    schedule_kept = inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
+    with schedule_kept, _graph_cache(inputs) if cached else nullcontext():
         compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
     # A graph without ops is not compiled, and has no source.
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
     uses = uses_of(source)
     return Compiled(compiled, plan.moved(uses.spans, uses.leaving, uses.given) if source else plan, source)
+
+
+@contextmanager
+def _graph_cache(inputs: Sequence[Any]) -> Iterator[None]:
+    """A block in which Inductor caches whole graphs, under keys that the lowerings of this file are part of."""
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    if mode.shape_env is None:
+        mode.shape_env = ShapeEnv()  # without one, Inductor caches nothing
+    tag = f"shardc {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    with tracing(TracingContext(mode)), inductor_config.patch(fx_graph_cache=True), config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+        yield
+
+
+def artifacts(compile_all: Callable[[], object]) -> bytes | None:
+    """Inductor's artifacts of what ``compile_all`` lowers, which is done with ``cached``; None if there are none."""
+    with CacheArtifactManager.with_fresh_cache():
+        compile_all()
+        made = torch.compiler.save_cache_artifacts()
+    return None if made is None else made[0]
+
+
+def load_artifacts(data: bytes) -> None:
+    """Puts artifacts into Inductor's cache. They are unpickled: only of those whom one trusts."""
+    torch.compiler.load_cache_artifacts(data)
+
+
+def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Fake tensors of one mode for a graph's placeholders; a constant is itself.
+
+    Args:
+        values: ``shape``, ``stride``, ``dtype`` and ``device`` (names) of each tensor, or ``constant``.
+    """
+    with FakeTensorMode():
+        return [
+            value["constant"]
+            if "constant" in value
+            else torch.empty_strided(
+                value["shape"], value["stride"], dtype=getattr(torch, value["dtype"]), device=value["device"]
+            )
+            for value in values
+        ]
 
 
 def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,6 @@ from shardc.analysis.sequence import of_halves, of_joint
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -33,11 +31,20 @@ from shardc.passes.options import Options
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
 from shardc.plan.entries import Precision
-from shardc.plan.ports import ActivationPin, batch_axes, grad_mode, resolve_activations, resolve_inputs, resolve_outputs
+from shardc.plan.ports import (
+    ActivationPin,
+    batch_axes,
+    check_pins,
+    grad_mode,
+    output_specs,
+    resolve_activations,
+    resolve_inputs,
+)
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
+from shardc.precompiled import Identity, save_program
 
 if TYPE_CHECKING:
     from shardc.fold import Folded
@@ -59,7 +66,10 @@ class Program:
         deferred: the parameters whose gradients the backward leaves unreduced.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
         folded: where repeated blocks are analysed on a few of them, which; then stages up to the cut show these few.
+        identity: what call and model it is for, where `shardc.compile` had it made.
     """
+
+    cached = False
 
     def __init__(
         self, mesh: Mesh, plan: Plan, options: Options, captured: Captured, inputs: Sequence[tuple[str, Layout]]
@@ -78,6 +88,8 @@ class Program:
         self._last: tuple[passes.Pass, ...] = ()
         self.deferred: frozenset[str] = frozenset()
         self.folded: Folded | None = None
+        self.identity: Identity | None = None
+        self.lower_again: Callable[[Path], bytes | None] | None = None
         self.reduce_sums: Callable[[Sequence[Sum]], fx.GraphModule] | None = None
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
@@ -229,7 +241,17 @@ class Program:
         joint = self.schedule(hardware, stage="localize")
         return lint(self.graph("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
 
-    def save(self, directory: str | Path, stages: Sequence[str] | None = None) -> list[Path]:
+    def save(self, directory: str | Path) -> list[Path]:
+        """Writes the program, for `shardc.load`, and the text of every stage; returns the paths.
+
+        Inductor's artifacts are written too where the program has run in this process.
+
+        Raises:
+            PrecompiledError: something of it has no form on disk, or it leaves its gradients unreduced (`no_sync`).
+        """
+        return [*self.write_stages(directory), *save_program(self, Path(directory))]
+
+    def write_stages(self, directory: str | Path, stages: Sequence[str] | None = None) -> list[Path]:
         """Writes the text of every stage (or of ``stages``) as ``NN_stage.txt``; returns the paths."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
@@ -283,7 +305,7 @@ def build_program(
     precision = precision_of(plan, model)
     dtypes = Dtypes(precision.param, precision.buffers, precision.output)
     captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
-    _check_pins(pins, tags, captured.graph.graph)
+    check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     inputs = resolve_inputs(plan, mesh, shapes)
@@ -294,7 +316,7 @@ def build_program(
     reduce, grad_scale = grad_mode(plan)
     # The gradient of an output that is a DTensor is of one global loss: the same on all replicas, and of no one rank.
     tangents, scaling = ("mean", "sum") if plan.setting("dtensor_outputs") else (reduce, reduce)
-    outputs = _output_specs(plan, captured)
+    outputs = output_specs(plan, captured.output_spec)
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     stored = {name: p.dtype for name, p in model.named_parameters()}
     split = {name: p.split for name, p in params.items() if p.split is not None}
@@ -359,41 +381,13 @@ def build_program(
         local,
         {name: p.level for name, p in params.items()},
         {name: p.compute_cause for name, p in params.items()},
-        passes.halves(mesh, _with_plan(options, plan)),
+        passes.halves(mesh, options.said(plan)),
     )
     if options.dump:
-        program.save(options.dump)
+        program.write_stages(options.dump)
     return program
-
-
-def _with_plan(options: Options, plan: Plan) -> Options:
-    """``options``, where they do not say it themselves, with what the plan says of collectives."""
-    size = plan.setting("bucket_size") if options.bucket_size is None else options.bucket_size
-    return replace(options, bucket_size=size, overlap=options.overlap and plan.setting("overlap"))
 
 
 def precision_of(plan: Plan, model: nn.Module) -> Precision:
     """The precision that ``model`` is traced in, in its present mode."""
     return Precision() if plan.precision.full_precision_eval and not model.training else plan.precision
-
-
-def _check_pins(pins: Sequence[ActivationPin], tags: Sequence[Tag], graph: fx.Graph) -> None:
-    """Raises PlanError for a plan entry about activations none of which is in the program."""
-    met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
-    heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag.name in met}
-    for pin in pins:
-        if pin.entry not in heard:
-            raise PlanError(
-                f"{pin.where} {pin.index!r} of module {pin.module!r} is no tensor of the program",
-                plan_entry=pin.entry,
-                fix="name a module that the model calls, and a tensor that it takes or returns there",
-            )
-
-
-def _output_specs(plan: Plan, captured: Captured) -> dict[int, tuple[Any, str]]:
-    """What the plan says of each tensor output, by flat position."""
-    flat = list(range(captured.output_spec.num_leaves))
-    paths = pytree.tree_flatten_with_path(pytree.tree_unflatten(flat, captured.output_spec))[0]
-    names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) or "0" for path, _ in paths]
-    said = resolve_outputs(plan, names)
-    return {at: one for at, one in enumerate(said) if one is not None}

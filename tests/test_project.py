@@ -22,6 +22,7 @@ ENTRY = {
     "api",
     "cli",
     "fold",
+    "precompiled",
     "program",
 }  # what ties the stages together may import any of them
 ALLOWED = {

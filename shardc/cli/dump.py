@@ -30,7 +30,7 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
     stages = target.stages_of(options.passes, program.stages)
     if options.out is not None:
-        for path in program.save(options.out, stages):
+        for path in program.write_stages(options.out, stages):
             print(path)
     if options.stage is not None or options.out is None:
         shown = options.stage or (DEFAULT_STAGE if options.passes is None else stages[-1])

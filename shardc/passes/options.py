@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardc.analysis.cost import CostModel
 from shardc.errors import InputError
+from shardc.plan.value import Plan
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,8 @@ class Options:
         if self.max_in_flight is not None:
             return self.max_in_flight
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 1 << 20)
+
+    def said(self, plan: Plan) -> Options:
+        """These options, where they do not say it themselves, with what ``plan`` says of collectives."""
+        size = plan.setting("bucket_size") if self.bucket_size is None else self.bucket_size
+        return replace(self, bucket_size=size, overlap=self.overlap and plan.setting("overlap"))

@@ -8,7 +8,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
 
+from torch import fx
+
+from shardc._compat import pytree
 from shardc.errors import LayoutError, PlanError, ShardcWarning
+from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.plan.entries import Activation, Data, Port
@@ -122,6 +126,18 @@ def resolve_outputs(plan: Plan, names: Sequence[str]) -> list[tuple[Form, str] |
     return [None if port is None else (port.spec, str(port)) for port in _said(plan, "outputs", names)]
 
 
+def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str]]:
+    """What the plan says of each tensor output, by flat position; ``spec`` is their structure.
+
+    Raises:
+        PlanError: as `resolve_outputs`.
+    """
+    flat = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    paths = pytree.tree_flatten_with_path(flat)[0]
+    names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) or "0" for path, _ in paths]
+    return {at: one for at, one in enumerate(resolve_outputs(plan, names)) if one is not None}
+
+
 def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[Port | None]:
     """The last entry that speaks of each name."""
     arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
@@ -164,6 +180,19 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
                 pins.pop((module, where, index), None)
                 pins[module, where, index] = ActivationPin(module, where, index, entry.spec, str(entry))
     return list(pins.values())
+
+
+def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
+    """Raises PlanError for a plan entry about activations none of which is in the program; ``tags`` name each pin's."""
+    met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
+    heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}
+    for pin in pins:
+        if pin.entry not in heard:
+            raise PlanError(
+                f"{pin.where} {pin.index!r} of module {pin.module!r} is no tensor of the program",
+                plan_entry=pin.entry,
+                fix="name a module that the model calls, and a tensor that it takes or returns there",
+            )
 
 
 def _targets(entry: Activation, names: list[str]) -> list[tuple[str, str, int | str]]:

@@ -198,7 +198,10 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON."""
-        Path(path).write_text(encode(self.calls()), encoding="utf-8")
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        return encode(self.calls())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -207,8 +210,13 @@ class Plan:
         Raises:
             PlanError: the file is not a plan, or has a key that no plan has.
         """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+
+    @classmethod
+    def from_json(cls, text: str, path: str = "the text") -> Plan:
+        """The plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
         plan = cls()
-        for name, arguments in decode(Path(path).read_text(encoding="utf-8"), str(path)):
+        for name, arguments in decode(text, path):
             try:
                 plan |= CONSTRUCTORS[name](**arguments)
             except TypeError as error:

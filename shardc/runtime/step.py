@@ -41,6 +41,7 @@ class Program(Protocol):
     output_values: tuple[Any, ...]
     output_spec: Any
     deferred: frozenset[str]
+    cached: bool
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Any]: ...
 
@@ -123,8 +124,10 @@ class Runner:
             graph = getattr(self.program, which)
             if which != "backward":  # the forward's certificate has the backward in it
                 agree(self.groups, self.program.certificate(training=which == "forward").text())
-            _use_groups(graph, self.groups)
-            self._compiled[which] = self.lower(graph, backward=which == "backward", inference=which == "inference")
+            use_groups(graph, self.groups)
+            self._compiled[which] = self.lower(
+                graph, backward=which == "backward", inference=which == "inference", cached=self.program.cached
+            )
         return self._compiled[which]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
@@ -133,7 +136,7 @@ class Runner:
         if key not in self._reductions:
             made, certificate = self.program.reduction(key)
             agree(self.groups, certificate.text())
-            _use_groups(made, self.groups)
+            use_groups(made, self.groups)
             self._reductions[key] = self.lower(made, backward=True, inference=False), made.graph
         compiled, graph = self._reductions[key]
         given = iter(list(sums.values()))
@@ -243,19 +246,23 @@ class _Step(torch.autograd.Function):
         return tuple(out)
 
 
-def _use_groups(graph: fx.GraphModule, groups: Groups) -> None:
+def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
     """Makes the process groups that ``graph`` names and writes the registered names in."""
-    mesh = groups.mesh
-    named = {
-        x: axes
-        for node in graph.graph.nodes
-        if node.op == "call_function"
-        for x in (*node.args, *node.kwargs.values())
-        if isinstance(x, str) and (axes := group_axes(x, mesh)) is not None
-    }
+    named = named_groups(graph, groups.mesh)
     rename = groups.add(named.values())
     for node in graph.graph.nodes:
         if node.op == "call_function":
             node.args = tuple(rename[x] if isinstance(x, str) and x in named else x for x in node.args)
             node.kwargs = {k: rename[x] if isinstance(x, str) and x in named else x for k, x in node.kwargs.items()}
     graph.recompile()
+
+
+def named_groups(graph: fx.GraphModule, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """The names of groups in ``graph``, with their axes."""
+    return {
+        x: axes
+        for node in graph.graph.nodes
+        if node.op == "call_function"
+        for x in (*node.args, *node.kwargs.values())
+        if isinstance(x, str) and (axes := group_axes(x, mesh)) is not None
+    }

@@ -1,0 +1,7 @@
+"""Programs that are compiled once and loaded by every rank: text and JSON, checked against what they are used for."""
+
+from shardc.precompiled.identity import Identity
+from shardc.precompiled.load import Precompiled, load
+from shardc.precompiled.save import save_program
+
+__all__ = ["Identity", "Precompiled", "load", "save_program"]

@@ -1,0 +1,183 @@
+"""What a program was compiled for, as JSON: the call, the model and the loss; and in what two of these differ."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc._compat import pytree
+from shardc.errors import PrecompiledError
+from shardc.runtime.signature import Constant, Like, Signature
+
+_KINDS = {kind.__name__: kind for kind in (bool, int, float, str, type(None))}
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a program was compiled for.
+
+    Args:
+        signature: the arguments of the call, at global shapes, and the modes of the model.
+        model: thing -> what it is: every parameter, buffer and module, and the code of their classes and of the loss.
+        device: the type of device that it runs on.
+    """
+
+    signature: Signature
+    model: Mapping[str, str]
+    device: str
+
+
+def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, str]:
+    """What of ``model`` and ``loss`` a program depends on, one line each.
+
+    Values of the model's parameters and buffers do not count, nor do modes, which are the signature's; those of its
+    other tensors, and of the loss's, are constants of the program. Code is that of the classes of modules and of the
+    loss itself, not of what these call; torch's own is told by its version.
+    """
+    out = {}
+    first: dict[int, str] = {}
+    for kind in ("parameters", "buffers"):
+        for name, tensor in getattr(model, f"named_{kind}")(remove_duplicate=False):
+            owner = first.setdefault(id(tensor), name)
+            shown = f"{_dtype_text(tensor.dtype)}{list(tensor.shape)}"
+            out[f"{kind[:-1]} {name!r}"] = shown if owner == name else f"tied to {owner!r}"
+    for name, module in model.named_modules(remove_duplicate=False):
+        out[f"module {name!r}"] = _shown(module)
+        out[f"code of {type(module).__qualname__}"] = _code(type(module))
+    if isinstance(loss, nn.Module):
+        for name, module in loss.named_modules():
+            held = {**module._parameters, **module._buffers}
+            values = "".join(f", {key}={_values(x)}" for key, x in held.items() if x is not None)
+            out[f"module {name!r} of the loss"] = f"{_shown(module)}{values} {_code(type(module))}".strip()
+    elif loss is not None:
+        named: Any = loss if hasattr(loss, "__qualname__") else type(loss)
+        out["loss"] = f"{named.__qualname__} {_code(named)}".strip()
+    return {thing: what for thing, what in out.items() if what}
+
+
+def _shown(module: nn.Module) -> str:
+    """The class of a module, and its plain attributes; of tensors that are none of its state, a hash of the values."""
+    text = f"{type(module).__qualname__}({module.extra_repr()})"
+    for key, value in sorted(vars(module).items()):
+        if isinstance(value, _PLAIN) and key != "training" and not key.startswith("_"):
+            text += f", {key}={value!r}"
+        elif isinstance(value, Tensor) and not value.is_meta:
+            text += f", {key}={_values(value)}"
+    return text
+
+
+def _values(tensor: Tensor) -> str:
+    flat = tensor.detach().reshape(-1).tolist()
+    return f"{_dtype_text(tensor.dtype)}{list(tensor.shape)} sha256 {_hash(repr(flat))}"
+
+
+def _code(code: Any) -> str:
+    """A hash of the source of a class or a function; "" of torch's and where there is none."""
+    if str(code.__module__).partition(".")[0] == "torch":
+        return ""
+    try:
+        return f"sha256 {_hash(inspect.getsource(code))}"
+    except (OSError, TypeError):
+        return ""
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix: str) -> None:
+    """Raises PrecompiledError that says in what ``saved`` and ``now`` differ, if they do."""
+    wrong = []
+    for thing in dict.fromkeys((*saved, *now)):
+        if saved.get(thing) != now.get(thing):
+            wrong.append(f"{thing} was {saved.get(thing, 'not there')} and is {now.get(thing, 'not there')}")
+    if wrong:
+        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise PrecompiledError(f"{what} is stale: {'; '.join(wrong[:3])}{more}", fix=fix)
+
+
+# --- signatures as JSON
+
+
+def signature_to_json(signature: Signature) -> dict[str, Any]:
+    """Raises PrecompiledError for a constant, or a structure of arguments, that JSON cannot hold."""
+    leaves = []
+    for name, leaf in zip(signature.names, signature.leaves, strict=True):
+        if isinstance(leaf, Like):
+            leaves.append({"shape": leaf.shape, "dtype": _dtype_text(leaf.dtype), "requires_grad": leaf.requires_grad})
+        elif leaf.kind.__name__ in _KINDS:
+            leaves.append({"constant": leaf.value, "kind": leaf.kind.__name__})
+        else:
+            raise PrecompiledError(
+                f"input {name!r} is the constant {leaf.value!r}, which cannot be saved",
+                fix="pass a tensor, a number, a string or None",
+            )
+    return {
+        "names": signature.names,
+        "leaves": leaves,
+        "spec": spec_to_json(signature.spec, "the arguments"),
+        "modes": signature.modes,
+        "grads": signature.grads,
+        "dtypes": [_dtype_text(dtype) for dtype in signature.dtypes],
+    }
+
+
+def signature_from_json(data: Mapping[str, Any]) -> Signature:
+    leaves: list[Like | Constant] = []
+    for leaf in data["leaves"]:
+        if "kind" in leaf:
+            leaves.append(Constant(_KINDS[leaf["kind"]], leaf["constant"]))
+        else:
+            leaves.append(Like(tuple(leaf["shape"]), dtype_from_text(leaf["dtype"]), leaf["requires_grad"]))
+    return Signature(
+        names=tuple(data["names"]),
+        leaves=tuple(leaves),
+        spec=pytree.treespec_loads(data["spec"]),
+        modes=tuple(data["modes"]),
+        grads=tuple(data["grads"]),
+        dtypes=tuple(dtype_from_text(text) for text in data["dtypes"]),
+    )
+
+
+def spec_to_json(spec: pytree.TreeSpec, what: str) -> str:
+    """A structure of values as torch writes it.
+
+    Raises:
+        PrecompiledError: it has a container of a class that torch cannot write.
+    """
+    try:
+        return pytree.treespec_dumps(spec)
+    except Exception as error:
+        raise PrecompiledError(
+            f"the structure of {what} cannot be saved: {error}", fix="use lists, tuples and dicts"
+        ) from error
+
+
+def _dtype_text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_from_text(text: str) -> torch.dtype:
+    found = getattr(torch, text, None)
+    if not isinstance(found, torch.dtype):
+        raise PrecompiledError(f"{text!r} is not a dtype of this torch")
+    return found
+
+
+def value_to_json(value: Any) -> dict[str, Any]:
+    """The type of a placeholder's value: a tensor's sizes, strides, dtype and device, or a number."""
+    if isinstance(value, Tensor):
+        return {
+            "shape": tuple(value.shape), "stride": value.stride(), "dtype": _dtype_text(value.dtype),
+            "device": str(value.device),
+        }  # fmt: skip
+    if isinstance(value, _PLAIN):
+        return {"constant": value}
+    raise PrecompiledError(f"a value of type {type(value).__name__} cannot be saved", fix="compile for fixed sizes")

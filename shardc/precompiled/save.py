@@ -1,0 +1,154 @@
+"""Saving a program: its local graphs as text, what they are for as JSON, large constants as plain bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import PrecompiledError
+from shardc.ir import grammar
+from shardc.ir import graph as ir
+from shardc.ir.arena import PLAN, MemoryPlan
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import GROUP_PREFIX
+from shardc.ir.text import dump
+from shardc.plan.value import Plan
+from shardc.precompiled.identity import Identity, signature_to_json, spec_to_json, value_to_json
+
+VERSION = 1
+RECORD, ARTIFACTS = "program.json", "inductor.bin"
+
+
+class Saved(Protocol):
+    """What is saved of a program; see `shardc.program.Program`."""
+
+    mesh: Mesh
+    plan: Plan
+    inputs: tuple[tuple[str, Layout], ...]
+    output_spec: Any
+    deferred: frozenset[str]
+    identity: Identity | None
+    lower_again: Callable[[Path], bytes | None] | None
+
+    @property
+    def forward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def backward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def inference(self) -> fx.GraphModule: ...
+
+
+def save_program(program: Saved, folder: Path) -> list[Path]:
+    """Writes ``program``; the record, which names and hashes the other files, comes last and at once.
+
+    A save that is cut off leaves a record that does not fit, or none, and `load` says so.
+
+    Returns:
+        The paths.
+
+    Raises:
+        PrecompiledError: something in the program has no form on disk, or it is for steps that reduce no gradients.
+    """
+    identity = program.identity
+    if identity is None or program.deferred:
+        raise PrecompiledError(
+            "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
+            fix="save what module.lower(*examples) returns outside of no_sync()",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ARTIFACTS).unlink(missing_ok=True)
+    (folder / RECORD).unlink(missing_ok=True)
+    record: dict[str, Any] = {
+        "shardc_program": VERSION,
+        "torch": torch.__version__,
+        "mesh": [list(axis) for axis in program.mesh.shape],
+        "plan": json.loads(program.plan.to_json()),
+        "plan_text": str(program.plan),
+        "device": identity.device,
+        "model": dict(identity.model),
+        "signature": signature_to_json(identity.signature),
+        "inputs": [[name, str(layout)] for name, layout in program.inputs],
+        "output_spec": spec_to_json(program.output_spec, "the outputs"),
+        "halves": {},
+        "files": {},
+    }
+    paths = []
+
+    def write(name: str, data: bytes) -> None:
+        paths.append(folder / name)
+        paths[-1].write_bytes(data)
+        record["files"][name] = hashlib.sha256(data).hexdigest()
+
+    halves = {"forward": program.forward, "backward": program.backward, "inference": program.inference}
+    for half, ran in halves.items():
+        if ran is None:
+            continue
+        gm = _untied(ran)
+        write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
+        held, data = _large_constants(gm)
+        if data:
+            write(f"{half}.constants.bin", data)
+        record["halves"][half] = {
+            "placeholders": [[node.name, value_to_json(node.meta["val"])] for node in ir.placeholders(gm.graph)],
+            "constants": held,
+            "memory": asdict(ir.output_node(gm.graph).meta.get(PLAN, MemoryPlan())),
+        }
+    _write_record(folder, record)
+    artifacts = program.lower_again(folder) if program.lower_again is not None else None
+    if artifacts is not None:
+        write(ARTIFACTS, artifacts)
+        _write_record(folder, record)
+    return [*paths, folder / RECORD]
+
+
+def _write_record(folder: Path, record: dict[str, Any]) -> None:
+    unfinished = folder / f"{RECORD}.unfinished"
+    unfinished.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(unfinished, folder / RECORD)
+
+
+def _untied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph with its groups under the names that it was compiled with, whatever a runtime made of them."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    made = graph.output(graph.graph_copy(gm.graph, env))
+    for node, twin in [*env.items(), (ir.output_node(gm.graph), made)]:
+        twin.meta = dict(node.meta)
+        if twin.op == "call_function":
+            twin.args = tuple(_group(arg) for arg in twin.args)
+            twin.kwargs = {key: _group(arg) for key, arg in twin.kwargs.items()}
+    return fx.GraphModule(gm, graph)
+
+
+def _group(arg: Any) -> Any:
+    """``shardc.1:dp``, a second mesh's name for a group, as ``shardc:dp``; anything else as it is."""
+    found = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
+    return GROUP_PREFIX + found[1] if found else arg
+
+
+def _large_constants(gm: fx.GraphModule) -> tuple[list[dict[str, Any]], bytes]:
+    """The constants that the text does not show, and their bytes in a row."""
+    out, data = [], b""
+    for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
+        tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)
+        if grammar.held(tensor) is not None:
+            continue
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
+            raise PrecompiledError(f"the constant {name!r} of the program has no values that could be saved")
+        plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        raw = bytes(plain.untyped_storage())[plain.storage_offset() : plain.storage_offset() + plain.numel()]
+        out.append({"name": name, **value_to_json(tensor.contiguous()), "bytes": len(raw)})
+        data += raw
+    return out, data
