@@ -1,5 +1,6 @@
 """shardc: a sharding compiler for PyTorch."""
 
+from shardc import optim
 from shardc.api import compile
 from shardc.errors import ShardcError, ShardcWarning
 from shardc.ir import local
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "local",
     "local_map",
+    "optim",
     "precision",
     "register_rule",
     "tp",

@@ -36,6 +36,7 @@ ALLOWED = {
     "lower": {"errors", "ir", "_compat"},
     "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
+    "optim": {"errors", "runtime"},
     "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
 }
 NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}

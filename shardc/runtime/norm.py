@@ -44,7 +44,7 @@ def clip_grad_norm_(
     for name, param in module.named_parameters():
         if param.grad is None:
             continue
-        local = _local_grad(name, param)
+        local = local_grad(name, param)
         grads.append(local)
         dtype = torch.promote_types(dtype, local.dtype)
         if local.numel() and mesh.same_outside(storages[name].bound, groups.rank, 0):
@@ -69,7 +69,7 @@ def clip_grad_norm_(
     return total.to(dtype)
 
 
-def _local_grad(name: str, param: nn.Parameter) -> Tensor:
+def local_grad(name: str, param: nn.Parameter) -> Tensor:
     """This rank's shard of the gradient of ``param``."""
     grad = param.grad
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or grad.placements != param.placements:

@@ -180,6 +180,14 @@ def grad_from_padded(padded: torch.Tensor, param: DTensor) -> DTensor:
     return DTensor(cut(padded, param._local_tensor.shape).contiguous(), param._spec, requires_grad=False)
 
 
+def like_parameter(local: torch.Tensor, param: torch.Tensor) -> DTensor:
+    """``local``, shaped as the local tensor of the DTensor ``param``, as a DTensor laid out like it."""
+    spec = param._spec  # type: ignore[attr-defined]
+    if local.dtype != param.dtype:
+        spec = _compat.dtensor_spec(spec.mesh, spec.placements, TensorMeta(param.shape, param.stride(), local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
 def _views(local: torch.Tensor, padded: torch.Tensor) -> bool:
     return (
         local.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()

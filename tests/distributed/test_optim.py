@@ -1,0 +1,162 @@
+"""`shardc.optim.wrap`: the same updates as the plain optimizer, and state that looks like its."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+import shardc
+from shardc.errors import InputError
+from tests.distributed.test_checkpoint import STEPS, state_of, train, trained
+from tests.ranks import run_ranks
+from tests.state import assert_same, batch, close, model, sharded, step
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 0.05}),
+    "amsgrad": (torch.optim.Adam, {"lr": 0.05, "amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.05}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.05}),
+    "looped": (torch.optim.AdamW, {"lr": 0.05, "fused": False, "foreach": False}),
+}
+
+
+def groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Vectors without decay, matrices at their own rate, a frozen parameter among them."""
+    params = list(module.parameters())
+    return [
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in params if p.dim() >= 2], "lr": 0.02},
+    ]
+
+
+def updates_are_the_plain_ones(plan: str, kind: str) -> None:
+    cls, options = OPTIMIZERS[kind]
+    source = model()
+    source.fused.requires_grad_(False)
+    module = sharded(source, plan)
+    ours = shardc.optim.wrap(cls, module, groups(module), **options)
+    theirs = cls(groups(source), **options)
+    assert isinstance(ours, cls) and [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    hooked: list[int] = []
+    ours.register_step_post_hook(lambda *_: hooked.append(1))
+    schedules = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in (ours, theirs)]
+    for at in range(4):
+        losses = step(module, source, *batch(at))
+        close(*losses, f"loss of step {at}")
+        close(module.clip_grad_norm_(0.5), clip_grad_norm_(source.parameters(), 0.5), "norm")
+        for one, schedule in zip((ours, theirs), schedules, strict=True):
+            one.step()
+            schedule.step()
+            one.zero_grad(set_to_none=at % 2 == 0)
+        assert_same(module, source)
+    assert len(hooked) == 4, "hooks run once a step"
+    for name, param in source.named_parameters():
+        mine, state = module.get_parameter(name), theirs.state.get(param, {})
+        assert ours.state.get(mine, {}).keys() == state.keys(), name
+        for key, x in state.items():
+            found = ours.state[mine][key]
+            if (
+                isinstance(x, torch.Tensor)
+                and x.shape == param.shape
+                and key not in ("step", "mu_product", "eta", "mu")
+            ):
+                assert isinstance(found, DTensor) and found.placements == mine.placements, f"{key} of {name}"
+    again = shardc.optim.wrap(cls, module, groups(module), **options)
+    again.load_state_dict(ours.state_dict())
+    step(module, source, *batch(9))
+    for one in (again, theirs):
+        one.step()
+    assert_same(module, source)
+
+
+def checkpoints_are_the_plain_ones() -> None:
+    """Saved from either kind of optimizer, either kind goes on, on another mesh, and so does one device."""
+    plain = partial(torch.optim.AdamW, lr=0.05)
+
+    def build(module: nn.Module, wrapped: bool) -> Any:
+        return shardc.optim.wrap(torch.optim.AdamW, module, lr=0.05) if wrapped else plain(module.parameters())
+
+    source = trained()
+    theirs = plain(source.parameters())
+    train(source, theirs, 0)
+    saved: list[str] = []
+    for wrapped in (True, False):
+        shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(shared)
+        module = sharded(trained(), "fsdp")
+        ours = build(module, wrapped)
+        train(module, ours, 0)
+        dcp.save(state_of(module, ours), checkpoint_id=shared[0])
+        saved += shared
+    losses = train(source, theirs, STEPS)
+    for folder, plan, wrapped in ((saved[0], "tp", True), (saved[0], "ddp", False), (saved[1], "tp", True)):
+        module = sharded(trained(7), plan)
+        ours = build(module, wrapped)
+        state = state_of(module, ours)
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(module, ours, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        for mine, right in zip(train(module, ours, STEPS), losses, strict=True):
+            close(mine, right, f"loss under {plan}")
+        assert_same(module, source)
+
+
+def steps_survive_changes() -> None:
+    """Accumulation, a closure, values loaded and dtypes changed between steps."""
+    source = model()
+    module = sharded(source, "fsdp")
+    ours, theirs = (
+        shardc.optim.wrap(torch.optim.AdamW, module, lr=0.05),
+        torch.optim.AdamW(source.parameters(), lr=0.05),
+    )
+    for at in range(2):
+        step(module, source, *batch(at))
+    for one in (ours, theirs):
+        one.step()
+        one.zero_grad(set_to_none=False)
+    step(module, source, *batch(2))
+    assert ours.step(lambda: torch.tensor(3.0)).item() == 3.0
+    theirs.step()
+    assert_same(module, source)
+    loaded = model(5)
+    for one in (module, source):
+        one.load_state_dict(loaded.state_dict())
+        one.zero_grad()
+    step(module, source, *batch(3))
+    for one in (ours, theirs):
+        one.step()
+    assert_same(module, source)
+    module.float()
+    module.zero_grad()
+    module(*(x.float() for x in module.shard_inputs(*batch(4)))).backward()
+    before = module.mid.weight.detach().clone()
+    shardc.optim.wrap(torch.optim.SGD, module, lr=0.5).step()
+    assert not torch.equal(module.mid.weight.to_local(), before.to_local())
+
+
+def what_cannot_be_is_refused() -> None:
+    module = sharded(model(), "fsdp")
+    with pytest.raises(InputError, match="LBFGS is not known to compute each element by itself"):
+        shardc.optim.wrap(torch.optim.LBFGS, module)
+    with pytest.raises(InputError, match=r"a parameter of shape \[3\] is none of the module's"):
+        shardc.optim.wrap(torch.optim.SGD, module, [nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(InputError, match="the module is not from compile"):
+        shardc.optim.wrap(torch.optim.SGD, model(), lr=0.1)
+
+
+def test_two_ranks() -> None:
+    checks = [partial(updates_are_the_plain_ones, "fsdp", kind) for kind in OPTIMIZERS]
+    more = [partial(updates_are_the_plain_ones, "tp", "adamw"), steps_survive_changes, what_cannot_be_is_refused]
+    run_ranks(2, *checks, *more, checkpoints_are_the_plain_ones)
