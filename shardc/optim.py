@@ -76,7 +76,7 @@ class _OnShards(torch.optim.Optimizer):
 
     base: Any
     _names: dict[int, str]
-    _shards: dict[nn.Parameter, nn.Parameter]
+    _shards: dict[nn.Parameter, _Shard]
 
     def bind(self, names: dict[int, str]) -> None:
         """Takes the names of the module's parameters by id."""
@@ -96,60 +96,88 @@ class _OnShards(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups, state = self.param_groups, self.state
-        shards = {param: self._shard(param) for group in groups for param in group["params"]}
-        self.param_groups = [_local_group(group, shards) for group in groups]
-        fused = {shard for group in self.param_groups if group.get("fused") for shard in group["params"]}
+        stepped = [[self._shard(param) for param in group["params"]] for group in groups]
+        shards = [shard for mine in stepped for shard in mine]
+        self.param_groups = [_local_group(group, mine) for group, mine in zip(groups, stepped, strict=True)]
         self.state = defaultdict(dict)
-        for param, shard in shards.items():
-            if param in state:
-                self.state[shard] = {
-                    key: _local(key, x, shard.device if shard in fused else None) for key, x in state[param].items()
-                }
+        for group, mine in zip(self.param_groups, stepped, strict=True):
+            for shard in mine:
+                if shard.param in state:
+                    self.state[shard.data] = shard.read(state[shard.param], bool(group.get("fused")))
         try:
             _plain_step(self.base)(self)
             found = self.state
         finally:
             self.param_groups, self.state = groups, state
-        for param, shard in shards.items():
-            shard.grad = None
-            if shard in found:
-                kept = state[param]
-                for key, x in found[shard].items():
-                    kept[key] = _as_dtensor(key, x, param, kept.get(key))
+        for shard in shards:
+            shard.data.grad = None
+            if shard.data in found:
+                shard.write(found[shard.data], state[shard.param])
         return loss
 
-    def _shard(self, param: nn.Parameter) -> nn.Parameter:
-        """The local tensor of ``param`` as a parameter in the same memory, with its gradient."""
+    def _shard(self, param: nn.Parameter) -> _Shard:
+        """The shard of ``param``, with its gradient."""
         local = param._local_tensor  # type: ignore[attr-defined]
         shard = self._shards.get(param)
-        if shard is None or not _same(shard, local):
-            shard = self._shards[param] = nn.Parameter(local, requires_grad=param.requires_grad)
+        if shard is None or shard.local is not local:
+            shard = self._shards[param] = _Shard(param, local)
         if param.grad is not None:
             grad = local_grad(self._names.get(id(param), "?"), param)
-            if grad.dtype != shard.dtype:
-                shard.grad_dtype = grad.dtype
-            shard.requires_grad_(True)
-            shard.grad = grad
+            if grad.dtype != local.dtype:
+                shard.data.grad_dtype = grad.dtype
+            shard.data.grad = grad
         return shard
 
 
-def _same(shard: Tensor, local: Tensor) -> bool:
-    """Whether both are the same memory, seen alike."""
-    return (
-        shard.data_ptr() == local.data_ptr()
-        and shard.shape == local.shape
-        and shard.stride() == local.stride()
-        and shard.dtype == local.dtype
-    )
+class _Shard:
+    """The local tensor of a parameter as a parameter in the same memory, and its state as that one has it."""
+
+    def __init__(self, param: nn.Parameter, local: Tensor) -> None:
+        self.param, self.local = param, local
+        self.data = nn.Parameter(local, requires_grad=local.is_floating_point() or local.is_complex())
+        self._state: dict[str, Any] = {}
+        self._known: list[int] = []  # the ids of the parameter's state that `_state` was read from,
+        self._held: list[Any] = []  # and that state, so that no other object gets these ids
+        self._left: list[int] = []  # the ids of what `_state` held when it was last written back
+
+    def read(self, state: dict[str, Any], fused: bool) -> dict[str, Any]:
+        """The state of the parameter as the shard has it; a fused kernel wants the count of steps on its own device."""
+        ids = [id(x) for x in state.values()]
+        if ids != self._known:
+            self._state = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
+            step = state.get("step")
+            if fused and isinstance(step, Tensor) and step.device != self.local.device:
+                self._state["step"] = step.to(self.local.device)
+            self._known, self._held, self._left = ids, list(state.values()), []
+        return self._state
+
+    def write(self, mine: dict[str, Any], state: dict[str, Any]) -> None:
+        """The state of the shard as the parameter has it; what is there already stays the same object."""
+        ids = [id(x) for x in mine.values()]
+        if ids == self._left:
+            return
+        for key, x in mine.items():
+            state[key] = self._as_dtensor(key, x, state.get(key))
+        self._state, self._left = mine, ids
+        self._held = list(state.values())
+        self._known = [id(x) for x in self._held]
+
+    def _as_dtensor(self, key: str, x: Any, known: Any) -> Any:
+        if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
+            return x
+        if isinstance(known, DTensor) and known._local_tensor is x:
+            return known
+        return like_parameter(x, self.param)
 
 
-def _local_group(group: dict[str, Any], shards: dict[nn.Parameter, nn.Parameter]) -> dict[str, Any]:
+def _local_group(group: dict[str, Any], shards: list[_Shard]) -> dict[str, Any]:
     """The group with shards for parameters, to run fused if that can be and nothing else is asked for."""
-    mine = [shards[param] for param in group["params"]]
+    mine = [shard.data for shard in shards]
     out = {**group, "params": mine}
     asked = any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
-    plain = all(shard.is_floating_point() and (shard.grad is None or shard.grad.dtype == shard.dtype) for shard in mine)
-    if "fused" in group and not asked and plain:
+    if "fused" in group and not asked and all(
+        x.is_floating_point() and ((grad := x.grad) is None or grad.dtype == x.dtype) for x in mine
+    ):  # fmt: skip
         out["fused"] = True
     return out
 
@@ -158,20 +186,3 @@ def _plain_step(base: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     """The step of ``base`` without torch's hooks around it, which run around ours."""
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-
-def _local(key: str, x: Any, fused: torch.device | None) -> Any:
-    """State of a parameter as its shard has it; a fused kernel wants the count of steps on its own device."""
-    if isinstance(x, DTensor):
-        return x._local_tensor
-    return x.to(fused) if key == "step" and fused is not None and isinstance(x, Tensor) else x
-
-
-def _as_dtensor(key: str, x: Any, param: nn.Parameter, known: Any) -> Any:
-    """State of a shard as its parameter has it; what is known already stays the same object."""
-    local = param._local_tensor  # type: ignore[attr-defined]
-    if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != local.shape:
-        return x
-    if isinstance(known, DTensor) and known._local_tensor is x:
-        return known
-    return like_parameter(x, param)

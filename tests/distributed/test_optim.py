@@ -146,6 +146,22 @@ def steps_survive_changes() -> None:
     assert not torch.equal(module.mid.weight.to_local(), before.to_local())
 
 
+def low_precision_gradients_update_as_they_do() -> None:
+    """Gradients of another dtype than their parameters: the fused kernel takes none, the loop does."""
+    low = shardc.precision(param=torch.bfloat16, keep_low_precision_grads=True)
+    plain, wrapped = (sharded(model().float(), "fsdp", more=low) for _ in range(2))
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.05)
+    ours = shardc.optim.wrap(torch.optim.SGD, wrapped, lr=0.05)
+    for at in range(3):
+        for module, optimizer in ((plain, theirs), (wrapped, ours)):
+            module(*(x.float() for x in module.shard_inputs(*batch(at)))).backward()
+            assert module.mid.weight.grad.dtype == torch.bfloat16
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, right in zip(wrapped.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.to_local(), right.to_local())
+
+
 def what_cannot_be_is_refused() -> None:
     module = sharded(model(), "fsdp")
     with pytest.raises(InputError, match="LBFGS is not known to compute each element by itself"):
@@ -159,4 +175,5 @@ def what_cannot_be_is_refused() -> None:
 def test_two_ranks() -> None:
     checks = [partial(updates_are_the_plain_ones, "fsdp", kind) for kind in OPTIMIZERS]
     more = [partial(updates_are_the_plain_ones, "tp", "adamw"), steps_survive_changes, what_cannot_be_is_refused]
+    more.append(low_precision_gradients_update_as_they_do)
     run_ranks(2, *checks, *more, checkpoints_are_the_plain_ones)
