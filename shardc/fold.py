@@ -20,6 +20,7 @@ from shardc.analysis.kernels import flops_of
 from shardc.capture import Dtypes, Repeat, find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir import graph as ir
+from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.passes.unfold import Unfold
@@ -120,8 +121,9 @@ def build_folded(
                 deferred=frozenset(name for each in deferred if (name := _short(each, repeats, keep)) is not None),
             )  # fmt: skip
         try:
-            program.folded = _folded(program, repeats, keep, params)
-            _ = program.forward or program.inference
+            with uncollected():
+                program.folded = _folded(program, repeats, keep, params)
+                _ = program.forward or program.inference
             return program
         except NotPeriodic as error:
             why = error

@@ -161,7 +161,7 @@ def llama3_8b(layers: int = 32) -> tuple[Llama, tuple[Tensor, ...]]:
     return build(config, "meta", size=8, length=8192)
 
 
-def llama3_405b(layers: int = 126) -> tuple[Llama, tuple[Tensor, ...]]:
-    """Llama 3 405B (or its first ``layers`` layers) on meta, with 128 sequences of 8,192 tokens."""
+def llama3_405b(layers: int = 126, size: int = 128) -> tuple[Llama, tuple[Tensor, ...]]:
+    """Llama 3 405B (or its first ``layers`` layers) on meta, with ``size`` sequences of 8,192 tokens."""
     config = LlamaConfig(128256, 16384, layers, heads=128, kv_heads=8, hidden=53248, rope_theta=500000.0)
-    return build(config, "meta", size=128, length=8192)
+    return build(config, "meta", size=size, length=8192)

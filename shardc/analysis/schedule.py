@@ -22,6 +22,7 @@ from shardc.analysis.simulate import ORDERS, Span, Timeline, simulate
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh, split_part
 
 
@@ -197,6 +198,7 @@ class Schedule:
         picture.save(self, path)
 
 
+@uncollected()
 def build(
     step: Sequence,
     mesh: Mesh,

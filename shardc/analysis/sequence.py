@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.garbage import uncollected
 from shardc.ir.graph import Role
 
 aten = torch.ops.aten
@@ -70,6 +71,7 @@ class Sequence:
         return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
 
 
+@uncollected()
 def of_joint(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
     """The step that a localized joint graph makes.
 
@@ -93,6 +95,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
     return Sequence(tuple(builder.ops), builder.results(graph))
 
 
+@uncollected()
 def of_halves(forward: fx.Graph, backward: fx.Graph | None, levels: Mapping[str, int]) -> Sequence:
     """The step that a forward graph, and the backward graph that was cut from the same joint graph, make.
 

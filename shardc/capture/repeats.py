@@ -9,23 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from shardc.capture.annotate import PREFIX
-from shardc.capture.trace import Dtypes, Loss, _fake, _faked, _Root
-
-# Constants that are compared by value; any other object is only like itself.
-_PLAIN = (
-    int, float, complex, str, bytes, type(None), type(...), slice,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
+from shardc.capture.calls import Block, Record, Token, numbered_containers, record_calls
+from shardc.capture.trace import Dtypes, Loss
 
 
 @dataclass(frozen=True)
@@ -91,12 +82,13 @@ def find_repeats(
         keep: the least number of blocks that stand for all.
     """
 
-    def record() -> _Record:
-        return _record(model, args, kwargs, device, loss, dtypes)
+    def record() -> Record:
+        made = record_calls(model, args, kwargs, device, loss, dtypes, again=True)
+        return record_calls(model, args, kwargs, device, loss, dtypes, again=False) if made.changed else made
 
     whole = record()
     found: list[Repeat] = []
-    for path, size in _containers(model):
+    for path, size in numbered_containers(model):
         if size > keep and not any(f"{path}.".startswith(f"{block}.") for each in found for block in each.names()):
             run = _longest(whole, path, size)
             if run is not None and run.count > keep:
@@ -111,157 +103,7 @@ def find_repeats(
     return found
 
 
-def _containers(model: nn.Module) -> list[tuple[str, int]]:
-    """The modules whose children are numbered, with how many they have, outermost first."""
-    found = []
-    for path, module in model.named_modules():
-        children = list(module._modules)
-        if children and children == [str(at) for at in range(len(children))]:
-            found.append((path, len(children)))
-    return sorted(found, key=lambda item: item[0].count("."))
-
-
-@dataclass
-class _Block:
-    """One call of a block: its place among the events, the tensors that it takes and gives."""
-
-    enter: int
-    exit: int
-    takes: list[Any]
-    gives: list[Any]
-
-
-@dataclass
-class _Record:
-    """What a run of a model called.
-
-    Args:
-        events: (function, frozen arguments, frozen results) in order.
-        made: the event that made each tensor first, by its token.
-        inputs: the tokens of the inputs.
-        held: the names of the parameters and buffers by token.
-        blocks: the calls of each numbered child.
-        alike: what must be equal of the tensors that each numbered child holds; None for one that cannot repeat.
-        result: what the model returned.
-    """
-
-    events: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    made: dict[int, int] = field(default_factory=dict)
-    inputs: list[int] = field(default_factory=list)
-    held: dict[int, str] = field(default_factory=dict)
-    blocks: dict[str, list[_Block]] = field(default_factory=dict)
-    alike: dict[str, Any] = field(default_factory=dict)
-    result: Any = None
-
-
-@dataclass(frozen=True)
-class _Token:
-    """A tensor, by the order in which it was met."""
-
-    at: int
-
-
-class _Writer(TorchFunctionMode):
-    """Writes down the torch functions that are called."""
-
-    def __init__(self, record: _Record) -> None:
-        super().__init__()
-        self.record = record
-        self._tokens: dict[int, _Token] = {}
-        self._kept: list[Any] = []  # so that no address is used again
-
-    def token(self, x: Any) -> _Token:
-        if id(x) not in self._tokens:
-            self._tokens[id(x)] = _Token(len(self._kept))
-            self._kept.append(x)
-            self.record.made[self._tokens[id(x)].at] = len(self.record.events)
-        return self._tokens[id(x)]
-
-    def freeze(self, tree: Any) -> tuple[list[Any], Any]:
-        leaves, spec = pytree.tree_flatten(tree)
-        return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, _PLAIN) else id(x) for x in leaves], spec
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frozen = self.freeze((args, kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        self.record.events.append((func, frozen, self.freeze(out)))
-        return out
-
-
-def _record(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    loss: Loss | None,
-    dtypes: Dtypes,
-) -> _Record:
-    """Runs ``model`` and its loss on fake tensors."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    root = _Root(model, flat, spec, loss, dtypes)
-    record = _Record()
-    writer = _Writer(record)
-    handles: list[Any] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_faked(root, mode, device, dtypes))
-        stack.callback(lambda: [handle.remove() for handle in handles])
-        stack.enter_context(mode)
-        stack.enter_context(torch.no_grad())
-        fakes = [_fake(x, device) for x in flat if isinstance(x, Tensor)]
-        record.inputs = [writer.token(x).at for x in fakes]
-        both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
-        places: dict[int, list[str]] = {}
-        for name, x in (item for named in both for item in named):
-            places.setdefault(id(x), []).append(name.removeprefix(PREFIX))
-            record.held[writer.token(x).at] = name.removeprefix(PREFIX)
-        for path, size in _containers(model):
-            container = model.get_submodule(path)
-            for at in range(size):
-                name = f"{path}.{at}" if path else str(at)
-                record.alike[name] = _holds(container._modules[str(at)], name, places)
-                handles += _hooked(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
-        buffers = [(name, x, x._version) for name, x in root.named_buffers()]
-        with writer:
-            record.result = writer.freeze(root(*fakes))
-        changed = {name.removeprefix(PREFIX) for name, x, version in buffers if x._version != version}
-    for name in record.alike:
-        if any(buffer.startswith(f"{name}.") for buffer in changed):
-            record.alike[name] = None
-    return record
-
-
-def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
-    """The modules and tensors of a block, as far as they must be alike; None where others hold its tensors too."""
-    if block is None:
-        return None
-    modules = [(path, type(module), module.training) for path, module in block.named_modules()]
-    tensors = []
-    for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
-        if any(not place.startswith(f"{name}.") for place in places[id(x)]):
-            return None
-        tensors.append((path, type(x), x.shape, x.stride(), x.dtype, x.requires_grad))
-    return modules, tensors
-
-
-def _hooked(block: nn.Module | None, calls: list[_Block], writer: _Writer) -> list[Any]:
-    """Hooks that write down when ``block`` is called, with what, and what it returns."""
-    if block is None:
-        return []
-
-    def enter(_module: Any, args: Any, kwargs: Any) -> None:
-        calls.append(_Block(len(writer.record.events), -1, writer.freeze((args, kwargs))[0], []))
-
-    def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
-        calls[-1].exit, calls[-1].gives = len(writer.record.events), writer.freeze(output)[0]
-
-    return [
-        block.register_forward_pre_hook(enter, with_kwargs=True),
-        block.register_forward_hook(leave, with_kwargs=True),
-    ]
-
-
-def _longest(record: _Record, path: str, size: int) -> Repeat | None:
+def _longest(record: Record, path: str, size: int) -> Repeat | None:
     """The longest run of alike blocks in a container, the first of the longest; None where there are none."""
     prefix = f"{path}." if path else ""
     names = [f"{prefix}{at}" for at in range(size)]
@@ -288,21 +130,21 @@ def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], A
     own: dict[int, int] = {}
 
     def frozen(leaves: list[Any]) -> list[Any]:
-        return [name_of(x.at, own) if isinstance(x, _Token) else (type(x), x) for x in leaves]
+        return [name_of(x.at, own) if isinstance(x, Token) else (type(x), x) for x in leaves]
 
     out = []
     for func, (args, args_spec), (results, results_spec) in events:
         taken = frozen(args)
         for x in results:
-            if isinstance(x, _Token):
+            if isinstance(x, Token):
                 own.setdefault(x.at, len(own))
         out.append((func, taken, args_spec, frozen(results), results_spec))
     return out, frozen(list(extra))
 
 
-def _body(record: _Record, call: _Block, name: str) -> Any:
+def _body(record: Record, call: Block, name: str) -> Any:
     """What a block does, in terms of what it takes and holds."""
-    takes = {x.at: at for at, x in enumerate(call.takes) if isinstance(x, _Token)}
+    takes = {x.at: at for at, x in enumerate(call.takes) if isinstance(x, Token)}
 
     def name_of(token: int, own: dict[int, int]) -> Any:
         if token in record.held and record.held[token].startswith(f"{name}."):
@@ -314,10 +156,10 @@ def _body(record: _Record, call: _Block, name: str) -> Any:
     return _canonical(record.events[call.enter : call.exit], name_of, call.gives)
 
 
-def _link(record: _Record, before: _Block, after: _Block) -> Any:
+def _link(record: Record, before: Block, after: Block) -> Any:
     """How a block comes by what it takes, in terms of what the block before it took and gave."""
-    gives = {x.at: at for at, x in enumerate(before.gives) if isinstance(x, _Token)}
-    takes = {x.at: at for at, x in enumerate(before.takes) if isinstance(x, _Token)}
+    gives = {x.at: at for at, x in enumerate(before.gives) if isinstance(x, Token)}
+    takes = {x.at: at for at, x in enumerate(before.takes) if isinstance(x, Token)}
 
     def name_of(token: int, own: dict[int, int]) -> Any:
         if token in gives:
@@ -329,23 +171,23 @@ def _link(record: _Record, before: _Block, after: _Block) -> Any:
     return _canonical(record.events[before.exit : after.enter], name_of, after.takes)
 
 
-def _escapes(record: _Record, calls: Sequence[_Block], run: Repeat) -> bool:
+def _escapes(record: Record, calls: Sequence[Block], run: Repeat) -> bool:
     """Whether what blocks of a run but the last make is used behind the run."""
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, (args, _), _ in record.events[last.exit :] for x in args]
-    given = {x.at for x in last.gives if isinstance(x, _Token)}
-    used = {x.at for x in (*tail, *record.result[0]) if isinstance(x, _Token)} - given - set(record.held)
+    given = {x.at for x in last.gives if isinstance(x, Token)}
+    used = {x.at for x in (*tail, *record.result[0]) if isinstance(x, Token)} - given - set(record.held)
     return any(start <= record.made[token] < last.enter for token in used)
 
 
-def _outside(record: _Record, repeats: Sequence[Repeat]) -> Any:
+def _outside(record: Record, repeats: Sequence[Repeat]) -> Any:
     """What a model does but for its repeated blocks."""
     spans = []
     given: dict[int, Any] = {}
     for number, each in enumerate(repeats):
         calls = [record.blocks[name][0] for name in each.names()]
         spans.append((calls[0].enter, calls[-1].exit))
-        given.update({x.at: (number, at) for at, x in enumerate(calls[-1].gives) if isinstance(x, _Token)})
+        given.update({x.at: (number, at) for at, x in enumerate(calls[-1].gives) if isinstance(x, Token)})
     shifts = {each.prefix: each for each in repeats}
     inputs = {token: at for at, token in enumerate(record.inputs)}
     events = [e for at, e in enumerate(record.events) if not any(start <= at < end for start, end in spans)]

@@ -241,8 +241,9 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
                         continue
                     if id(tensor) not in made:
                         is_param = isinstance(tensor, nn.Parameter)
+                        like = tensor.detach()
                         with mode:
-                            fake = _fake(tensor.detach(), device, dtypes.param if is_param else dtypes.buffers)
+                            fake = _fake(like, device, dtypes.param if is_param else dtypes.buffers)
                             if is_param:
                                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         made[id(tensor)] = fake

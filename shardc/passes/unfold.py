@@ -11,18 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
 from shardc.analysis.sequence import ALIASED, aliased
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, Role
+from shardc.ir.graph import Info, Origin, Role
 from shardc.passes.unfold_names import Names, NotPeriodic, Run
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Which of a period's nodes (or of a block's parameters) a node is, and of which block."""
 
     role: Any
@@ -222,7 +221,6 @@ class _Unfolding:
                 else:
                     self._copy(node, copy_of)
         self._output()
-        self.new.lint()
         return self.new
 
     def _order(self, body: Body) -> list[tuple[fx.Node, int | None]]:
@@ -307,9 +305,9 @@ class _Unfolding:
     def _renamed(self, record: Info, rename: Callable[[str], str], shift: int) -> Info:
         origin = record.origin
         module = self.names.module(origin.module, shift)
-        origin = replace(origin, module=module, cause=rename(origin.cause))
+        origin = Origin(module, origin.source, origin.phase, rename(origin.cause), origin.region)
         role = record.role and replace(record.role, name=self.names.module(record.role.name, shift))
-        return replace(record, name=rename(record.name), origin=origin, role=role)
+        return Info(rename(record.name), record.value, origin, role, record.needs)
 
     def _output(self) -> None:
         """The outputs of the blocks that were captured, and those that the copies have like them."""

@@ -94,8 +94,7 @@ class Names:
 
     def module(self, name: str, moved_by: int) -> str:
         """The name of a module, or of what it holds, ``moved_by`` blocks on; behind the run all move alike."""
-        number = self._number(name)
-        if number is None:
+        if not name or (number := self._number(name)) is None:
             return name
         on = number + (moved_by if number < self.run.first + self.keep else self.missing)
         return self._block.sub(lambda m: f"{m[1] or ''}{m[2] or ''}{self.run.prefix}{on}", name)

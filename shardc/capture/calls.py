@@ -1,0 +1,226 @@
+"""What a model calls: a run on fake tensors, without tracing, with every torch function written down."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+
+from shardc.capture.annotate import PREFIX
+from shardc.capture.trace import Dtypes, Loss, _fake, _faked, _Root
+
+# Constants that are compared by value; any other object is only like itself.
+PLAIN = (
+    int, float, complex, str, bytes, type(None), type(...), slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+@dataclass
+class Block:
+    """One call of a block: its place among the events, the tensors that it takes and gives."""
+
+    enter: int
+    exit: int
+    takes: list[Any]
+    gives: list[Any]
+
+
+@dataclass
+class Record:
+    """What a run of a model called.
+
+    Args:
+        events: (function, frozen arguments, frozen results) in order.
+        made: the event that made each tensor first, by its token.
+        inputs: the tokens of the inputs.
+        held: the names of the parameters and buffers by token.
+        blocks: the calls of each numbered child.
+        alike: what must be equal of the tensors that each numbered child holds; None for one that cannot repeat.
+        result: what the model returned.
+        changed: the buffers that the model changes.
+    """
+
+    events: list[tuple[Any, Any, Any]] = field(default_factory=list)
+    made: dict[int, int] = field(default_factory=dict)
+    inputs: list[int] = field(default_factory=list)
+    held: dict[int, str] = field(default_factory=dict)
+    blocks: dict[str, list[Block]] = field(default_factory=dict)
+    alike: dict[str, Any] = field(default_factory=dict)
+    result: Any = None
+    changed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Token:
+    """A tensor, by the order in which it was met."""
+
+    at: int
+
+
+class Writer(TorchFunctionMode):
+    """Writes down the torch functions that are called.
+
+    Args:
+        again: what a function made of such arguments before it makes again, without being called: tensors of the same
+            shapes, which share no memory with what they were made of.
+    """
+
+    def __init__(self, record: Record, again: bool) -> None:
+        super().__init__()
+        self.record = record
+        self._known: dict[Any, Any] | None = {} if again else None
+        self._tokens: dict[int, Token] = {}
+        self._kept: list[Any] = []  # so that no address is used again
+
+    def token(self, x: Any) -> Token:
+        if id(x) not in self._tokens:
+            self._tokens[id(x)] = Token(len(self._kept))
+            self._kept.append(x)
+            self.record.made[self._tokens[id(x)].at] = len(self.record.events)
+        return self._tokens[id(x)]
+
+    def freeze(self, tree: Any) -> tuple[list[Any], Any]:
+        leaves, spec = pytree.tree_flatten(tree)
+        return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves], spec
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frozen = self.freeze((args, kwargs or {}))
+        out = self._call(func, args, kwargs or {})
+        self.record.events.append((func, frozen, self.freeze(out)))
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        name = getattr(func, "__name__", "_")
+        if self._known is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
+            return func(*args, **kwargs)
+        try:
+            key = (func, spec, tuple(_described(x) for x in leaves))
+            known = self._known.get(key)
+        except TypeError:  # something has no hash
+            return func(*args, **kwargs)
+        if known is not None:
+            return pytree.tree_map(_again, known, is_leaf=lambda x: isinstance(x, _Made))
+        out = func(*args, **kwargs)
+        made = pytree.tree_leaves(out)
+        if made and all(type(x) is FakeTensor and not any(x is y for y in leaves) for x in made):
+            self._known[key] = pytree.tree_map(_made, out)
+        return out
+
+
+def _described(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x
+
+
+class _Made(NamedTuple):
+    """A fake tensor, and one on meta that others like it can be made of."""
+
+    like: FakeTensor
+    meta: Tensor
+
+
+def _again(made: _Made) -> FakeTensor:
+    return FakeTensor(made.like.fake_mode, made.meta, made.like.device)
+
+
+def _made(x: FakeTensor) -> _Made:
+    with no_dispatch():
+        return _Made(x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+
+
+def record_calls(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss: Loss | None,
+    dtypes: Dtypes,
+    again: bool,
+) -> Record:
+    """Runs ``model`` and its loss on fake tensors; with ``again``, each function on arguments like others but once.
+
+    A buffer that is changed through what shares its memory is then seen to be changed once, not every time.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    root = _Root(model, flat, spec, loss, dtypes)
+    record = Record()
+    writer = Writer(record, again)
+    handles: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_faked(root, mode, device, dtypes))
+        stack.callback(lambda: [handle.remove() for handle in handles])
+        stack.enter_context(mode)
+        stack.enter_context(torch.no_grad())
+        fakes = [_fake(x, device) for x in flat if isinstance(x, Tensor)]
+        record.inputs = [writer.token(x).at for x in fakes]
+        both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+        places: dict[int, list[str]] = {}
+        for name, x in (item for named in both for item in named):
+            places.setdefault(id(x), []).append(name.removeprefix(PREFIX))
+            record.held[writer.token(x).at] = name.removeprefix(PREFIX)
+        for path, size in numbered_containers(model):
+            container = model.get_submodule(path)
+            for at in range(size):
+                name = f"{path}.{at}" if path else str(at)
+                record.alike[name] = _holds(container._modules[str(at)], name, places)
+                handles += _hooked(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
+        buffers = [(name, x, x._version) for name, x in root.named_buffers()]
+        with writer:
+            record.result = writer.freeze(root(*fakes))
+        record.changed = {name.removeprefix(PREFIX) for name, x, version in buffers if x._version != version}
+    for name in record.alike:
+        if any(buffer.startswith(f"{name}.") for buffer in record.changed):
+            record.alike[name] = None
+    return record
+
+
+def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> Any:
+    """The modules and tensors of a block, as far as they must be alike; None where others hold its tensors too."""
+    if block is None:
+        return None
+    modules = [(path, type(module), module.training) for path, module in block.named_modules()]
+    tensors = []
+    for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
+        if any(not place.startswith(f"{name}.") for place in places[id(x)]):
+            return None
+        tensors.append((path, type(x), x.shape, x.stride(), x.dtype, x.requires_grad))
+    return modules, tensors
+
+
+def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list[Any]:
+    """Hooks that write down when ``block`` is called, with what, and what it returns."""
+    if block is None:
+        return []
+
+    def enter(_module: Any, args: Any, kwargs: Any) -> None:
+        calls.append(Block(len(writer.record.events), -1, writer.freeze((args, kwargs))[0], []))
+
+    def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
+        calls[-1].exit, calls[-1].gives = len(writer.record.events), writer.freeze(output)[0]
+
+    return [
+        block.register_forward_pre_hook(enter, with_kwargs=True),
+        block.register_forward_hook(leave, with_kwargs=True),
+    ]
+
+
+def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
+    """The modules whose children are numbered, with how many they have, outermost first."""
+    found = []
+    for path, module in model.named_modules():
+        children = list(module._modules)
+        if children and children == [str(at) for at in range(len(children))]:
+            found.append((path, len(children)))
+    return sorted(found, key=lambda item: item[0].count("."))
