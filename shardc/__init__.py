@@ -12,6 +12,7 @@ from shardc.precompiled import load
 from shardc.program import Options, Program
 from shardc.rules import register_rule
 from shardc.runtime.sim import Simulation
+from shardc.train import train_step
 
 __all__ = [
     "Layout",
@@ -34,4 +35,5 @@ __all__ = [
     "precision",
     "register_rule",
     "tp",
+    "train_step",
 ]

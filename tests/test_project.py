@@ -37,6 +37,7 @@ ALLOWED = {
     "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
     "optim": {"errors", "runtime"},
+    "train": {"errors", "runtime"},
     "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
 }
 NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}

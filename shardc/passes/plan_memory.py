@@ -129,4 +129,6 @@ def _names(node: fx.Node) -> list[str]:
 
 
 def _bytes(x: Tensor) -> int:
-    return prod(x.shape) * x.dtype.itemsize
+    """The size of ``x``; 0, which means memory of its own, where it is only known at run time."""
+    size = prod(x.shape) * x.dtype.itemsize
+    return size if isinstance(size, int) else 0

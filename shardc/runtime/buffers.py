@@ -43,7 +43,11 @@ class Arena:
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
         """A tensor at the slot's place, or None where not all of it is free; ``left`` is called when it is given up."""
         first, last = slot.offset, slot.offset + slot.size
-        if last > self.size or any(first < b and a < last for a, b in self._used.values()):
+        if (
+            last > self.size
+            or prod(shape) * dtype.itemsize > slot.size
+            or any(first < b and a < last for a, b in self._used.values())
+        ):
             return None
         self._turn += 1
         turn, used = self._turn, self._used
@@ -137,8 +141,8 @@ class Buffers:
         self.taken += 1
         self._turn += 1
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
-        counted[turn] = slot.size
-        self.held += slot.size
+        size = counted[turn] = prod(shape) * like.element_size()
+        self.held += size
         self.peak = max(self.peak, self.held)
 
         def left() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.tensor import DTensor
@@ -162,6 +163,34 @@ def low_precision_gradients_update_as_they_do() -> None:
         assert torch.equal(mine.to_local(), right.to_local())
 
 
+def a_step_is_one_call() -> None:
+    """`shardc.train_step` does what the loop does, micro-batches and all, and leaves no gradients."""
+    source = model()
+    module = sharded(source, "fsdp")
+    theirs = torch.optim.AdamW(source.parameters(), lr=0.05)
+    train_step = shardc.train_step(module, shardc.optim.wrap(torch.optim.AdamW, module, lr=0.05), max_norm=0.5)
+    for at in range(3):
+        with module.no_sync():
+            first = train_step(*module.shard_inputs(*batch(at)))
+        second = train_step(*module.shard_inputs(*batch(at + 10)))
+        for value, seed in ((first, at), (second, at + 10)):
+            x, y = batch(seed)
+            expected = F.mse_loss(source(x), y)
+            expected.backward()
+            close(value, expected.detach(), f"loss of step {at}")
+        clip_grad_norm_(source.parameters(), 0.5)
+        theirs.step()
+        theirs.zero_grad()
+        assert_same(module, source)
+        assert all(param.grad is None for param in module.parameters())
+    with pytest.raises(InputError, match=r"the module returns a tensor of shape \[2, 9\], where a step needs its loss"):
+        train_step(module.shard_inputs(batch()[0]))
+    with pytest.raises(InputError, match=r"a parameter of shape \[12, 9\] that is none of the module's"):
+        shardc.train_step(module, theirs)
+    with pytest.raises(InputError, match="the module is not from shardc.compile"):
+        shardc.train_step(source, theirs)
+
+
 def what_cannot_be_is_refused() -> None:
     module = sharded(model(), "fsdp")
     with pytest.raises(InputError, match="LBFGS is not known to compute each element by itself"):
@@ -175,5 +204,5 @@ def what_cannot_be_is_refused() -> None:
 def test_two_ranks() -> None:
     checks = [partial(updates_are_the_plain_ones, "fsdp", kind) for kind in OPTIMIZERS]
     more = [partial(updates_are_the_plain_ones, "tp", "adamw"), steps_survive_changes, what_cannot_be_is_refused]
-    more.append(low_precision_gradients_update_as_they_do)
+    more += [low_precision_gradients_update_as_they_do, a_step_is_one_call]
     run_ranks(2, *checks, *more, checkpoints_are_the_plain_ones)

@@ -1,0 +1,61 @@
+"""`train_step`: loss, gradients and update of one step behind one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.errors import InputError
+from shardc.runtime.module import ShardedModule
+
+
+def train_step(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
+) -> Callable[..., Tensor]:
+    """A function that takes what ``module`` takes, does one training step, and gives the step's loss, detached.
+
+    It runs the compiled forward and backward, clips, updates and drops the gradients, so that none of their memory is
+    held outside of a step. The update is the optimizer's own kernel: with `shardc.optim.wrap` one fused call on this
+    rank's shards, which is as much as there is to compile of it. Under ``module.no_sync()`` (or with
+    ``set_requires_grad_sync(False)``) a call only adds its gradients to what the next step updates by.
+
+    Args:
+        module: from `shardc.compile`, with a ``loss``, or a model that returns its loss.
+        optimizer: of the module's parameters: torch's own, or from `shardc.optim.wrap`.
+        max_norm: clip the gradients to this global norm before the update.
+
+    Raises:
+        InputError: ``module`` or ``optimizer`` is none of that; by the function, a result that is no scalar.
+    """
+    if not isinstance(module, ShardedModule):
+        raise InputError("the module is not from shardc.compile", fix="compile the model, or write the step out")
+    mine = {id(param) for param in module.parameters()}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) not in mine:
+                raise InputError(
+                    f"the optimizer has a parameter of shape {list(param.shape)} that is none of the module's",
+                    fix="make it of module.parameters(), those of the compiled module",
+                )
+
+    def step(*args: Any, **kwargs: Any) -> Tensor:
+        with torch.enable_grad():
+            loss = module(*args, **kwargs)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            made = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise InputError(
+                f"the module returns {made}, where a step needs its loss",
+                fix="pass loss= to shardc.compile, and the targets to the step",
+            )
+        loss.backward()
+        if module.shardc.sync.mode == "all":
+            if max_norm is not None:
+                module.clip_grad_norm_(max_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
