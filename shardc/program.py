@@ -304,7 +304,7 @@ def build_program(
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
     precision = precision_of(plan, model)
     dtypes = Dtypes(precision.param, precision.buffers, precision.output)
-    captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
+    captured = (options.capture or capture)(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
     check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]

@@ -1,9 +1,11 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
+from shardc.capture.once import CaptureOnce
 from shardc.capture.repeats import Repeat, find_repeats, shortened
 from shardc.capture.trace import Captured, Dtypes, Tag, capture, decompositions, input_names, loss_arity
 
 __all__ = [
+    "CaptureOnce",
     "Captured",
     "Dtypes",
     "Repeat",

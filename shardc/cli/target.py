@@ -84,14 +84,23 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
     """
     mesh = mesh_of(options.mesh)
     target = load(options.target)
-    try:
-        plan = parse_plan(options.plan, vars(target.module))
-    except PlanError as error:
-        raise PlanError(f"--plan, {error.what}", fix=error.fix) from None
+    plan = plan_of(options.plan, target, "--plan")
     return target, mesh, plan, None if options.loss is None else target.named(options.loss, "loss")
 
 
-def mesh_of(text: str) -> Mesh:
+def plan_of(text: str, target: Target, argument: str) -> Plan:
+    """The plan that ``text`` says, in the words of the target's file.
+
+    Raises:
+        PlanError: names the argument and what is wrong with it.
+    """
+    try:
+        return parse_plan(text, vars(target.module))
+    except PlanError as error:
+        raise PlanError(f"{argument}, {error.what}", fix=error.fix) from None
+
+
+def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
     """The mesh that ``dp=2,tp=4`` says.
 
     >>> mesh_of("dp=2,tp=4")
@@ -101,9 +110,9 @@ def mesh_of(text: str) -> Mesh:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not size.isdecimal():
-            raise MeshError(f"--mesh {text}: {part.strip()!r} is no axis and size", fix="write it as dp=2,tp=4")
+            raise MeshError(f"{argument} {text}: {part.strip()!r} is no axis and size", fix="write it as dp=2,tp=4")
         if name in axes:
-            raise MeshError(f"--mesh {text}: axis {name!r} comes twice")
+            raise MeshError(f"{argument} {text}: axis {name!r} comes twice")
         axes[name] = int(size)
     return Mesh(axes)
 

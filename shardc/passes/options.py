@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardc.analysis.cost import CostModel
 from shardc.errors import InputError
@@ -28,6 +30,8 @@ class Options:
         comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
         debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
         fold: analyse repeated blocks on a few of them (`shardc.fold`): for looking only, the program does not run.
+        capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
+            model.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
     """
 
@@ -41,6 +45,7 @@ class Options:
     comm: str = "real"
     debug: str | None = None
     fold: bool = False
+    capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def __post_init__(self) -> None:

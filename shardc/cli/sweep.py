@@ -1,0 +1,196 @@
+"""``sweep``: what a training step would cost on meshes of many sizes, by plan, from one capture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+from tqdm import tqdm
+
+import shardc
+from shardc.analysis import hardware, sweep_picture
+from shardc.analysis.export import gigabytes, milliseconds, shorten
+from shardc.analysis.hardware import Hardware
+from shardc.capture import CaptureOnce
+from shardc.cli import target
+from shardc.errors import InputError, ShardcError, ShardcWarning
+from shardc.ir.mesh import Mesh
+from shardc.plan import Plan
+from shardc.plan.resolve import entry_axes
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mesh and plan; or what keeps them from being.
+
+    Args:
+        seconds, exposed: of a step.
+        memory: bytes of a rank at the peak.
+        fits: in the hardware's memory.
+        mfu: model flops utilisation at most.
+        wire: bytes that each rank sends in a step.
+    """
+
+    ranks: int
+    mesh: str
+    plan: str
+    seconds: float = 0.0
+    exposed: float = 0.0
+    memory: int = 0
+    fits: bool = False
+    mfu: float = 0.0
+    wire: int = 0
+    error: str = ""
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser("sweep", help="compare meshes and plans from one capture")
+    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
+    parser.add_argument("--ranks", required=True, help="8..16384 (doubling from the first), or 8,24,64")
+    parser.add_argument(
+        "--plans", required=True, nargs="+", metavar="PLAN", help="""as 'fsdp("dp") | llama_tp("tp")'"""
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="AXIS=SIZE", help="fix the size of an axis")
+    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
+    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    parser.add_argument("--no-fold", action="store_true", help="analyse every one of repeated blocks")
+    parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
+    parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints a row for each count of ranks, plan and mesh, the fastest first; one line for each that cannot be.
+
+    Raises:
+        InputError: no ranks, axes that are no axes, a target that does not load, or not one row that can be.
+        MeshError: more ranks than the hardware is described for.
+        PlanError: a plan with an error.
+    """
+    described = hardware.find(options.hardware)
+    counts, sizes = _ranks(options.ranks), _sizes(options.set)
+    described.check(Mesh(ranks=max(counts)))
+    found = target.load(options.target)
+    plans = [(text, target.plan_of(text, found, "--plans")) for text in options.plans]
+    loss = None if options.loss is None else found.named(options.loss, "loss")
+    for text, plan in plans:
+        if not _axes(plan):
+            raise InputError(f"--plans {text}: the plan speaks of no axis")
+    for axis in sizes:
+        if not any(axis in _axes(plan) for _, plan in plans):
+            raise InputError(f"--set {axis}: no plan speaks of axis {axis!r}")
+    cases = [(mesh, *each) for n in counts for each in plans for mesh in _meshes(_axes(each[1]), n, sizes, described)]
+    compile_options = shardc.Options(fold=not options.no_fold, verify=False, capture=CaptureOnce())
+    rows = [
+        _row(found, mesh, text, plan, loss, compile_options, described)
+        for mesh, text, plan in tqdm(cases, desc="predicting", leave=False, disable=None)
+    ]
+    _print(rows, described)
+    if not any(not row.error for row in rows):
+        raise InputError("not one of the meshes and plans can be")
+    for path, write in ((options.json, _write), (options.plot, sweep_picture.save)):
+        if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            write([row for row in rows if not row.error], path)
+
+
+def _write(rows: Sequence[Row], path: str) -> None:
+    Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def _ranks(text: str) -> list[int]:
+    """The counts of ``8..16384`` or ``8,24,64``.
+
+    >>> _ranks("8..64"), _ranks("8,24")
+    ([8, 16, 32, 64], [8, 24])
+    """
+    first, dots, last = text.partition("..")
+    parts = [first, last] if dots else text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(f"--ranks {text}: no counts of ranks", fix="write them as 8..16384 or 8,24,64")
+    if not dots:
+        return sorted({int(part) for part in parts})
+    counts = [int(first)]
+    while counts[-1] * 2 <= int(last):
+        counts.append(counts[-1] * 2)
+    if int(last) < counts[0]:
+        raise InputError(f"--ranks {text}: the last is below the first")
+    return counts
+
+
+def _sizes(texts: Sequence[str]) -> dict[str, int]:
+    """The sizes of axes that ``--set`` says."""
+    return dict(target.mesh_of(",".join(texts), "--set").shape) if texts else {}
+
+
+def _axes(plan: Plan) -> list[str]:
+    """The axes that a plan speaks of, in order."""
+    return list(dict.fromkeys(axis for entry in plan.entries for axis in entry_axes(entry)))
+
+
+def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
+    """Meshes of ``ranks``: the first axis takes what the others, by powers of two within a node, leave."""
+
+    def sizes(names: Sequence[str], room: int) -> Iterator[dict[str, int]]:
+        if not names:
+            yield {}
+            return
+        name, *rest = names
+        tried = [fixed[name]] if name in fixed else [2**n for n in range(1, max(room, 1).bit_length()) if 2**n <= room]
+        for size in tried:
+            for others in sizes(rest, room // size):
+                yield {name: size, **others}
+
+    for inner in sizes(axes[1:], described.node):
+        product = 1
+        for size in inner.values():
+            product *= size
+        if ranks % product == 0 and fixed.get(axes[0], ranks // product) == ranks // product:
+            yield Mesh({axes[0]: ranks // product, **inner})
+
+
+def _row(
+    found: target.Target,
+    mesh: Mesh,
+    text: str,
+    plan: Plan,
+    loss: Callable[..., Any] | None,
+    options: shardc.Options,
+    described: Hardware,
+) -> Row:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShardcWarning)  # a line for each row would hide the table
+            program = shardc.compile(found.model, mesh, plan, loss=loss, options=options).lower(*found.args)
+            schedule = program.schedule(described)
+    except ShardcError as error:
+        return Row(mesh.ranks, str(mesh), text, error=" ".join(error.what.split()))
+    return Row(
+        mesh.ranks, str(mesh), text, schedule.seconds, schedule.exposed, schedule.memory.peak.total, schedule.fits(),
+        schedule.mfu, schedule.wire,
+    )  # fmt: skip
+
+
+def _print(rows: Sequence[Row], described: Hardware) -> None:
+    """The table, then what could not be."""
+    good = sorted((row for row in rows if not row.error), key=lambda row: (row.ranks, row.seconds))
+    body = [
+        (
+            str(row.ranks), row.mesh, shorten(row.plan, 60), milliseconds(row.seconds), milliseconds(row.exposed),
+            f"{row.exposed / row.seconds:.1%}", gigabytes(row.memory), "yes" if row.fits else "no", f"{row.mfu:.1%}",
+        )
+        for row in good
+    ]  # fmt: skip
+    head = ("ranks", "mesh", "plan", "step ms", "exposed ms", "exposed", "GB/rank", "fits", "MFU")
+    if body:
+        print(f"{described.name}, {described.memory / 1e9:g} GB a rank; one global batch, whatever the ranks\n")
+        print(tabulate(body, head, tablefmt="plain", disable_numparse=True, stralign="left"))
+    for row in rows:
+        if row.error:
+            print(f"cannot be: {row.mesh}, {row.plan}: {row.error}")
