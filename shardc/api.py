@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardc._compat import pytree
 from shardc.capture import input_names, loss_arity
 from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.fold import build_folded
@@ -22,7 +23,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, artifacts, lower
 from shardc.plan.ports import resolve_activations, resolve_inputs
-from shardc.plan.resolve import ParamPlan, check_axes, resolve_params
+from shardc.plan.resolve import ParamPlan, Sizes, check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, Precompiled, load
 from shardc.precompiled.identity import described
@@ -106,7 +107,9 @@ def compile(
         groups=groups,
         template=template,
         storages=storages,
-        build=_Build(plan, abstract, params, device, loss, options, groups if backend == "inductor" else None),
+        build=_Build(
+            plan, abstract, params, (shapes, names), device, loss, options, groups if backend == "inductor" else None
+        ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
@@ -163,12 +166,13 @@ class _Build:
         plan: Plan,
         mesh: Mesh,
         params: dict[str, ParamPlan],
+        known: tuple[Sizes, Mapping[str, str]],
         device: torch.device,
         loss: Callable[..., Any] | None,
         options: Options,
         groups: Groups | None,
     ) -> None:
-        self.groups = groups
+        self.groups, self.known = groups, known
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
 
@@ -189,7 +193,23 @@ class _Build:
         signature = Signature.of(template, names, args, kwargs)
         program.identity = Identity(signature, described(template, self.loss), self.device.type)
         program.lower_again = self._lower_again
+        program.again = self._again(template, args, kwargs, with_loss)
         return program
+
+    def _again(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
+        """Makes the program of another mesh, with the same axes, and of other input shapes, by the inputs' names."""
+        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+        leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
+
+        def again(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
+            given = iter(shapes)
+            made = [x.new_empty(tuple(next(given))) if isinstance(x, Tensor) else x for x in leaves]
+            params = resolve_params(self.plan, mesh, *self.known)
+            build = _Build(self.plan, mesh, params, self.known, self.device, self.loss, self.options, None)
+            new_args, new_kwargs = pytree.tree_unflatten(made, spec)
+            return build(template, new_args, new_kwargs, with_loss)
+
+        return again
 
     def _lower_again(self, folder: Path) -> bytes | None:
         """Inductor's artifacts of the program in ``folder``; None where it has no process groups (yet)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import pytree
 from shardc.analysis.certificate import Certificate, certify
+from shardc.analysis.derive import Dims, derive
+from shardc.analysis.formulas import Costs
 from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.lint import Finding, lint
 from shardc.analysis.schedule import Schedule, build, model_flops
@@ -30,16 +32,8 @@ from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.options import Options
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
+from shardc.plan import ports
 from shardc.plan.entries import Precision
-from shardc.plan.ports import (
-    ActivationPin,
-    batch_axes,
-    check_pins,
-    grad_mode,
-    output_specs,
-    resolve_activations,
-    resolve_inputs,
-)
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
@@ -64,6 +58,7 @@ class Program:
         inputs: (name, layout) of each tensor input.
         outputs: the role (with layout) of each forward output.
         deferred: the parameters whose gradients the backward leaves unreduced.
+        again: makes the program of another mesh and other input shapes, by input.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
         folded: where repeated blocks are analysed on a few of them, which; then stages up to the cut show these few.
         identity: what call and model it is for, where `shardc.compile` had it made.
@@ -91,6 +86,7 @@ class Program:
         self.identity: Identity | None = None
         self.lower_again: Callable[[Path], bytes | None] | None = None
         self.reduce_sums: Callable[[Sequence[Sum]], fx.GraphModule] | None = None
+        self.again: Any = None
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
         """The scheduled local graph that reduces what backwards without reduction summed up to gradients.
@@ -228,11 +224,19 @@ class Program:
             first = self.forward or self.inference
             step = of_halves(first.graph, self.backward and self.backward.graph, levels)
         useful = (model_flops if folded is None else folded.model_flops)(self.graph("collectives")) / self.mesh.ranks
+        described = find(hardware) if isinstance(hardware, str) else hardware
         return build(
-            step, self.mesh, find(hardware) if isinstance(hardware, str) else hardware,
-            order=order, causes=causes, useful_flops=useful, optimizer_copies=optimizer_copies,
-            notes=() if folded is None else folded.notes,
+            step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=causes,
+            useful_flops=useful, optimizer_copies=optimizer_copies, notes=() if folded is None else folded.notes,
         )  # fmt: skip
+
+    def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
+        """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.analysis.derive`.
+
+        Raises:
+            PlanError: the program has other collectives at other sizes, or a formula does not hold there.
+        """
+        return derive(self, find(hardware) if isinstance(hardware, str) else hardware, dims)
 
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
@@ -288,7 +292,7 @@ def build_program(
     loss: Callable[..., Any] | None,
     options: Options,
     deferred: frozenset[str] = frozenset(),
-    pins: Sequence[ActivationPin] | None = None,
+    pins: Sequence[ports.ActivationPin] | None = None,
 ) -> Program:
     """Captures ``model`` at global example inputs and runs the pipeline.
 
@@ -300,23 +304,23 @@ def build_program(
         ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
     """
     if pins is None:
-        pins = resolve_activations(plan, [name for name, _ in model.named_modules()])
+        pins = ports.resolve_activations(plan, [name for name, _ in model.named_modules()])
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
     precision = precision_of(plan, model)
     dtypes = Dtypes(precision.param, precision.buffers, precision.output)
     captured = (options.capture or capture)(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
-    check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
+    ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
-    inputs = resolve_inputs(plan, mesh, shapes)
+    inputs = ports.resolve_inputs(plan, mesh, shapes)
     lies = [(name, found.layout) for (name, _), found in zip(shapes, inputs, strict=True)]
     program = Program(mesh, plan, options, captured, lies)
     by_tag = {tag.name: pin for tag, pin in zip(tags, pins, strict=True)}
-    axes = batch_axes(plan, mesh)
-    reduce, grad_scale = grad_mode(plan)
+    axes = ports.batch_axes(plan, mesh)
+    reduce, grad_scale = ports.grad_mode(plan)
     # The gradient of an output that is a DTensor is of one global loss: the same on all replicas, and of no one rank.
     tangents, scaling = ("mean", "sum") if plan.setting("dtensor_outputs") else (reduce, reduce)
-    outputs = output_specs(plan, captured.output_spec)
+    outputs = ports.output_specs(plan, captured.output_spec)
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     stored = {name: p.dtype for name, p in model.named_parameters()}
     split = {name: p.split for name, p in params.items() if p.split is not None}

@@ -178,13 +178,16 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> Price
 
 
 def _direct(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> float:
-    """Seconds of messages straight to their receivers, those within and those between nodes at once."""
+    """Seconds of messages straight to their receivers."""
+    return where.link(hardware).ring + wire_bytes / direct_bandwidth(hardware, kind, where)
+
+
+def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
+    """Bytes per second that a rank sends straight to their receivers, those within and those between nodes at once."""
     outside = 0.0 if where.nodes == 1 else 1.0
-    if kind == "all_to_all":
+    if kind == "all_to_all" and where.ranks > 1:
         outside *= (where.ranks - where.per_node) / (where.ranks - 1)
-    across = outside * wire_bytes / (hardware.between.bandwidth * hardware.wire)
-    within = (1 - outside) * wire_bytes / (hardware.inside.bandwidth * hardware.wire)
-    return where.link(hardware).ring + max(across, within)
+    return hardware.wire / max(outside / hardware.between.bandwidth, (1 - outside) / hardware.inside.bandwidth)
 
 
 _NCCL = "NCCL src/graph/tuning.cc: base latency 6.6 us, ring hop 0.6 us on NVLink and 2.7 us on a network, tree 5 us"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -24,6 +25,9 @@ from shardc.ir import graph as ir
 from shardc.ir import tally
 from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh, split_part
+
+if TYPE_CHECKING:
+    from shardc.analysis.formulas import Cost, Costs
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ class Schedule:
         dtype: that most dense operations are in.
         step: the ops that it is of.
         notes: what the prediction takes together, for people.
+        symbols: makes the formulas of its program's costs.
     """
 
     mesh: Mesh
@@ -126,6 +131,7 @@ class Schedule:
     dtype: torch.dtype
     step: Sequence = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
+    symbols: Callable[[], Costs] | None = field(default=None, repr=False, compare=False)
 
     @property
     def wire(self) -> int:
@@ -166,6 +172,21 @@ class Schedule:
     def fits(self, gigabytes: float | None = None) -> bool:
         """Whether the peak is within ``gigabytes`` (of 10^9 bytes; by default what the hardware has)."""
         return self.memory.peak.total <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
+
+    def cost(self, axis: str) -> Cost:
+        """What the collectives over ``axis`` cost as sympy formulas; all of them are ``Program.costs()``.
+
+        Raises:
+            PlanError: nothing moves over it, or there is no formula; see `shardc.analysis.derive`.
+        """
+        return self.costs.cost(axis)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The formulas of its program; see `shardc.program.Program.costs`."""
+        if self.symbols is None:
+            raise PlanError("this schedule is of no program", fix="take it from Program.schedule()")
+        return self.symbols()
 
     def table(self, rows: int | None = 40) -> str:
         """As text: the first ``rows`` collectives by exposed time, alike ones together; totals, step and memory."""
@@ -209,6 +230,7 @@ def build(
     useful_flops: float | None = None,
     optimizer_copies: float = 2.0,
     notes: tuple[str, ...] = (),
+    symbols: Callable[[], Costs] | None = None,
 ) -> Schedule:
     """The schedule of one rank's step.
 
@@ -243,6 +265,7 @@ def build(
         memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
+        symbols,
     )  # fmt: skip
 
 

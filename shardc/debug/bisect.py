@@ -139,6 +139,8 @@ class _Stages:
     ) -> None:
         self.program, self.mesh, self.tolerance = program, program.mesh, tolerance
         self.feed, self.wanted = dict(feed), wanted
+        if program.folded is not None:
+            raise InputError("a folded program has no graph of all blocks to run", fix="lower it without fold")
         refuse(program.graph("capture"))
         placed = program.graph("collectives")
         self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if _is_tensor(n)}

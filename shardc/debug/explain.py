@@ -138,6 +138,8 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     Raises:
         InputError: the program has no such tensor.
     """
+    if program.folded is not None:
+        raise InputError("a folded program has no graph of all blocks to explain", fix="lower it without fold")
     graph = program.graph("collectives")
     by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
     node = by_name.get(tensor.removeprefix("%"))

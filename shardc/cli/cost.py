@@ -1,0 +1,50 @@
+"""``cost``: bytes and seconds of each mesh axis as formulas, and where another mesh becomes faster."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import shardc
+from shardc.analysis import hardware
+from shardc.analysis.formulas import unrounded
+from shardc.cli import target
+from shardc.errors import MeshError
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "cost", help="communication as formulas in batch, sequence and axis sizes"
+    )
+    target.add_arguments(parser)
+    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    parser.add_argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints a formula for each group's bytes and seconds, then those of the step, then the crossover.
+
+    Raises:
+        PlanError: the program has no formula.
+    """
+    described = hardware.find(options.hardware)
+    found, mesh, plan, loss = target.resolve(options)
+    other = None if options.against is None else target.mesh_of(options.against)
+    if other is not None and other.axes != mesh.axes:
+        raise MeshError(f"--against {options.against}: its axes are not {', '.join(mesh.axes)}")
+    for each in (mesh, other):
+        if each is not None:
+            described.check(each)
+    costs = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args).costs(described)
+    values = costs.values()
+    for axis in costs.axes:
+        cost = costs.cost(axis)
+        print(f"{axis}: {cost.count} collectives")
+        print(f"  bytes a rank: {cost.smooth}")
+        print(f"    = {cost.wire.subs(values)} on {mesh} at batch {costs.batch}, sequence {costs.sequence}")
+        print(f"  seconds: {unrounded(cost.seconds)}")
+        print(f"    = {float(cost.seconds.subs(values)):.6g} on {described.name}")
+    print(f"dense operations: {costs.flops}")
+    if other is not None:
+        print(f"a step in which nothing hides: {costs.crossover(mesh, other)}")
