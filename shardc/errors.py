@@ -72,6 +72,10 @@ class TextError(ShardcError, ValueError):
     """A text that is not a dump."""
 
 
+class CollectiveError(ShardcError, RuntimeError):
+    """A collective that did not complete, most often because another rank died, stalled or raised."""
+
+
 class PrecompiledError(ShardcError, RuntimeError):
     """A saved program that is broken, or of another torch, mesh, plan or model; or one that cannot be saved."""
 

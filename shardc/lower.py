@@ -76,8 +76,10 @@ def lower(
     # A graph without ops is not compiled, and has no source.
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
-    uses = uses_of(source)
-    return Compiled(compiled, plan.moved(uses.spans, uses.leaving, uses.given) if source else plan, source)
+    if source and plan.slots:
+        uses = uses_of(source)
+        plan = plan.moved(uses.spans, uses.leaving, uses.given)
+    return Compiled(compiled, plan, source)
 
 
 @contextmanager

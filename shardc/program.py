@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from shardc import passes
 from shardc._compat import pytree
+from shardc.analysis.causes import Cause, cause_of
 from shardc.analysis.certificate import Certificate, certify
 from shardc.analysis.derive import Dims, derive
 from shardc.analysis.formulas import Costs
@@ -77,8 +78,8 @@ class Program:
         self.output_values: tuple[Any, ...] = ()
         self._graphs: dict[str, fx.Graph] = {}
         self._root = captured.graph
-        self.levels: dict[str, int] = {}
-        self.causes: dict[str, str] = {}
+        self.levels: Mapping[str, int] = {}
+        self.causes: Mapping[str, str] = {}
         self._local: fx.GraphModule | None = None
         self._last: tuple[passes.Pass, ...] = ()
         self.deferred: frozenset[str] = frozenset()
@@ -170,6 +171,10 @@ class Program:
         halves = [("forward", self.forward), ("backward", self.backward)] if training else []
         graphs = [(name, half.graph) for name, half in halves if half is not None]
         return certify(self.mesh, graphs or [("inference", self.inference.graph)])
+
+    def cause(self, collective: fx.Node) -> Cause:
+        """Why a collective of one of the halves that run is there."""
+        return cause_of(self, collective, map(str, self.plan.entries))
 
     def graph(self, stage: str) -> fx.Graph:
         """The graph as it was after ``stage``.

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardc.runtime.groups  # noqa: F401  (implements the collectives)
 from shardc.errors import VerifyError
-from shardc.ir.emitted import check_order, of_graph, of_source
+from shardc.ir.emitted import check_order, collective_at, of_graph, of_source
 from shardc.lower import lower
 
 c10d, direct = torch.ops._c10d_functional, torch.ops.shardc
@@ -90,3 +90,15 @@ def test_another_order_is_an_error() -> None:
             check_order(gm.graph, source.replace(old, new))
     with pytest.raises(VerifyError, match="nothing more as collective 0"):
         check_order(gm.graph, "")
+
+
+def test_lines_tell_their_collective() -> None:
+    """The waits stand in another order than the starts; an op that is neither is in no collective."""
+    _, source = emitted(False)
+    lines = source.splitlines()
+    found = [collective_at(lines, at + 1) for at, line in enumerate(lines) if "wait_tensor.default(" in line]
+    assert found == [2, 1, 0]
+    starts = [at + 1 for at, line in enumerate(lines) if of_source(line)]
+    assert [collective_at(lines, at) for at in starts] == [0, 1, 2]
+    (product,) = {collective_at(lines, at + 1) for at, line in enumerate(lines) if "extern_kernels.mm(" in line}
+    assert product is None

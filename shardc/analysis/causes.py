@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from operator import getitem
+from typing import Protocol
 
 from torch import fx
 
-from shardc.analysis.sequence import MOVE, START, WAIT, Sequence
+from shardc.analysis.sequence import MOVE, START, WAIT, Sequence, of_halves
 from shardc.ir import graph as ir
 from shardc.ir import tally
 
@@ -38,6 +39,22 @@ class Cause:
     def tensor(self) -> str:
         """The first of the tensors, and how many more there are."""
         return self.tensors[0] if len(self.tensors) == 1 else f"{self.tensors[0]} and {len(self.tensors) - 1} more"
+
+
+class Halves(Protocol):
+    """A program, as far as it matters here."""
+
+    levels: Mapping[str, int]
+    causes: Mapping[str, str]
+
+    @property
+    def forward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def backward(self) -> fx.GraphModule | None: ...
+
+    @property
+    def inference(self) -> fx.GraphModule: ...
 
 
 class Explainer:
@@ -147,6 +164,27 @@ class Explainer:
         module = ir.info(self.step.ops[at].node).origin.module
         said = [self.compute.get(name, "") for name in self.params if module and name.rpartition(".")[0] == module]
         return next((entry for entry in said if _speaks_of(entry, axes)), "")
+
+
+def cause_of(program: Halves, node: fx.Node, entries: Iterable[str]) -> Cause:
+    """Why the collective ``node`` of one of the halves that run is there.
+
+    Args:
+        entries: what the plan says, for one of which no entry is found: those that speak of its axes are taken.
+    """
+    first, second = program.forward or program.inference, program.backward
+    halves = [first.graph] + ([] if second is None else [second.graph])
+    if node.graph not in halves:
+        first, second = program.inference, None
+    step = of_halves(first.graph, None if second is None else second.graph, program.levels)
+    at = next((at for at, op in enumerate(step.ops) if op.node is node), None)
+    if at is None:  # of a reduction of its own
+        origin = ir.info(node).origin
+        found = Cause((ir.info(node).name,), origin.module, origin.source, _said(origin.cause), origin.cause)
+    else:
+        found = Explainer(step, program.causes).cause(at)
+    said = found.entry or " | ".join(entry for entry in entries if _speaks_of(entry, _axes(node)))
+    return replace(found, entry=said)
 
 
 def _speaks_of(entry: str, axes: set[str]) -> bool:

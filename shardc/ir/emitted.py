@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -51,6 +52,29 @@ def check_order(graph: fx.Graph, source: str) -> None:
                 "ranks whose orders differ would wait for each other",
                 fix='compile with backend="eager", or switch off the Inductor pass that reorders or rewrites it',
             )
+
+
+def collective_at(lines: Sequence[str], number: int) -> int | None:
+    """Which collective, counted from 0, compiled code starts or waits for at a line; None for other lines.
+
+    Args:
+        lines: of the file.
+        number: of the line, from 1.
+    """
+    count, behind = 0, dict[str, int]()
+    for line in lines[:number]:
+        call, assigned = _CALL.search(line), _ASSIGNED.match(line.strip())
+        here = None
+        if call and call[1] == "wait_tensor":
+            here = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
+        elif call:
+            here, count = count, count + 1
+            # One in place has its results where its operands were.
+            names = [assigned[1]] if assigned else re.findall(r"\bbuf\d+|\b\w+_\d+", call[2])
+            behind.update(dict.fromkeys(names, here))
+        elif assigned and (source := re.match(r"\w+", assigned[2])) and source[0] in behind:
+            behind[assigned[1]] = behind[source[0]]
+    return here if lines else None
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from shardc._compat import pytree
+from shardc.analysis.causes import Cause, cause_of
 from shardc.analysis.certificate import Certificate, certify
 from shardc.errors import PrecompiledError, TextError
 from shardc.ir import graph as ir
@@ -53,6 +54,8 @@ class Precompiled:
         self.plan = Plan.from_json(json.dumps(record["plan"]), str(folder / RECORD))
         self.identity = Identity(signature_from_json(record["signature"]), record["model"], record["device"])
         self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record["inputs"])
+        self.levels: Mapping[str, int] = record["levels"]
+        self.causes: Mapping[str, str] = record["causes"]
         self.output_spec = pytree.treespec_loads(record["output_spec"])
         halves = {half: self._half(half, said) for half, said in record["halves"].items()}
         self.forward: fx.GraphModule | None = halves.get("forward")
@@ -87,6 +90,10 @@ class Precompiled:
         halves = [("forward", self.forward), ("backward", self.backward)] if training else []
         graphs = [(name, half.graph) for name, half in halves if half is not None]
         return certify(self.mesh, graphs or [("inference", self.inference.graph)])
+
+    def cause(self, collective: fx.Node) -> Cause:
+        """Why a collective of one of the local graphs is there."""
+        return cause_of(self, collective, map(str, self.plan.entries))
 
     def reduction(self, sums: Sequence[Any]) -> tuple[fx.GraphModule, Certificate]:
         raise AssertionError("a saved program reduces its own gradients")

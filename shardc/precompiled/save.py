@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +35,8 @@ class Saved(Protocol):
     mesh: Mesh
     plan: Plan
     inputs: tuple[tuple[str, Layout], ...]
+    levels: Mapping[str, int]
+    causes: Mapping[str, str]
     output_spec: Any
     deferred: frozenset[str]
     identity: Identity | None
@@ -80,6 +82,8 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
         "model": dict(identity.model),
         "signature": signature_to_json(identity.signature),
         "inputs": [[name, str(layout)] for name, layout in program.inputs],
+        "levels": dict(program.levels),
+        "causes": dict(program.causes),
         "output_spec": spec_to_json(program.output_spec, "the outputs"),
         "halves": {},
         "files": {},

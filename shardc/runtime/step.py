@@ -18,6 +18,7 @@ from shardc.ir.random import draw_key
 from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
 from shardc.runtime.buffers import Buffers
+from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
 from shardc.runtime.storage import grad_from_padded, padded_local
 from shardc.runtime.sync import Key, Sync
@@ -56,6 +57,8 @@ class Program(Protocol):
 
     def certificate(self, training: bool = True) -> Any: ...
 
+    def cause(self, collective: fx.Node) -> Cause: ...
+
 
 class Runner:
     """Runs one program on this rank; its graphs are lowered when first needed.
@@ -83,7 +86,7 @@ class Runner:
         self.program, self.owner, self.storages = program, owner, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
         self._compiled: dict[str, Compiled] = {}
-        self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.Graph]] = {}
+        self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.GraphModule]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         train = torch.is_grad_enabled() and self.program.forward is not None
@@ -108,8 +111,18 @@ class Runner:
     def run(self, which: str, inputs: list[Tensor]) -> Sequence[Any]:
         """The results of the "forward", "backward" or "inference" graph; ``inputs`` are emptied."""
         compiled = self.compiled(which)
-        with self.buffers.planned(compiled.plan):
-            return compiled(inputs)
+        return self._call(compiled, inputs, getattr(self.program, which), which)
+
+    def _call(self, compiled: Compiled, inputs: list[Tensor], gm: fx.GraphModule, which: str) -> Sequence[Any]:
+        """What a lowered graph gives; where it fails in a collective, the error names that."""
+        try:
+            with self.buffers.planned(compiled.plan):
+                return compiled(inputs)
+        except Exception as error:
+            failed = named(error, gm, which, self.groups, self.program.cause)
+            if failed is None:
+                raise
+            raise failed from error
 
     def planned(self) -> dict[str, int]:
         """By graph that has run, the most bytes of collectives' results in use at once, as planned."""
@@ -137,16 +150,17 @@ class Runner:
             made, certificate = self.program.reduction(key)
             agree(self.groups, certificate.text())
             use_groups(made, self.groups)
-            self._reductions[key] = self.lower(made, backward=True, inference=False), made.graph
-        compiled, graph = self._reductions[key]
+            self._reductions[key] = self.lower(made, backward=True, inference=False), made
+        compiled, gm = self._reductions[key]
+        graph = gm.graph
         given = iter(list(sums.values()))
         feed = [
             self.groups.coordinate(tuple(role.name.split(","))) if (role := ir.role(node)).kind == "coordinate"
             else next(given)
             for node in ir.placeholders(graph)
         ]  # fmt: skip
-        with self.buffers.planned(compiled.plan):
-            return {role.name: x for (role, _), x in zip(ir.outputs(graph), compiled(feed), strict=True)}
+        results = self._call(compiled, feed, gm, "reduction")
+        return {role.name: x for (role, _), x in zip(ir.outputs(graph), results, strict=True)}
 
     def late(self, graph: fx.Graph, grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
         """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""

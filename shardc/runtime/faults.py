@@ -1,0 +1,97 @@
+"""A step that fails on this rank because another one is gone: the collective that it was in, by name.
+
+Nothing is noted while a step runs. When it fails, the traceback tells where it was: in the node that the interpreter
+ran, or at a line of Inductor's code, whose collectives stand in the graph's order (`shardc.ir.emitted.check_order`).
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable
+from operator import getitem
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from shardc.errors import CollectiveError
+from shardc.ir import graph as ir
+from shardc.ir.emitted import collective_at
+from shardc.ir.tally import arguments_of, collective_kind, group_axes
+from shardc.runtime.groups import Groups
+
+
+class Cause(Protocol):
+    """Why a collective is there."""
+
+    @property
+    def entry(self) -> str: ...
+
+    @property
+    def source(self) -> str: ...
+
+
+def named(
+    error: Exception, gm: fx.GraphModule, which: str, groups: Groups, cause: Callable[[fx.Node], Cause]
+) -> CollectiveError | None:
+    """``error``, which running ``gm`` raised, as one that names the collective; None where it was in none.
+
+    Args:
+        which: "forward", "backward", "inference" or "reduction".
+        cause: the plan entry and the source line behind a collective of ``gm``.
+    """
+    node = collective_of(error, gm)
+    if node is None:
+        return None
+    name = next(key for key, value in groups.rename.items() if value == arguments_of(node)["group_name"])
+    axes = group_axes(name, groups.mesh) or ()
+    ranks, why = groups.ranks(axes), cause(node)
+    text = str(error).partition("\n")[0]
+    return CollectiveError(
+        f"rank {torch.distributed.get_rank()} was in {collective_kind(node)} over {','.join(axes)} of "
+        f"{_results(node)}, in {which}, when it failed: {text}",
+        plan_entry=why.entry or None,
+        source=why.source or None,
+        fix=f"look at the others of ranks {ranks} first: one of them died, raised or came too late; then restart all "
+        "ranks from the last checkpoint",
+    )
+
+
+def collective_of(error: Exception, gm: fx.GraphModule) -> fx.Node | None:
+    """The node of ``gm`` that started the collective in which, or in whose wait, ``error`` was raised."""
+    found: fx.Node | None = None
+    step = error.__traceback__
+    while step is not None:
+        frame, line = step.tb_frame, step.tb_lineno
+        at: Any = frame.f_locals.get("n") if frame.f_code.co_name == "run_node" else None
+        if isinstance(at, fx.Node):
+            found = _start(at)
+        elif frame.f_code.co_name == "call":
+            index = collective_at(linecache.getlines(frame.f_code.co_filename), line)
+            starts = [node for node in gm.graph.nodes if collective_kind(node) is not None]
+            if index is not None and index < len(starts):
+                found = starts[index]
+        step = step.tb_next
+    return found
+
+
+def _start(node: fx.Node) -> fx.Node | None:
+    """The collective that ``node`` starts, or waits for."""
+    while collective_kind(node) is None:
+        waits = node.target in (torch.ops._c10d_functional.wait_tensor.default, getitem)
+        if not waits or not isinstance(node.args[0], fx.Node):
+            return None
+        node = node.args[0]
+    return node
+
+
+def _results(start: fx.Node) -> str:
+    """The names of what a collective makes."""
+    work, names = list(start.users), []
+    while work:
+        user = work.pop(0)
+        if user.target is getitem:
+            work += list(user.users)
+        else:
+            names.append(f"%{ir.info(user).name}")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
