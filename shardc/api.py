@@ -15,26 +15,24 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc._compat import pytree
+from shardc.build import Build
 from shardc.capture import input_names, loss_arity
+from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
-from shardc.fold import build_folded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.lower import BACKENDS, artifacts, lower
+from shardc.lower import BACKENDS, lower
 from shardc.plan.ports import resolve_activations, resolve_inputs
-from shardc.plan.resolve import ParamPlan, Sizes, check_axes, resolve_params
+from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
-from shardc.precompiled import Identity, Precompiled, load
+from shardc.precompiled import Precompiled, load
 from shardc.precompiled.identity import described
-from shardc.program import Options, Program, build_program
+from shardc.program import Options
 from shardc.runtime.checked import Checked
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.signature import Signature
 from shardc.runtime.state import State
-from shardc.runtime.step import named_groups, use_groups
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
 
@@ -48,6 +46,7 @@ def compile(
     backend: str = "inductor",
     options: Options | None = None,
     precompiled: str | Path | Precompiled | Sequence[Precompiled] = (),
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:
     """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
 
@@ -60,6 +59,9 @@ def compile(
         options: see `Options`.
         precompiled: programs that were saved, or the folder of one (whose artifacts of Inductor are then not read; see
             `shardc.load`). Calls that one was compiled for run it; others are captured as usual.
+        dynamic: input -> dim -> a name for its size: one program then serves all of its sizes that meet its conditions
+            (``module.lower(...).conditions``; others get a program of their own). The loss's arguments are called
+            ``target``, or ``target0`` and so on. Dims marked by ``torch._dynamo.mark_dynamic`` are such too.
 
     Returns:
         A module of the model's class with DTensor parameters in storage layout. It is captured at its first call,
@@ -94,6 +96,7 @@ def compile(
     check_axes(plan, abstract)
     shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
     params = resolve_params(plan, abstract, shapes, names)
+    check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     storages = {name: p.storage for name, p in params.items()}
@@ -107,8 +110,16 @@ def compile(
         groups=groups,
         template=template,
         storages=storages,
-        build=_Build(
-            plan, abstract, params, (shapes, names), device, loss, options, groups if backend == "inductor" else None
+        build=Build(
+            plan,
+            abstract,
+            params,
+            (shapes, names),
+            device,
+            loss,
+            options,
+            groups if backend == "inductor" else None,
+            DynamicDims(dynamic or {}),
         ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
@@ -156,81 +167,6 @@ def _as_module(function: Callable[..., Any]) -> nn.Module:
     name = getattr(function, "__name__", type(function).__name__)
     cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
     return cls()
-
-
-class _Build:
-    """Builds a program from a template and examples at global shapes."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: Mesh,
-        params: dict[str, ParamPlan],
-        known: tuple[Sizes, Mapping[str, str]],
-        device: torch.device,
-        loss: Callable[..., Any] | None,
-        options: Options,
-        groups: Groups | None,
-    ) -> None:
-        self.groups, self.known = groups, known
-        self.plan, self.mesh, self.params = plan, mesh, params
-        self.device, self.loss, self.options = device, loss, options
-
-    def __call__(
-        self,
-        template: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        with_loss: bool,
-        deferred: frozenset[str] = frozenset(),
-    ) -> Program:
-        build = build_folded if self.options.fold else build_program
-        program = build(
-            template, self.mesh, self.plan, self.params, args, kwargs,
-            device=self.device, loss=self.loss if with_loss else None, options=self.options, deferred=deferred,
-        )  # fmt: skip
-        names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
-        signature = Signature.of(template, names, args, kwargs)
-        program.identity = Identity(signature, described(template, self.loss), self.device.type)
-        program.lower_again = self._lower_again
-        program.again = self._again(template, args, kwargs, with_loss)
-        return program
-
-    def _again(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
-        """Makes the program of another mesh, with the same axes, and of other input shapes, by the inputs' names."""
-        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-        leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
-
-        def again(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
-            given = iter(shapes)
-            made = [x.new_empty(tuple(next(given))) if isinstance(x, Tensor) else x for x in leaves]
-            params = resolve_params(self.plan, mesh, *self.known)
-            build = _Build(self.plan, mesh, params, self.known, self.device, self.loss, self.options, None)
-            new_args, new_kwargs = pytree.tree_unflatten(made, spec)
-            return build(template, new_args, new_kwargs, with_loss)
-
-        return again
-
-    def _lower_again(self, folder: Path) -> bytes | None:
-        """Inductor's artifacts of the program in ``folder``; None where it has no process groups (yet)."""
-        if self.groups is None:
-            return None
-        saved, groups = load(folder), self.groups
-        graphs = {half: getattr(saved, half) for half in ("forward", "backward", "inference")}
-        named = {name for graph in graphs.values() if graph is not None for name in named_groups(graph, self.mesh)}
-        if not named <= groups.rename.keys():
-            return None  # to make them is up to all ranks
-
-        def compile_all() -> None:
-            for half, graph in graphs.items():
-                if graph is not None:
-                    use_groups(graph, groups)
-                    lower(graph, "inductor", backward=half == "backward", inference=half == "inference", cached=True)
-
-        return artifacts(compile_all)
-
-    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
-        return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]
 
 
 def _loaded(given: str | Path | Precompiled | Sequence[Precompiled]) -> Sequence[Precompiled]:

@@ -25,10 +25,10 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
-from shardc.plan.ports import ActivationPin, resolve_activations
+from shardc.plan.ports import ActivationPin, precision_of, resolve_activations
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
-from shardc.program import Program, build_program, precision_of
+from shardc.program import Program, build_program
 
 # Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
 KEEP = (4, 6)
@@ -158,7 +158,7 @@ def _repeats(
     keep: int,
 ) -> list[Repeat]:
     """The runs of blocks that do the same and of which the plan says the same."""
-    precision = precision_of(plan, model)
+    precision = precision_of(plan, model.training)
     dtypes = Dtypes(precision.param, precision.buffers, precision.output)
     found = find_repeats(model, args, kwargs, device=device, keep=keep, loss=loss, dtypes=dtypes)
     pins = _pins(model, plan)

@@ -6,11 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
@@ -23,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import config
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -31,6 +34,7 @@ import shardc.ir.comm  # noqa: F401  (defines the collectives that are lowered h
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.emitted import check_order, uses_of
 from shardc.ir.graph import output_node
+from shardc.ir.sized import SIZED, At
 
 BACKENDS = ("inductor", "eager")
 
@@ -68,18 +72,32 @@ def lower(
     plan = output_node(gm.graph).meta.get(PLAN, MemoryPlan())
     if backend == "eager":
         return Compiled(_eager(gm), plan)
+    at = gm.meta.get(SIZED)
+    if at is not None and not cached:
+        return _at_any_sizes(gm, at, plan, backward, inference)
     inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    with _graph_cache(inputs) if cached else nullcontext():
+        compiled, source = _inductor(gm, inputs, backward, inference)
+    return Compiled(compiled, _as_emitted(plan, source), source)
+
+
+def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], backward: bool, inference: bool) -> tuple[Any, str]:
+    """What Inductor makes of ``gm``, and its code."""
     # Its own reorderings would take the schedule apart.
-    schedule_kept = inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
-    with schedule_kept, _graph_cache(inputs) if cached else nullcontext():
+    with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False):
         compiled = compile_fx_inner(_decomposed(gm, inputs), inputs, is_backward=backward, is_inference=inference)
     # A graph without ops is not compiled, and has no source.
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
-    if source and plan.slots:
-        uses = uses_of(source)
-        plan = plan.moved(uses.spans, uses.leaving, uses.given)
-    return Compiled(compiled, plan, source)
+    return compiled, source
+
+
+def _as_emitted(plan: MemoryPlan, source: str, sizes: int = 0) -> MemoryPlan:
+    """``plan`` at the lifetimes of the code, whose first ``sizes`` arguments are sizes."""
+    if not source or not plan.slots:
+        return plan
+    uses = uses_of(source)
+    return plan.moved(uses.spans, uses.leaving, uses.given[sizes:])
 
 
 @contextmanager
@@ -121,6 +139,45 @@ def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
             )
             for value in values
         ]
+
+
+def _at_any_sizes(gm: fx.GraphModule, at: At, plan: MemoryPlan, backward: bool, inference: bool) -> Compiled:
+    """``gm``, compiled once for all sizes that what Inductor looked at holds for."""
+    units = at.units
+    compiled = next((one for holds, one in at.graph.compiled if holds(units)), None)
+    if compiled is None:
+        env = ShapeEnv()
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        # Torch takes 0 and 1 for sizes of their own: what has one element is broadcast.
+        symbols = {name: _symbol(env, name, unit) if unit > 1 else unit for name, unit in units.items()}
+        with mode:
+            inputs = at.graph.inputs(symbols)
+        compiled = _inductor(at.graph.symbolic(gm), inputs, backward, inference)
+        at.graph.compiled.append((partial(_holds, env, symbols), compiled))
+    code, source = compiled
+    given = list(units.values())
+
+    def run(inputs: list[Tensor]) -> Sequence[Any]:
+        both: list[Any] = [*given, *inputs]
+        inputs.clear()
+        return code(both)
+
+    return Compiled(run, _as_emitted(plan, source, len(given)), source)
+
+
+def _symbol(env: ShapeEnv, name: str, value: int) -> Any:
+    source = ConstantSource(name)
+    symbol = env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+    return env.create_symintnode(symbol, hint=value, source=source)
+
+
+def _holds(env: ShapeEnv, symbols: Mapping[str, Any], units: Mapping[str, int]) -> bool:
+    """Whether what was asked of the sizes while compiling has the same answers for ``units``."""
+    fixed = {name: x for name, x in symbols.items() if isinstance(x, int)}
+    if any(units[name] != x if name in fixed else units[name] < 2 for name, x in symbols.items()):
+        return False
+    values = {x.node._expr: sympy.Integer(units[name]) for name, x in symbols.items() if name not in fixed}
+    return all(guard.expr.xreplace(values) == sympy.true for guard in env.guards)
 
 
 def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:

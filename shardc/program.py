@@ -34,7 +34,6 @@ from shardc.passes.options import Options
 from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam
 from shardc.plan import ports
-from shardc.plan.entries import Precision
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
@@ -60,12 +59,14 @@ class Program:
         outputs: the role (with layout) of each forward output.
         deferred: the parameters whose gradients the backward leaves unreduced.
         again: makes the program of another mesh and other input shapes, by input.
+        conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
         folded: where repeated blocks are analysed on a few of them, which; then stages up to the cut show these few.
         identity: what call and model it is for, where `shardc.compile` had it made.
     """
 
     cached = False
+    conditions: tuple[str, ...] = ()
 
     def __init__(
         self, mesh: Mesh, plan: Plan, options: Options, captured: Captured, inputs: Sequence[tuple[str, Layout]]
@@ -266,11 +267,9 @@ class Program:
         folder.mkdir(parents=True, exist_ok=True)
         paths = []
         for at, stage in enumerate(self.stages):
-            if stages is not None and stage not in stages:
-                continue
-            path = folder / f"{at:02d}_{stage}.txt"
-            path.write_text(self.text(stage))
-            paths.append(path)
+            if stages is None or stage in stages:
+                paths.append(folder / f"{at:02d}_{stage}.txt")
+                paths[-1].write_text(self.text(stage))
         return paths
 
     def keep(self, stage: str, graph: fx.Graph) -> None:
@@ -297,12 +296,14 @@ def build_program(
     loss: Callable[..., Any] | None,
     options: Options,
     deferred: frozenset[str] = frozenset(),
+    captured: Captured | None = None,
     pins: Sequence[ports.ActivationPin] | None = None,
 ) -> Program:
     """Captures ``model`` at global example inputs and runs the pipeline.
 
     Args:
         deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
+        captured: the model, captured at these inputs before.
         pins: what the plan says of activations; by default resolved here, against the model's modules.
 
     Raises:
@@ -311,9 +312,10 @@ def build_program(
     if pins is None:
         pins = ports.resolve_activations(plan, [name for name, _ in model.named_modules()])
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-    precision = precision_of(plan, model)
-    dtypes = Dtypes(precision.param, precision.buffers, precision.output)
-    captured = (options.capture or capture)(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
+    precision = ports.precision_of(plan, model.training)
+    if captured is None:
+        take = options.capture or capture
+        captured = take(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=Dtypes.of(precision))
     ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
@@ -395,8 +397,3 @@ def build_program(
     if options.dump:
         program.write_stages(options.dump)
     return program
-
-
-def precision_of(plan: Plan, model: nn.Module) -> Precision:
-    """The precision that ``model`` is traced in, in its present mode."""
-    return Precision() if plan.precision.full_precision_eval and not model.training else plan.precision

@@ -20,6 +20,7 @@ ENTRY = {
     "__init__",
     "__main__",
     "api",
+    "build",
     "cli",
     "fold",
     "precompiled",
@@ -38,6 +39,7 @@ ALLOWED = {
     "runtime": {"errors", "ir", "_compat"},
     "optim": {"errors", "runtime"},
     "train": {"errors", "runtime"},
+    "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
     "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
 }
 NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}

@@ -2,6 +2,7 @@
 
 from shardc.capture.once import CaptureOnce
 from shardc.capture.repeats import Repeat, find_repeats, shortened
+from shardc.capture.symbolic import SymbolicCapture, capture_symbolic
 from shardc.capture.trace import Captured, Dtypes, Tag, capture, decompositions, input_names, loss_arity
 
 __all__ = [
@@ -9,8 +10,10 @@ __all__ = [
     "Captured",
     "Dtypes",
     "Repeat",
+    "SymbolicCapture",
     "Tag",
     "capture",
+    "capture_symbolic",
     "decompositions",
     "find_repeats",
     "input_names",

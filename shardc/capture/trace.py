@@ -67,6 +67,11 @@ class Dtypes:
     buffers: torch.dtype | None = None
     output: torch.dtype | None = None
 
+    @classmethod
+    def of(cls, precision: Any) -> Dtypes:
+        """Those of a plan's precision."""
+        return cls(precision.param, precision.buffers, precision.output)
+
 
 @dataclass(frozen=True)
 class Tag:
@@ -137,6 +142,36 @@ def loss_arity(loss: Loss) -> int:
     return max(len(needed) - 1, 0)
 
 
+@dataclass(frozen=True)
+class Traced:
+    """What AOTAutograd made of a model, before its nodes are annotated.
+
+    Args:
+        graph: the joint graph.
+        inputs, input_spec, constants, output_spec, fake_mode: as `Captured`'s.
+        names: every name of each parameter and buffer -> the first of its names.
+        stored: dtype of each parameter and buffer.
+        dynamo: the fake mode that Dynamo ran the model in.
+    """
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    input_spec: pytree.TreeSpec
+    constants: tuple[tuple[int, Any], ...]
+    output_spec: pytree.TreeSpec
+    fake_mode: FakeTensorMode
+    names: dict[str, str]
+    stored: dict[str, torch.dtype]
+    dynamo: FakeTensorMode
+
+    def annotated(self) -> Captured:
+        """The captured model; ``graph`` becomes its graph."""
+        annotate(self.graph, self.inputs, self.names, self.stored)
+        return Captured(
+            self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode
+        )  # fmt: skip
+
+
 def capture(
     model: nn.Module,
     args: Sequence[Any],
@@ -162,6 +197,26 @@ def capture(
             an input or the place of a buffer that the model changes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    return trace(model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: _fake(x, device)).annotated()
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    loss: Loss | None,
+    tags: Sequence[Tag],
+    dtypes: Dtypes,
+    mode: FakeTensorMode,
+    fake: Callable[[str, Tensor], Tensor],
+) -> Traced:
+    """`capture` up to the annotations.
+
+    Args:
+        mode: the mode of the graph's fake values.
+        fake: makes, in ``mode``, the fake tensor of an input by its name and example.
+    """
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
@@ -174,7 +229,7 @@ def capture(
         stack.enter_context(torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False))
         stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging()))
         with mode:
-            fakes = [_fake(x, device) for _, x in named]
+            fakes = [fake(name, x) for name, x in named]
         try:
             traced = dynamo_graph_capture_for_export(root)(*fakes)
             joint = aot_autograd.aot_export_joint_with_descriptors(
@@ -187,16 +242,16 @@ def capture(
             changes = side_effects(messages, model, lambda: root(*fakes))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
-    held = (*root.named_parameters(), *root.named_buffers())
-    stored = {name: x.dtype for name, x in held}
-    annotate(joint.graph_module, [name for name, _ in named], _first_names(root), stored)
-    return Captured(
+    return Traced(
         graph=joint.graph_module,
         inputs=tuple(name for name, _ in named),
         input_spec=input_spec,
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
         output_spec=joint.out_spec,
         fake_mode=mode,
+        names=_first_names(root),
+        stored={name: x.dtype for name, x in (*root.named_parameters(), *root.named_buffers())},
+        dynamo=traced.meta["fake_mode"],
     )
 
 

@@ -15,7 +15,7 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.entries import Activation, Data, Port
+from shardc.plan.entries import Activation, Data, Port, Precision
 from shardc.plan.forms import Form, freeze
 from shardc.plan.match import matching, must_match, near_names, shorten
 from shardc.plan.spec import to_layout
@@ -52,6 +52,11 @@ def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
 def grad_mode(plan: Plan) -> tuple[str, float]:
     """("mean" or "sum", factor): how gradients reduce over the batch axes where no loss is in the graph."""
     return plan.setting("reduce"), float(plan.setting("grad_scale"))
+
+
+def precision_of(plan: Plan, training: bool) -> Precision:
+    """The precision that a model in this mode is traced in."""
+    return Precision() if plan.precision.full_precision_eval and not training else plan.precision
 
 
 @dataclass(frozen=True)

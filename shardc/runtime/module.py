@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,14 +11,14 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import MeshError
+from shardc.errors import InputError, MeshError
 from shardc.runtime import changes
 from shardc.runtime.buffers import MemoryUse
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
-from shardc.runtime.signature import fitting
+from shardc.runtime.signature import Signature, fitting
 from shardc.runtime.state import State
 from shardc.runtime.step import Program
 from shardc.runtime.storage import refill
@@ -89,11 +89,15 @@ class ShardedModule(nn.Module):
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
 
         After this the module takes shards of such inputs only: another shape, dtype or constant is an error until
-        it is lowered too. (A change of mode, as by ``eval()``, is compiled for at the next call.)
+        it is lowered too. (A change of mode, as by ``eval()``, is compiled for at the next call.) Dims that
+        `shardc.compile` was told to be dynamic may have other sizes.
         """
-        self.shardc.check()
-        self.shardc.explicit = True
-        return self.shardc.program_for(args, kwargs)
+        state = self.shardc
+        state.check()
+        state.explicit = True
+        program = state.program_for(args, kwargs)
+        state.programs.setdefault(state.signature(args, kwargs), program)
+        return program
 
     def shard_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Cuts global inputs (a tensor, or trees of them) into this rank's shards.
@@ -105,7 +109,7 @@ class ShardedModule(nn.Module):
         leaves, spec = pytree.tree_flatten((args, kwargs))
         named = zip(state.input_names(args, kwargs), leaves, strict=True)
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
-        layouts = iter(state.build.input_layouts(shapes))  # type: ignore[attr-defined]
+        layouts = iter(state.build.input_layouts(shapes))
         cut = [shard_input(x, next(layouts), state.rank) if isinstance(x, Tensor) else x for x in leaves]
         out_args, out_kwargs = pytree.tree_unflatten(cut, spec)
         if out_kwargs:
@@ -173,24 +177,37 @@ class ShardedModule(nn.Module):
 
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
+        state.mark(args, kwargs)
         call = state.signature(args, kwargs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
-        if state.explicit:
+        if not state.explicit:
+            return state.program_for(*_examples(leaves, spec, self._by_plan(call, tensors)))
+        try:
             shapes = [layout.shape for _, layout in fitting(call, tensors, state.programs).inputs]
-        else:
-            local = [
-                (name, like.shape)
-                for (name, like), x in zip(call.tensors, tensors, strict=True)
-                if not isinstance(x, DTensor)
-            ]
-            found = iter(state.global_shapes(local))
-            shapes = [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
-        whole = iter(shapes)
-        examples = [
-            torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-            if isinstance(x, Tensor)
-            else x
-            for x in leaves
-        ]
-        example_args, example_kwargs = pytree.tree_unflatten(examples, spec)
-        return state.program_for(example_args, example_kwargs)
+        except InputError:
+            if not state.build.dynamic.names:
+                raise
+            examples = _examples(leaves, spec, self._by_plan(call, tensors))
+            if not state.lowered_but_for_sizes(*examples):
+                raise
+            return state.program_for(*examples)
+        return state.program_for(*_examples(leaves, spec, shapes))
+
+    def _by_plan(self, call: Signature, tensors: list[Tensor]) -> list[tuple[int, ...]]:
+        """The global shapes of ``tensors``, which are local or DTensors."""
+        named = zip(call.tensors, tensors, strict=True)
+        local = [(name, tuple(x.shape)) for (name, _), x in named if not isinstance(x, DTensor)]
+        found = iter(self.shardc.global_shapes(local))
+        return [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
+
+
+def _examples(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The arguments of a call at global shapes, on ``meta``."""
+    whole = iter(shapes)
+    examples = [
+        torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor)
+        else x
+        for x in leaves
+    ]
+    return pytree.tree_unflatten(examples, spec)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,9 +17,9 @@ from shardc.runtime.inputs import check_constants, check_inputs
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor of a call, without its values."""
+    """A tensor of a call, without its values; a size that changes is a name."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     dtype: torch.dtype
     requires_grad: bool
 
@@ -64,6 +64,20 @@ class Signature:
         grads = tuple(param.requires_grad for param in model.parameters())
         dtypes = tuple(tensor.dtype for tensor in (*model.parameters(), *model.buffers()))
         return cls(tuple(names), tuple(map(_leaf, names, leaves)), spec, modes, grads, dtypes)
+
+    def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
+        """The same with names in the place of sizes that change.
+
+        Args:
+            dims: input -> dim -> name.
+        """
+        leaves = tuple(
+            replace(x, shape=tuple(dims[name].get(at, n) for at, n in enumerate(x.shape)))
+            if isinstance(x, Like) and name in dims
+            else x
+            for name, x in zip(self.names, self.leaves, strict=True)
+        )
+        return replace(self, leaves=leaves)
 
     @property
     def tensors(self) -> list[tuple[str, Like]]:

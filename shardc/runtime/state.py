@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,6 +26,35 @@ from shardc.runtime.sync import Sync
 Lower = Callable[..., Compiled]
 
 
+class Build(Protocol):
+    """Makes programs for example inputs at global shapes."""
+
+    dynamic: Any
+    families: Any
+
+    def __call__(
+        self,
+        template: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        with_loss: bool,
+        deferred: frozenset[str] = frozenset(),
+    ) -> Program: ...
+
+    def sized(
+        self,
+        template: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        with_loss: bool,
+        signature: Signature,
+        deferred: frozenset[str] = frozenset(),
+    ) -> Program | None:
+        """The program for inputs with dynamic sizes; None where there are none."""
+
+    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
+
+
 @dataclass
 class State:
     """What a `ShardedModule` needs besides its parameters.
@@ -36,7 +66,7 @@ class State:
         groups: this rank's process groups; None without a device mesh.
         template: the user's module with ``meta`` parameters at global shapes, for capture.
         storages: storage layout of each parameter.
-        build: (template, args, kwargs, with_loss) at global shapes -> Program.
+        build: makes the programs.
         global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
         names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
@@ -53,7 +83,7 @@ class State:
     groups: Groups | None
     template: nn.Module
     storages: dict[str, Layout]
-    build: Callable[..., Program]
+    build: Build
     global_shapes: Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int, ...]]]
     names: Callable[..., list[str]]
     loss_args: int | None
@@ -94,7 +124,12 @@ class State:
         It is for training too, even where the first call is under ``torch.no_grad()``.
         """
         key = self.signature(args, kwargs)
+        self.mark(args, kwargs)
         deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
+        with torch.enable_grad():
+            sized = self.build.sized(self.template, args, kwargs, self.with_loss(args, kwargs), key, deferred)
+        if sized is not None:
+            return sized
         if deferred:
             if (key, deferred) not in self.deferring:
                 self.deferring[key, deferred] = self._built(args, kwargs, deferred)
@@ -106,6 +141,18 @@ class State:
     def _built(self, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str] = frozenset()) -> Program:
         with torch.enable_grad():
             return self.build(self.template, args, kwargs, self.with_loss(args, kwargs), deferred)
+
+    def mark(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Takes the dims of a call's tensors that are marked as dynamic for such, from now on."""
+        names = self.input_names(args, kwargs)
+        self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
+
+    def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether a program was made for such arguments, sizes that change and modes aside."""
+        call = self.signature(args, kwargs)
+        inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
+        dims, _ = self.build.dynamic.of(inputs)
+        return any(made.without(dims).leaves == call.without(dims).leaves for made in self.programs)
 
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
@@ -126,6 +173,7 @@ class State:
     def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
         self.owner = owner
+        self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
             changes.load_hooks(owner, self.storages, self.rank, self.device)
             changes.watch(owner)

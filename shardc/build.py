@@ -1,0 +1,177 @@
+"""Build: makes the programs of one module as calls ask for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc._compat import pytree
+from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
+from shardc.dynamic import Differs, DynamicDims, Families, Family
+from shardc.errors import CaptureError, ShardcWarning
+from shardc.fold import build_folded
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.lower import artifacts, lower
+from shardc.plan.ports import precision_of, resolve_activations, resolve_inputs
+from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
+from shardc.plan.value import Plan
+from shardc.precompiled import Identity, load
+from shardc.precompiled.identity import described
+from shardc.program import Options, Program, build_program
+from shardc.runtime.groups import Groups
+from shardc.runtime.signature import Signature
+from shardc.runtime.step import named_groups, use_groups
+
+
+class Build:
+    """Builds a program from a template and examples at global shapes."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        params: dict[str, ParamPlan],
+        known: tuple[Sizes, Mapping[str, str]],
+        device: torch.device,
+        loss: Callable[..., Any] | None,
+        options: Options,
+        groups: Groups | None,
+        dynamic: DynamicDims,
+    ) -> None:
+        self.groups, self.known = groups, known
+        self.plan, self.mesh, self.params = plan, mesh, params
+        self.device, self.loss, self.options = device, loss, options
+        self.dynamic, self.families = dynamic, Families()
+
+    def __call__(
+        self,
+        template: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        with_loss: bool,
+        deferred: frozenset[str] = frozenset(),
+        captured: Captured | None = None,
+    ) -> Program:
+        own: Any = {
+            "device": self.device, "loss": self.loss if with_loss else None, "options": self.options,
+            "deferred": deferred,
+        }  # fmt: skip
+        if self.options.fold and captured is None:
+            program = build_folded(template, self.mesh, self.plan, self.params, args, kwargs, **own)
+        else:
+            program = build_program(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
+        names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
+        signature = Signature.of(template, names, args, kwargs)
+        program.identity = Identity(signature, described(template, self.loss), self.device.type)
+        program.lower_again = self._lower_again
+        program.again = self._again(template, args, kwargs, with_loss)
+        return program
+
+    def sized(
+        self,
+        template: nn.Module,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        with_loss: bool,
+        signature: Signature,
+        deferred: frozenset[str] = frozenset(),
+    ) -> Program | None:
+        """As a call, for inputs with dynamic sizes; None where there are none."""
+        leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        inputs = list(zip(signature.names, leaves, strict=True))
+        dims, sizes = self.dynamic.of(inputs)
+        if not sizes:
+            return None
+
+        def at(wanted: Mapping[str, int]) -> tuple[Any, Any]:
+            made = [
+                torch.empty(
+                    [wanted[dims[name][dim]] if dim in dims.get(name, {}) else n for dim, n in enumerate(x.shape)],
+                    dtype=x.dtype, device="meta", requires_grad=x.requires_grad,
+                ) if isinstance(x, Tensor) else x
+                for name, x in inputs
+            ]  # fmt: skip
+            return pytree.tree_unflatten(made, spec)
+
+        def family() -> Family | None:
+            loss = self.loss if with_loss else None
+            pins = resolve_activations(self.plan, [name for name, _ in template.named_modules()])
+            tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
+            dtypes = Dtypes.of(precision_of(self.plan, template.training))
+            # Modes and requires_grad of the template change later on; what is compiled later is as it is now.
+            model = deepcopy(template)
+
+            def captured(hints: Mapping[str, int]) -> SymbolicCapture:
+                given, named = at(hints)
+                return capture_symbolic(
+                    model, given, named, dims, device=self.device, loss=loss, tags=tags, dtypes=dtypes
+                )
+
+            def build(found: Captured, wanted: Mapping[str, int]) -> Program:
+                return self(model, *at(wanted), with_loss, deferred, found)
+
+            def layouts(wanted: Mapping[str, int]) -> list[tuple[str, Layout]]:
+                tensors = [x for x in pytree.tree_leaves(at(wanted)) if isinstance(x, Tensor)]
+                named = [name for name, x in inputs if isinstance(x, Tensor)]
+                shapes = [(name, tuple(x.shape)) for name, x in zip(named, tensors, strict=True)]
+                return list(zip(named, self.input_layouts(shapes), strict=True))
+
+            try:
+                return Family(captured, build, layouts, sizes, self.mesh.ranks)
+            except Differs as error:
+                said = CaptureError(
+                    f"there is no one program for all sizes {', '.join(sizes)}: {error}",
+                    fix="leave one of them out of dynamic; each of its sizes is compiled for itself then, as now",
+                )
+                if self.options.strict:
+                    raise said from None
+                warnings.warn(ShardcWarning(str(said)), stacklevel=2)
+                return None
+
+        key = signature.without(dims), deferred
+        return self.families.program(key, sizes, family, lambda: self(template, args, kwargs, with_loss, deferred))
+
+    def _again(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
+        """Makes the program of another mesh, with the same axes, and of other input shapes, by the inputs' names."""
+        leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
+        leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
+
+        def again(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
+            given = iter(shapes)
+            made = [x.new_empty(tuple(next(given))) if isinstance(x, Tensor) else x for x in leaves]
+            params = resolve_params(self.plan, mesh, *self.known)
+            build = Build(
+                self.plan, mesh, params, self.known, self.device, self.loss, self.options, None, DynamicDims({})
+            )
+            new_args, new_kwargs = pytree.tree_unflatten(made, spec)
+            return build(template, new_args, new_kwargs, with_loss)
+
+        return again
+
+    def _lower_again(self, folder: Path) -> bytes | None:
+        """Inductor's artifacts of the program in ``folder``; None where it has no process groups (yet)."""
+        if self.groups is None:
+            return None
+        saved, groups = load(folder), self.groups
+        graphs = {half: getattr(saved, half) for half in ("forward", "backward", "inference")}
+        named = {name for graph in graphs.values() if graph is not None for name in named_groups(graph, self.mesh)}
+        if not named <= groups.rename.keys():
+            return None  # to make them is up to all ranks
+
+        def compile_all() -> None:
+            for half, graph in graphs.items():
+                if graph is not None:
+                    use_groups(graph, groups)
+                    lower(graph, "inductor", backward=half == "backward", inference=half == "inference", cached=True)
+
+        return artifacts(compile_all)
+
+    def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
+        return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]

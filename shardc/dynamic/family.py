@@ -1,0 +1,261 @@
+"""Family: the programs of one model at many sizes, compiled together."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from itertools import product
+from typing import Any
+
+from torch import fx
+
+from shardc.capture import Captured, SymbolicCapture
+from shardc.dynamic.fit import Fit, conditions, points
+from shardc.dynamic.generalize import Differs, generalize
+from shardc.errors import CaptureError, LayoutError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir.layout import Layout
+from shardc.ir.sized import SizedGraph
+from shardc.passes import PlanMemory
+from shardc.program import PARTITIONED, Program
+
+Sizes = Mapping[str, int]
+# What is left of a size that strides and pools halve is as often even as the size itself.
+_FINER = (1, 16)
+_MOST = 8  # families of one signature; sizes that none of them serves are compiled for themselves
+
+
+class Family:
+    """One program for many sizes.
+
+    Args:
+        capture: captures the model at symbolic sizes, with numbers to decide by where code looks at them.
+        build: the captured model and sizes -> the program that is compiled for them alone.
+        layouts: sizes -> name and layout of each input.
+        example: the sizes near which it is compiled; it may not serve these themselves.
+        ranks: how many ranks the mesh has.
+
+    Raises:
+        Differs, CaptureError: it cannot be one program; says why.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[Sizes], SymbolicCapture],
+        build: Callable[[Captured, Sizes], Program],
+        layouts: Callable[[Sizes], Sequence[tuple[str, Layout]]],
+        example: Sizes,
+        ranks: int,
+    ) -> None:
+        self._build, self.layouts = build, layouts
+        self.example = dict(example)
+        errors: list[Exception] = []
+        others: list[SymbolicCapture] = []
+        for hints in self._hints(ranks):
+            try:
+                found = capture(hints)
+            except CaptureError as error:
+                errors.append(error)
+                continue
+            if found.broken(self.example) is not None:
+                others.append(found)
+            elif self._fits(found, ranks, errors):
+                return
+        # What the example meets by chance, another size does not: it has a program of its own.
+        if not any(self._fits(found, ranks, errors) for found in others):
+            raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
+
+    def _hints(self, ranks: int) -> Iterator[Sizes]:
+        """Sizes near the example's, which are like others by chance as little as can be; then the example's.
+
+        Names of one size in the example are of different sizes first, then of one.
+        """
+        merged: dict[int, str] = {}
+        first = {name: merged.setdefault(size, name) for name, size in self.example.items()}
+        for alias in [{name: name for name in first}] + [first] * (len(merged) < len(first)):
+            for above in (True, False):
+                with suppress(LayoutError):
+                    near = points({name: self.example[name] for name in alias.values()}, ranks, above)[0]
+                    yield {name: near[other] for name, other in alias.items()}
+        yield self.example
+
+    def _fits(self, symbolic: SymbolicCapture, ranks: int, errors: list[Exception]) -> bool:
+        """Whether what was captured can be one program, which this family is then."""
+        self.symbolic = symbolic
+        for finer, above in product(_FINER, (True, False)):
+            try:
+                self._fitted(ranks * finer, above)
+                return True
+            except Differs as error:
+                errors.append(error)
+        return False
+
+    def build(self, sizes: Sizes) -> Program:
+        """The program for ``sizes`` alone."""
+        return self._build(self.symbolic.at(sizes), sizes)
+
+    def _fitted(self, modulus: int, above: bool) -> None:
+        near = self._points(modulus, above)
+        self.fit = Fit(near, modulus)
+        self.programs = [self._built(point, said=at == 0) for at, point in enumerate(near)]
+        self._graphs: dict[str, SizedGraph] = {}
+        halves = ("inference",) if self.programs[0].forward is None else ("forward", "backward")
+        for which in halves:
+            self.half(which)
+
+    def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
+        """Points of one size for names that must be equal, at which the conditions hold."""
+        first: dict[Any, str] = {}
+        alias = {name: first.setdefault(symbol, name) for name, symbol in self.symbolic.symbols.items()}
+        try:
+            near = points({name: self.example[name] for name in first.values()}, modulus, above)
+        except LayoutError as error:
+            raise Differs(str(error)) from None
+        for point in near:
+            point.update({name: point[alias[name]] for name in alias})
+            broken = self.symbolic.broken(point)
+            if broken is not None:
+                line = f" ({broken.source})" if broken.source else ""
+                raise Differs(f"the model asks for {broken.text}{line}, which does not hold at {point}")
+        return near
+
+    def _built(self, point: Sizes, said: bool) -> Program:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            made = self.build(point)
+        at = ", ".join(f"{name}={size}" for name, size in point.items())
+        for each in caught if said else ():
+            warnings.warn(ShardcWarning(f"compiled for many sizes, here at {at}: {each.message}"), stacklevel=2)
+        return made
+
+    def half(self, which: str) -> SizedGraph:
+        """The "forward", "backward" or "inference" graph at any sizes.
+
+        Raises:
+            Differs: it is not one graph.
+        """
+        if which not in self._graphs:
+            graphs = [getattr(program, which) for program in self.programs]
+            self._graphs[which] = generalize(graphs, self.fit, self.example)
+        return self._graphs[which]
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether the program serves ``sizes``."""
+        return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.found)
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What must hold of the sizes, as text."""
+        scales = [graph.scale for graph in self._graphs.values()]
+        merged = {name: max((scale[name] for scale in scales), default=(1, 0)) for name in self.example}
+        return (*(c.text for c in self.symbolic.conditions), *conditions(merged))
+
+
+class SizedProgram(Program):
+    """The program of a family at some sizes; stages before the last are those of a program compiled for them alone."""
+
+    def __init__(self, family: Family, sizes: Sizes) -> None:
+        like = family.programs[0]
+        vars(self).update({name: x for name, x in vars(like).items() if name not in ("_halves", "inference")})
+        self.family, self.sizes = family, dict(sizes)
+        self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
+        first = self.inference if like.forward is None else self.forward
+        assert first is not None
+        roles = [role for role, _ in ir.outputs(first.graph)]
+        self.outputs = tuple(roles[: len(like.outputs)])
+
+    @cached_property
+    def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
+        if self.family.programs[0].forward is None:
+            return None, None
+        return self._half("forward"), self._half("backward")
+
+    def _half(self, which: str) -> fx.GraphModule:
+        """A half at the sizes, with memory planned for them."""
+        half = self.family.half(which).at(self.sizes)
+        sized = half.meta
+        for each in self._last:
+            half = each(half) if isinstance(each, PlanMemory) else half
+        half.meta.update(sized)
+        return half
+
+    @cached_property
+    def inference(self) -> fx.GraphModule:
+        try:
+            self.family.half("inference")
+        except Differs:
+            return self.alone.inference
+        return self._half("inference") if self.family.holds(self.sizes) else self.alone.inference
+
+    @cached_property
+    def alone(self) -> Program:
+        """The program compiled for these sizes alone, which is what is looked at."""
+        return self.family.build(self.sizes)
+
+    @property
+    def localized(self) -> fx.GraphModule:
+        return self.alone.localized
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return self.alone.stages
+
+    def graph(self, stage: str) -> fx.Graph:
+        forward, backward = self._halves
+        own = {PARTITIONED[-2]: forward or self.inference, PARTITIONED[-1]: backward}.get(stage)
+        return own.graph if own is not None else self.alone.graph(stage)
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        return self.alone.save(*args, **kwargs)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        return self.alone.schedule(*args, **kwargs)
+
+    def lint(self, *args: Any, **kwargs: Any) -> Any:
+        return self.alone.lint(*args, **kwargs)
+
+
+class Families:
+    """The families of one module, and their programs at the sizes met last.
+
+    Args:
+        kept: how many programs are kept.
+
+    Attributes:
+        forget: called with a program that is not kept any longer.
+    """
+
+    def __init__(self, kept: int = 64) -> None:
+        self.kept = kept
+        self.forget: Callable[[Program], object] = lambda program: None
+        self._families: dict[Any, list[Family | None]] = {}
+        self._programs: OrderedDict[Any, Program] = OrderedDict()
+
+    def program(
+        self, key: Any, sizes: Sizes, family: Callable[[], Family | None], alone: Callable[[], Program]
+    ) -> Program:
+        """The program for a call.
+
+        Args:
+            key: the call's signature, without its sizes.
+            family: makes a family with ``sizes`` for the example, or None where there is none.
+            alone: makes the program for these sizes alone.
+        """
+        at = key, tuple(sizes.items())
+        if at in self._programs:
+            self._programs.move_to_end(at)
+            return self._programs[at]
+        known = self._families.setdefault(key, [])
+        usual = min(sizes.values()) > 1  # one element is broadcast: another program
+        fitting = next((one for one in known if one is not None and usual and one.holds(sizes)), None)
+        if fitting is None and usual and None not in known and len(known) < _MOST:
+            made = family()
+            known.append(made)
+            fitting = made if made is not None and made.holds(sizes) else None
+        self._programs[at] = alone() if fitting is None else SizedProgram(fitting, sizes)
+        while len(self._programs) > self.kept:
+            self.forget(self._programs.popitem(last=False)[1])
+        return self._programs[at]

@@ -1,0 +1,135 @@
+"""Numbers of three programs as one function of the sizes that these were compiled at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import combinations, count, product
+from math import isqrt
+
+from shardc.errors import LayoutError
+from shardc.ir.polynomial import Polynomial, monomial
+
+POINTS = 3  # two give a function of the form ``a m + c``, the third confirms it
+_MAX_POWER, _MAX_DEGREE = 2, 4
+
+
+@dataclass
+class Fit:
+    """Fits numbers at three points.
+
+    Args:
+        points: the sizes by name, at each point.
+        divisors: coefficients have denominators that divide this: the number of ranks.
+    """
+
+    points: Sequence[Mapping[str, int]]
+    divisors: int
+    _found: dict[tuple[int, ...], Polynomial] = field(default_factory=dict)
+
+    def __call__(self, values: tuple[int, ...]) -> int | Polynomial:
+        """The number, if it is the same at all points, or the polynomial.
+
+        Raises:
+            LayoutError: it is none of the forms ``a m``, ``a m + c``, ``a m + b n`` (m, n monomials).
+        """
+        if all(value == values[0] for value in values):
+            return values[0]
+        if values not in self._found:
+            made = next(self._candidates(values), None)
+            if made is None:
+                raise LayoutError(f"the numbers {values} are no simple function of the sizes {list(self.points)}")
+            self._found[values] = made
+        return self._found[values]
+
+    @property
+    def found(self) -> list[Polynomial]:
+        """Every polynomial that was met."""
+        return list(dict.fromkeys(self._found.values()))
+
+    def _candidates(self, values: tuple[int, ...]) -> Iterator[Polynomial]:
+        names = tuple(self.points[0])
+        powers = [p for p in product(range(_MAX_POWER + 1), repeat=len(names)) if 0 < sum(p) <= _MAX_DEGREE]
+        powers.sort(key=lambda p: (sum(p), p))
+        at = {p: [monomial([point[n] for n in names], p) for point in self.points] for p in powers}
+        for p in powers:
+            c = Fraction(values[0], at[p][0])
+            if self._fits(values, ((c, at[p]),)):
+                yield Polynomial(names, ((c, p),))
+        constant = (0,) * len(names)
+        at[constant] = [1] * len(self.points)
+        for p, q in combinations([*powers, constant], 2):
+            if (both := _solve(values, at[p], at[q])) and all(both):
+                if self._fits(values, ((both[0], at[p]), (both[1], at[q]))):
+                    yield Polynomial(names, ((both[0], p), (both[1], q)))
+
+    def _fits(self, values: Sequence[int], terms: Sequence[tuple[Fraction, Sequence[int]]]) -> bool:
+        if any(self.divisors % c.denominator for c, _ in terms):
+            return False
+        return all(sum(c * m[k] for c, m in terms) == value for k, value in enumerate(values))
+
+
+def _solve(values: Sequence[int], m: Sequence[int], n: Sequence[int]) -> tuple[Fraction, Fraction] | None:
+    """a and b of ``a m + b n`` at the first two points."""
+    determinant = m[0] * n[1] - m[1] * n[0]
+    if not determinant:
+        return None
+    a = Fraction(values[0] * n[1] - values[1] * n[0], determinant)
+    return a, Fraction(m[0] * values[1] - m[1] * values[0], determinant)
+
+
+def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list[dict[str, int]]:
+    """Sizes near the example's, above or below them, each of them the example's up to a multiple of ``modulus``.
+
+    What is left of them after that are different numbers, above the example primes, so that nothing else divides them.
+
+    Raises:
+        LayoutError: there are not enough sizes below the example's.
+    """
+    taken: set[int] = set()
+    out: list[dict[str, int]] = [{} for _ in range(POINTS)]
+    for name, size in example.items():
+        whole = size // modulus
+        for point in out:
+            near = _primes(max(whole, 3)) if above else _below(whole)
+            found = next((k for k in near if k not in taken and k * modulus + size % modulus > 1), None)
+            if found is None:
+                raise LayoutError(f"there are too few sizes {name} below {size}")
+            taken.add(found)
+            point[name] = found * modulus + size % modulus
+    return out
+
+
+def _below(whole: int) -> list[int]:
+    """The numbers below ``whole``, primes first, the largest first."""
+    return sorted(range(whole), key=lambda k: (not _is_prime(k), -k))
+
+
+def _primes(start: int) -> Iterator[int]:
+    return (k for k in count(start) if _is_prime(k))
+
+
+def _is_prime(k: int) -> bool:
+    return k > 1 and all(k % d for d in range(2, isqrt(k) + 1))
+
+
+def moduli(found: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """name -> (a, b): with sizes ``a u + b`` every polynomial has whole coefficients in u.
+
+    Args:
+        found: polynomials that are whole at the example's sizes.
+    """
+    scale = dict.fromkeys(example, 1)
+    for one in sorted(found, key=lambda p: sum(map(bool, map(sum, zip(*(q for _, q in p.terms), strict=True))))):
+        for name in one.names:
+            given = {n: (a, example[n] % a) for n, a in scale.items()}
+            left = one.substituted(given).denominator
+            if left > 1 and any(powers[one.names.index(name)] for _, powers in one.terms):
+                scale[name] *= left
+    return {name: (a, example[name] % a) for name, a in scale.items()}
+
+
+def conditions(scale: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What `moduli` found, as text: ``"b % 4 == 0"``."""
+    return [f"{name} % {a} == {b}" for name, (a, b) in scale.items() if a > 1]

@@ -1,0 +1,176 @@
+"""Generalize: one local graph, compiled at three points, as a graph at any sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.dynamic.fit import Fit, moduli
+from shardc.errors import LayoutError
+from shardc.ir import graph as ir
+from shardc.ir.graph import Info, Value
+from shardc.ir.polynomial import Polynomial
+from shardc.ir.sized import Numbers, Quotient, Shape, SizedGraph
+
+_DIGITS = 10  # of a denominator; beyond, floats are too coarse to tell
+
+
+class Differs(Exception):
+    """The graphs at the points are not one program."""
+
+
+def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, int]) -> SizedGraph:
+    """The graph of which ``graphs`` are those at the points of ``fit``.
+
+    Args:
+        sizes: at which the graph has to be whole too.
+
+    Raises:
+        Differs: they differ in more than numbers, or a number is no simple function of the sizes; says where.
+    """
+    base = graphs[0]
+    rows = list(zip(*(g.graph.nodes for g in graphs), strict=False))
+    if len({len(g.graph.nodes) for g in graphs}) > 1:
+        raise Differs(f"the graphs have {', '.join(str(len(g.graph.nodes)) for g in graphs)} nodes")
+    places = [{node: at for at, node in enumerate(g.graph.nodes)} for g in graphs]
+    numbers: dict[int, Numbers] = {}
+    for at, nodes in enumerate(rows):
+        try:
+            found = _node(graphs, nodes, places, fit)
+        except (LayoutError, Differs) as error:
+            where = ir.info(nodes[0]) if nodes[0].op != "output" else Info("the outputs", None)
+            line = f" ({where.origin.source})" if where.origin.source else ""
+            raise Differs(f"at {where.name}{line}: {getattr(error, 'message', None) or error}") from None
+        if found is not None:
+            numbers[at] = found
+    layouts = _roles([ir.output_node(g.graph).meta[ir.ROLES] for g in graphs], fit)
+    return SizedGraph(base, numbers, layouts, moduli(fit.found, sizes))
+
+
+def _node(
+    graphs: Sequence[fx.GraphModule], nodes: tuple[fx.Node, ...], places: Sequence[dict[fx.Node, int]], fit: Fit
+) -> Numbers | None:
+    first = nodes[0]
+    for gm, node in zip(graphs, nodes, strict=True):
+        same = (node.op, node.target, node.name) == (first.op, first.target, first.name)
+        if not same:
+            raise Differs(f"{node.format_node()} stands in the place of {first.format_node()}")
+        if node.op == "get_attr" and not _equal(_attribute(graphs[0], first), _attribute(gm, node)):
+            raise Differs(f"the constant {node.target} depends on the sizes")
+    args = _fitted([node.args for node in nodes], places, fit)
+    kwargs = _fitted([node.kwargs for node in nodes], places, fit)
+    if first.op == "output":
+        return None
+    val = _val([node.meta.get("val") for node in nodes], fit)
+    shapes = _shapes([ir.info(node) for node in nodes], fit)
+    return Numbers(args, kwargs, val, shapes) if _depends((args, kwargs, val, shapes)) else None
+
+
+def _fitted(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
+    """One argument of the three nodes, with polynomials in the place of numbers that differ."""
+    first = values[0]
+    if len({type(x) for x in values}) > 1:
+        raise Differs(f"{values} stand in one place")
+    if isinstance(first, fx.Node):
+        if len({place[x] for x, place in zip(values, places, strict=True)}) > 1:
+            raise Differs(f"{values} stand in one place")
+        return first
+    if isinstance(first, tuple | list):
+        if len({len(x) for x in values}) > 1:
+            raise Differs(f"{values} stand in one place")
+        made = [_fitted(each, places, fit) for each in zip(*values, strict=True)]
+        return type(first)(made) if type(first) in (tuple, list) else tuple(made)
+    if isinstance(first, dict):
+        return {key: _fitted([x[key] for x in values], places, fit) for key in first}
+    if isinstance(first, slice):
+        return slice(*(_fitted([getattr(x, at) for x in values], places, fit) for at in ("start", "stop", "step")))
+    if type(first) is int:
+        return fit(tuple(values))
+    if isinstance(first, float) and len(set(values)) > 1:
+        return _quotient(values, fit)
+    if not all(_equal(first, x) for x in values):
+        raise Differs(f"{values} stand in one place")
+    return first
+
+
+def _quotient(values: Sequence[float], fit: Fit) -> Quotient:
+    """Floats that are quotients of sizes: a mean's ``1 / n``, a variance's ``n / (n - 1)``."""
+    fractions = [_fraction(x) for x in values]
+    if all(fractions):
+        return Quotient(*(fit(tuple(getattr(f, at) for f in fractions)) for at in ("numerator", "denominator")))
+    raise Differs(f"the numbers {tuple(values)} are no simple function of the sizes")
+
+
+def _fraction(x: float) -> Fraction | None:
+    """The simplest fraction that is ``x`` as a float."""
+    tries = (Fraction(x).limit_denominator(10**power) for power in range(_DIGITS))
+    return next((f for f in tries if f.numerator / f.denominator == x), None)
+
+
+def _val(values: Sequence[Any], fit: Fit) -> Any:
+    first = values[0]
+    if isinstance(first, Tensor):
+        sizes = tuple(fit(each) for each in zip(*(x.shape for x in values), strict=True))
+        return Shape(sizes, tuple(fit(each) for each in zip(*(x.stride() for x in values), strict=True)))
+    if isinstance(first, tuple | list):
+        return tuple(_val(each, fit) for each in zip(*values, strict=True))
+    return None
+
+
+def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, ...]:
+    values = [record.value if isinstance(record.value, tuple) else (record.value,) for record in records]
+    return tuple(
+        tuple(fit(sizes) for sizes in zip(*(x.shape for x in each), strict=True))
+        if isinstance(each[0], Value)
+        else None
+        for each in zip(*values, strict=True)
+    )
+
+
+def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[Any, ...]:
+    out: list[Any] = []
+    for each in zip(*roles, strict=True):
+        layouts = [role.layout for role in each]
+        if len({(role.kind, role.name, role.index) for role in each}) > 1 or len({_bones(x) for x in layouts}) > 1:
+            raise Differs(f"the outputs are {', '.join(f'{role.kind} {role.name} {role.layout}' for role in each)}")
+        if layouts[0] is None:
+            out.append(None)
+            continue
+        out.append(
+            tuple(
+                tuple((fit(tuple(d.radix for d in digit)), digit[0].axis) for digit in zip(*dims, strict=True))
+                for dims in zip(*(layout.dims for layout in layouts if layout is not None), strict=True)
+            )
+        )
+    return tuple(out)
+
+
+def _bones(layout: Any) -> Any:
+    return layout and (layout.partial, tuple(tuple(digit.axis for digit in digits) for digits in layout.dims))
+
+
+def _depends(found: Any) -> bool:
+    if isinstance(found, Shape):
+        return _depends((found.sizes, found.strides))
+    if isinstance(found, dict):
+        return _depends(tuple(found.values()))
+    if isinstance(found, slice):
+        return _depends((found.start, found.stop, found.step))
+    if isinstance(found, tuple | list):
+        return any(map(_depends, found))
+    return isinstance(found, Polynomial | Quotient)
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(gm)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    return bool(one == other)

@@ -1,0 +1,85 @@
+"""Which dims of which inputs have sizes that change, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.errors import InputError
+
+MARK = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
+
+
+class DynamicDims:
+    """The dims whose sizes change from call to call.
+
+    Args:
+        said: input -> dim (negative ones count from the end) -> the name of its size; sizes of one name are equal.
+
+    Attributes:
+        names: the same, with what was marked by ``torch._dynamo.mark_dynamic`` since.
+    """
+
+    def __init__(self, said: Mapping[str, Mapping[int, str]]) -> None:
+        self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in said.items()}
+
+    def mark(self, inputs: Sequence[tuple[str, Any]]) -> None:
+        """Takes over the marks of ``inputs``; each dim gets a name of its own, ``"x[0]"``."""
+        for name, x in inputs:
+            for dim in sorted(getattr(x, MARK, ())):
+                self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
+
+    def of(self, inputs: Sequence[tuple[str, Any]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:
+        """For the leaves of a call: input -> dim -> name, and the size of each name.
+
+        Raises:
+            InputError: a dim that an input does not have, two sizes of one name.
+        """
+        dims: dict[str, dict[int, str]] = {}
+        sizes: dict[str, int] = {}
+        where: dict[str, str] = {}
+        for name, x in inputs:
+            for dim, size in self.names.get(name, {}).items():
+                if not isinstance(x, Tensor) or not -x.dim() <= dim < x.dim():
+                    what = f"a tensor of {x.dim()} dims" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                    raise InputError(
+                        f"dynamic names dim {dim} of input {name!r}, which is {what}",
+                        fix="name a dim that it has, or leave it out of dynamic",
+                    )
+                at = dim % x.dim()
+                dims.setdefault(name, {})[at] = size
+                place = f"dim {at} of {name!r}"
+                if sizes.setdefault(size, x.shape[at]) != x.shape[at]:
+                    raise InputError(
+                        f"size {size!r} is {sizes[size]} in {where[size]} and {x.shape[at]} in {place}",
+                        fix="pass inputs of one size there, or give the two dims names of their own in dynamic",
+                    )
+                where.setdefault(size, place)
+        return dims, sizes
+
+
+def check_dynamic(dynamic: Any, model: nn.Module) -> None:
+    """Checks the argument of `shardc.compile`.
+
+    Raises:
+        InputError: it is no dict of dicts, or names an input that the model does not take.
+    """
+    fix = 'write dynamic={"tokens": {0: "b", 1: "t"}}: input -> dim -> a name for its size'
+    if not isinstance(dynamic, Mapping) or not all(isinstance(dims, Mapping) for dims in dynamic.values()):
+        raise InputError(f"dynamic={dynamic!r} is not a dict of dicts", fix=fix)
+    parameters = inspect.signature(model.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name, dims in dynamic.items():
+        head = str(name).partition(".")[0]
+        if head not in parameters and not head.startswith("target"):
+            near = get_close_matches(head, [*parameters, "target"])
+            hint = f"did you mean {near[0]!r}?" if near else f"its inputs are {', '.join(parameters)}"
+            raise InputError(f"dynamic names {name!r}, which {type(model).__name__} does not take", fix=hint)
+        for dim, size in dims.items():
+            if type(dim) is not int or not isinstance(size, str) or not size:
+                raise InputError(f"dynamic says {dim!r}: {size!r} of {name!r}", fix=fix)

@@ -1,0 +1,71 @@
+"""Polynomials in the sizes of a program's inputs: what a number in a program is at any sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm, prod
+
+Powers = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Polynomial:
+    """A polynomial in some sizes.
+
+    Args:
+        names: of the sizes.
+        terms: (coefficient, power of each size), no two of the same powers.
+    """
+
+    names: tuple[str, ...]
+    terms: tuple[tuple[Fraction, Powers], ...]
+
+    def at(self, sizes: Mapping[str, int]) -> Fraction:
+        values = [sizes[name] for name in self.names]
+        return sum((c * monomial(values, powers) for c, powers in self.terms), Fraction(0))
+
+    def whole_at(self, sizes: Mapping[str, int]) -> bool:
+        """Whether its value is a number of elements."""
+        value = self.at(sizes)
+        return value.denominator == 1 and value >= 0
+
+    def substituted(self, scale: Mapping[str, tuple[int, int]]) -> Polynomial:
+        """The polynomial in u, for size = a u + b and ``scale`` = {size: (a, b)}."""
+        out: dict[Powers, Fraction] = {}
+        for c, powers in self.terms:
+            made: dict[Powers, Fraction] = {(0,) * len(powers): c}
+            for at, (name, power) in enumerate(zip(self.names, powers, strict=True)):
+                a, b = scale[name]
+                for _ in range(power):
+                    grown: dict[Powers, Fraction] = {}
+                    for p, k in made.items():
+                        up = (*p[:at], p[at] + 1, *p[at + 1 :])
+                        grown[up] = grown.get(up, Fraction(0)) + k * a
+                        grown[p] = grown.get(p, Fraction(0)) + k * b
+                    made = grown
+            for p, k in made.items():
+                out[p] = out.get(p, Fraction(0)) + k
+        kept = sorted(((k, p) for p, k in out.items() if k), key=lambda term: (-sum(term[1]), term[1][::-1]))
+        return Polynomial(self.names, tuple(kept))
+
+    @property
+    def denominator(self) -> int:
+        return lcm(*(c.denominator for c, _ in self.terms)) if self.terms else 1
+
+    def __str__(self) -> str:
+        d = self.denominator
+        text = " + ".join(_term(c * d, self.names, powers) for c, powers in self.terms) or "0"
+        text = text.replace("+ -", "- ")
+        return text if d == 1 else f"({text}) / {d}" if len(self.terms) > 1 else f"{text} / {d}"
+
+
+def _term(c: Fraction, names: Sequence[str], powers: Powers) -> str:
+    factors = [name if power == 1 else f"{name}**{power}" for name, power in zip(names, powers, strict=True) if power]
+    return " * ".join(([str(c)] if c != 1 or not factors else []) + factors)
+
+
+def monomial(values: Sequence[int], powers: Powers) -> int:
+    """The product of ``values`` to their powers."""
+    return prod(value**power for value, power in zip(values, powers, strict=True))

@@ -1,0 +1,235 @@
+"""A local graph for many sizes: numbers in it are polynomials in the sizes of the program's inputs.
+
+`SizedGraph.at` makes the plain graph at some sizes, `SizedGraph.symbolic` the one that is compiled for all of them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import Info, Value
+from shardc.ir.layout import Digit, Layout
+from shardc.ir.polynomial import Polynomial
+
+SIZED = "shardc_sized"  # on ``GraphModule.meta``: the `At` that a graph was made by
+
+
+@dataclass(frozen=True)
+class Quotient:
+    """A float: ``numerator / denominator``."""
+
+    numerator: int | Polynomial
+    denominator: int | Polynomial
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes and strides of a tensor, numbers or polynomials."""
+
+    sizes: tuple[Any, ...]
+    strides: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What of one node depends on sizes.
+
+    Args:
+        args, kwargs: the node's, with polynomials and quotients; other nodes stand as they are.
+        val: `Shape`s in the place of the tensors of ``meta["val"]``.
+        shapes: of each value of the node's `Info`; None for what is no tensor.
+    """
+
+    args: Any
+    kwargs: Any
+    val: Any
+    shapes: tuple[tuple[Any, ...] | None, ...]
+
+
+@dataclass
+class SizedGraph:
+    """A graph at any sizes.
+
+    Args:
+        base: the graph at some sizes.
+        numbers: of the nodes in which something depends on sizes, by position.
+        layouts: of the outputs' roles, as (radix, axis) a digit of a dim; None for a role without a layout.
+        scale: size -> (a, b): sizes are ``a u + b``, and in u all polynomials have whole coefficients.
+    """
+
+    base: fx.GraphModule
+    numbers: dict[int, Numbers]
+    layouts: tuple[Any, ...]
+    scale: dict[str, tuple[int, int]]
+    compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
+
+    def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """The u of each size."""
+        return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
+
+    def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
+        """The graph at ``sizes``, at which all polynomials are whole."""
+        known: dict[Polynomial, int] = {}
+
+        def number(x: Any) -> Any:
+            if isinstance(x, Polynomial):
+                if x not in known:
+                    known[x] = _whole(x.at(sizes))
+                return known[x]
+            return number(x.numerator) / number(x.denominator) if isinstance(x, Quotient) else x
+
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for position, node in enumerate(self.base.graph.nodes):
+            copy = env[node] = graph.node_copy(node, lambda n: env[n])
+            found = self.numbers.get(position)
+            if found is None:
+                continue
+            args, kwargs = fx.node.map_aggregate((found.args, found.kwargs), number)
+            copy.args, copy.kwargs = fx.map_arg(args, lambda n: env[n]), fx.map_arg(kwargs, lambda n: env[n])
+            copy.meta["val"] = _made(found.val, node.meta.get("val"), number)
+            record = ir.info(node)
+            ir.set_info(copy, replace(record, value=_value(record, found.shapes, number)))
+        output, own = ir.output_node(graph), ir.output_node(self.base.graph)
+        output.meta[ir.ROLES] = tuple(
+            replace(role, layout=None if dims is None else _layout(role.layout, dims, number))
+            for role, dims in zip(own.meta[ir.ROLES], self.layouts, strict=True)
+        )
+        made = fx.GraphModule(self.base, graph)
+        made.meta[SIZED] = At(self, dict(sizes))
+        return made
+
+    def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
+        """The graph with a placeholder for the u of each size, in front of the others; values have no ``meta["val"]``.
+
+        Args:
+            like: the graph `at` some sizes; words, as the names of groups, are taken from it.
+        """
+        words: dict[str, str] = {}
+        for own, node in zip(self.base.graph.nodes, like.graph.nodes, strict=True):
+            words.update(zip(_words(own), _words(node), strict=True))
+        graph = fx.Graph()
+        spelled = _Spelled(graph, self.scale)
+        env: dict[fx.Node, fx.Node] = {}
+
+        def leaf(x: Any) -> Any:
+            if isinstance(x, fx.Node):
+                return env[x]
+            return words[x] if isinstance(x, str) else spelled(x)
+
+        for position, own in enumerate(self.base.graph.nodes):
+            found = self.numbers.get(position, own)
+            args, kwargs = fx.node.map_aggregate((found.args, found.kwargs), leaf)
+            made = env[own] = graph.create_node(own.op, own.target, args, kwargs, own.name, own.type)
+            made.meta = {key: x for key, x in own.meta.items() if key != "val"}
+        return fx.GraphModule(self.base, graph)
+
+    def inputs(self, units: Mapping[str, Any]) -> list[Any]:
+        """What `symbolic` takes for the u of each size, a SymInt: tensors are made in the current fake mode."""
+
+        def number(x: Any) -> Any:
+            if not isinstance(x, Polynomial):
+                return x
+            total: Any = 0
+            for c, powers in x.substituted(self.scale).terms:
+                total = total + _whole(c) * prod(units[n] ** p for n, p in zip(x.names, powers, strict=True) if p)
+            return total
+
+        made = []
+        for position, node in enumerate(self.base.graph.nodes):
+            if node.op == "placeholder":
+                found = self.numbers.get(position)
+                val = node.meta["val"]
+                shape = Shape(tuple(val.shape), val.stride()) if found is None else found.val
+                sizes, strides = [[number(n) for n in each] for each in (shape.sizes, shape.strides)]
+                made.append(torch.empty_strided(sizes, strides, dtype=val.dtype, device=val.device))
+        return [*(units[name] for name in self.scale), *made]
+
+
+@dataclass(frozen=True)
+class At:
+    """What a graph was made by: ``graph.at(sizes)``."""
+
+    graph: SizedGraph
+    sizes: dict[str, int]
+
+    @cached_property
+    def units(self) -> dict[str, int]:
+        return self.graph.units(self.sizes)
+
+
+class _Spelled:
+    """Polynomials as nodes, each once."""
+
+    def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
+        self._graph, self._scale = graph, scale
+        self._units = {name: graph.placeholder(f"size_{at}") for at, name in enumerate(scale)}
+        self._known: dict[Any, Any] = {}
+
+    def __call__(self, x: Any) -> Any:
+        if not isinstance(x, Polynomial | Quotient):
+            return x
+        if x not in self._known:
+            self._known[x] = self._node(x)
+        return self._known[x]
+
+    def _node(self, x: Polynomial | Quotient) -> Any:
+        call = self._graph.call_function
+        if isinstance(x, Quotient):
+            return call(operator.truediv, (self(x.numerator), self(x.denominator)))
+        total: Any = None
+        for c, powers in x.substituted(self._scale).terms:
+            term: Any = _whole(c)
+            for name, power in zip(x.names, powers, strict=True):
+                for _ in range(power):
+                    unit = self._units[name]
+                    term = unit if isinstance(term, int) and term == 1 else call(operator.mul, (term, unit))
+            total = term if total is None else call(operator.add, (total, term))
+        return total
+
+
+def _words(node: fx.Node) -> Iterator[str]:
+    """The strings among the arguments, in order."""
+    found: list[str] = []
+    fx.node.map_aggregate((node.args, node.kwargs), lambda x: found.append(x) if isinstance(x, str) else None)
+    return iter(found)
+
+
+def _made(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
+    """``like`` with tensors of ``shape`` in the place of its own."""
+    if isinstance(shape, Shape):
+        sizes, strides = [[number(n) for n in each] for each in (shape.sizes, shape.strides)]
+        return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``
+    if isinstance(shape, tuple):
+        return tuple(_made(one, x, number) for one, x in zip(shape, like, strict=True))
+    return like
+
+
+def _value(record: Info, shapes: tuple[Any, ...], number: Callable[[Any], Any]) -> Any:
+    """The value of ``record`` at other sizes."""
+    values = record.value if isinstance(record.value, tuple) else (record.value,)
+    made = tuple(
+        replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
+        for value, shape in zip(values, shapes, strict=True)
+    )
+    return made if isinstance(record.value, tuple) else made[0]
+
+
+def _layout(layout: Layout | None, dims: Any, number: Callable[[Any], Any]) -> Layout:
+    assert layout is not None
+    return layout.replace(dims=[[Digit(number(radix), axis) for radix, axis in digits] for digits in dims])
+
+
+def _whole(value: Fraction) -> int:
+    assert value.denominator == 1, value
+    return int(value)
