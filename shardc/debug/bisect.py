@@ -20,6 +20,7 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.verify import window
 from shardc.passes.check import check
+from shardc.plan.entries import Precision
 from shardc.plan.ports import batch_axes, grad_mode
 from shardc.program import PARTITIONED, Program
 
@@ -141,6 +142,10 @@ class _Stages:
         self.feed, self.wanted = dict(feed), wanted
         if program.folded is not None:
             raise InputError("a folded program has no graph of all blocks to run", fix="lower it without fold")
+        if program.plan.precision != Precision():
+            said = next((str(entry) for entry in program.plan.entries if isinstance(entry, Precision)), None)
+            fix = "leave precision(...) out of the plan"
+            raise InputError("the plan computes in lower precision than one device", plan_entry=said, fix=fix)
         refuse(program.graph("capture"))
         placed = program.graph("collectives")
         self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if _is_tensor(n)}
@@ -213,8 +218,10 @@ class _Stages:
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
         """Tangents for which the graph's objective, the mean of the ranks' losses, has one device's gradients."""
-        reduce, scale = grad_mode(self.program.plan)
-        axes = batch_axes(self.program.plan, self.mesh) if reduce == "mean" else ()
+        plan = self.program.plan
+        reduce, scale = grad_mode(plan)
+        # The gradient of an output that is a DTensor is of one global loss already.
+        axes = batch_axes(plan, self.mesh) if reduce == "mean" and not plan.setting("dtensor_outputs") else ()
         for role in self.program.outputs:
             if role.kind == "output" and ("tangent", role.index) in self.feed and role.layout is not None:
                 over = prod(self.mesh.size(axis) for axis in axes if axis in role.layout.bound)

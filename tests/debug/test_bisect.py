@@ -61,6 +61,15 @@ def test_outputs_that_are_split_padded_and_buffers() -> None:
     assert found.stage is None and all(c.error < 1e-13 for c in found.checked)
 
 
+@pytest.mark.parametrize(
+    "setting", [{"reduce": "sum"}, {"grad_scale": 3.0}, {"dtensor_outputs": True}], ids=["sum", "scale", "dtensor"]
+)
+def test_whatever_the_plan_makes_of_gradients_from_outside(setting: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    found = verdict(Net(), (torch.randn(8, SIZE),), MESH, PLAN | shardc.Plan(**setting))
+    assert found.stage is None, found.text()
+
+
 # --- planted miscompiles
 
 
@@ -136,6 +145,9 @@ def test_what_cannot_be_compared_says_why() -> None:
     with pytest.raises(InputError, match="'0.weight' has no values"):
         with torch.device("meta"):
             verdict(nn.Sequential(nn.Linear(4, 4)), (torch.empty(4, 4),), shardc.Mesh(dp=2), shardc.ddp("dp"))
+    with pytest.raises(InputError, match="the plan computes in lower precision than one device"):
+        low = shardc.ddp("dp") | shardc.precision(param=torch.bfloat16)
+        verdict(nn.Linear(4, 4), (torch.randn(4, 4),), shardc.Mesh(dp=2), low)
     dropout = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     with pytest.raises(InputError, match="the model draws random numbers"):
         verdict(dropout, (torch.randn(4, 4),), shardc.Mesh(dp=2), shardc.ddp("dp"))
