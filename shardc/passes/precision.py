@@ -13,6 +13,9 @@ from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope
 from shardc.ir.layout import Layout
 
+# The cause of a cast in front of a reduction. To a smaller dtype it rounds each rank's term, which is asked for.
+REDUCED_IN = "the dtype that gradients are reduced in"
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -59,12 +62,13 @@ class Precision:
         if stored == computed == reduce:
             return grad
         stem, layout = ir.info(node).name, self.layouts[name]
+        origin = ir.info(node).origin
         if reduce != computed:
-            node = _cast(graph, before, node, reduce, names.fresh(f"{stem}.cast"))
+            node = _cast(graph, before, node, reduce, names.fresh(f"{stem}.cast"), REDUCED_IN)
         if name in self.deferred:
             return node
         if ir.layout(node) != layout:
-            record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), needs=None).at(layout)
+            record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), origin=origin, needs=None).at(layout)
             with graph.inserting_before(before):
                 node = ir.set_info(graph.call_function(ops.reshard, (node,)), record)
         return (
@@ -72,7 +76,10 @@ class Precision:
         )
 
 
-def _cast(graph: fx.Graph, before: fx.Node, x: fx.Node, dtype: torch.dtype, name: str) -> fx.Node:
-    made = Info(name, replace(ir.value(x), dtype=dtype), ir.info(x).origin, needs=(ir.layout(x),))
+def _cast(
+    graph: fx.Graph, before: fx.Node, x: fx.Node, dtype: torch.dtype, name: str, cause: str | None = None
+) -> fx.Node:
+    origin = ir.info(x).origin if cause is None else replace(ir.info(x).origin, cause=cause)
+    made = Info(name, replace(ir.value(x), dtype=dtype), origin, needs=(ir.layout(x),))
     with graph.inserting_before(before):
         return ir.set_info(graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype}), made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -16,11 +17,11 @@ EXACT = ("--backend", "eager", "--dtype", "float64", "--steps", "5", "--check")
 LOSSES = re.compile(r"loss (\S+) -> (\S+) in (\d+) steps, ([\d,]+) tokens/s")
 
 
-def train(*flags: str) -> str:
+def train(*flags: str, timeout: float = 500) -> str:
     """Run the example at its smallest size; what it prints."""
     command = [sys.executable, "examples/train_decoder.py", "--size", "tiny", *flags]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -56,5 +57,20 @@ def test_ranks_that_die_resume_with_the_same_losses(tmp_path: Path) -> None:
     killed = train(*flags, "--checkpoint", str(tmp_path), "--kill-at", "7,15")
     assert {path.name for path in tmp_path.iterdir()} == {"step_10", "step_20", "killed_at_7", "killed_at_15"}
     whole = train(*flags)
+    assert LOSSES.search(killed).groups()[:3] == LOSSES.search(whole).groups()[:3]
+    assert killed.split("sampled:")[1] == whole.split("sampled:")[1]
+
+
+@pytest.mark.long
+def test_soak_of_random_kills(tmp_path: Path) -> None:
+    """200 steps in which a rank dies ten times end with the losses of a run in which none does."""
+    seed = random.SystemRandom().randrange(1 << 32)
+    kills = sorted(random.Random(seed).sample(range(1, 200), 10))
+    print(f"seed {seed}: killed after steps {kills}")
+    flags = ("--plan", "fsdp", "--backend", "eager", "--dtype", "float64", "--steps", "200")
+    listed = ",".join(map(str, kills))
+    killed = train(*flags, "--checkpoint", str(tmp_path), "--kill-at", listed, timeout=1800)
+    assert {f"killed_at_{step}" for step in kills} <= {path.name for path in tmp_path.iterdir()}
+    whole = train(*flags, timeout=1800)
     assert LOSSES.search(killed).groups()[:3] == LOSSES.search(whole).groups()[:3]
     assert killed.split("sampled:")[1] == whole.split("sampled:")[1]
