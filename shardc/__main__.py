@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, rules, schedule, sweep
+from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, rules, schedule, sweep)
+COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

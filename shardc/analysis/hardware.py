@@ -14,6 +14,7 @@ from math import ceil, log2
 
 import torch
 
+from shardc.analysis.cost import CostModel
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh, split_part
 
@@ -245,6 +246,17 @@ CPU = Hardware(
     start=100e-6, kernel=5e-6, matmul=0.8, streaming=0.8, wire=1.0, gathers_by_tree=False,
     sources=("one core a rank under gloo on loopback, a development machine: orders of magnitude, not a measurement",),
 )  # fmt: skip
+
+
+def calibrated(cost: CostModel) -> Hardware:
+    """This machine's CPU ranks, as ``python -m shardc calibrate`` measured them: reached, not peak, numbers."""
+    link = Link("measured", cost.bandwidth, cost.hop, cost.hop)
+    flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
+    return replace(
+        CPU, name="calibrated cpu", flops=flops, memory_bandwidth=cost.memory_bandwidth, inside=link, between=link,
+        start=cost.latency, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
+    )  # fmt: skip
+
 
 KNOWN: dict[str, Hardware] = {each.name: each for each in (A100, H100, H200, B200, CPU)}
 

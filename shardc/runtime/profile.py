@@ -1,0 +1,119 @@
+"""What one step of this rank does, as torch's profiler sees it: its collectives, what they send, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from shardc.ir.tally import KINDS, NAMESPACE, OWN_NAMESPACE
+
+_SIZES = {
+    "double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
+    "bool": 1, "unsigned char": 1, "signed char": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A collective that was started.
+
+    Args:
+        kind: as in `shardc.ir.ops`.
+        sent: bytes of the messages that it sent; None where the backend sends by itself.
+        held: (elements, bytes of each) of what the backend was handed then; None where the profiler does not tell.
+        start, end: seconds from the start of the step to the call, and to the end of its last message.
+        called: seconds that the call itself took.
+    """
+
+    kind: str
+    sent: int | None
+    held: tuple[int, int] | None
+    start: float
+    end: float
+    called: float
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """One step.
+
+    Args:
+        collectives: in the order in which they were started.
+        waited: seconds in waits for their results.
+        allocated: the most bytes that were allocated beyond what was at the start, outside of communication's arenas.
+    """
+
+    collectives: tuple[Ran, ...]
+    waited: float
+    allocated: int
+
+
+def profile_step(step: Callable[[], Any]) -> Profiled:
+    """Runs ``step`` under the profiler, on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as seen:
+        step()
+    results: Any = seen.profiler.kineto_results
+    events = sorted(results.events(), key=lambda event: (event.start_ns(), -event.duration_ns()))
+    first = events[0].start_ns()
+    calls = [(event, kind) for event in events if (kind := _kind(event.name())) is not None]
+    messages = [event for event in events if event.name() == "gloo:send"]
+    sends = [event for event in events if event.name() == "c10d::send"]
+    arrivals = [event for event in events if event.name() == "gloo:recv"]
+    receives = [event for event in events if event.name() == "c10d::recv_"]
+    whole = [event for event, kind in calls if kind == "all_reduce" and not any(_inside(s, event) for s in sends)]
+    backend = [event for event in events if event.name() == "gloo:all_reduce"]
+    # Gloo calls other collectives all-reduces too; then there are more of them than calls, and none is told apart.
+    handed = (
+        {id(call): event for call, event in zip(whole, backend, strict=False)} if len(whole) == len(backend) else {}
+    )
+    ran = []
+    for event, kind in calls:
+        mine = [m for s, m in zip(sends, messages, strict=True) if _inside(s, event)]
+        theirs = [m for s, m in zip(receives, arrivals, strict=True) if _inside(s, event)]
+        native = handed.get(id(event), event)
+        ended = max(_end(e) for e in (event, native, *mine, *theirs))
+        sent = sum(count * size for count, size in map(_held, mine)) if mine else None
+        ran.append(Ran(
+            kind, sent, None if mine else _held(native), (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
+            event.duration_ns() / 1e9,
+        ))  # fmt: skip
+    waits = sum(e.duration_ns() for e in events if e.name() == f"{NAMESPACE}::wait_tensor") / 1e9
+    return Profiled(tuple(ran), waits, _peak(events))
+
+
+def _kind(name: str) -> str | None:
+    """The kind of collective that an event of this name starts."""
+    space, _, op = name.partition("::")
+    if space not in (NAMESPACE, OWN_NAMESPACE):
+        return None
+    return KINDS.get(op.removesuffix("_coalesced").removesuffix("_out"))
+
+
+def _inside(event: Any, outer: Any) -> bool:
+    """Whether ``outer`` called ``event``."""
+    same = event.start_thread_id() == outer.start_thread_id()
+    return bool(same and outer.start_ns() <= event.start_ns() and _end(event) <= _end(outer))
+
+
+def _end(event: Any) -> int:
+    return int(event.start_ns() + event.duration_ns())
+
+
+def _held(event: Any) -> Any:
+    """(elements, bytes of each) of the first tensor of an event; None where that is none (a list)."""
+    shape, dtype = event.shapes()[0], event.dtypes()[0]
+    return (prod(shape), _SIZES[dtype]) if dtype in _SIZES else None
+
+
+def _peak(events: list[Any]) -> int:
+    """The most bytes that allocations exceed frees by."""
+    held = peak = 0
+    for event in events:
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak

@@ -1,0 +1,91 @@
+"""What the schedule counts is what real ranks send, collective by collective, as the profiler counts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardc.__main__ import main
+from tests.test_cli import SMALL
+
+LLAMA = str(Path(__file__).parents[2] / "examples/models/llama.py")
+REAL = """
+
+def real():
+    torch.manual_seed(0)
+    return Mlp(), (torch.randn(16, 8), torch.randn(16, 8))
+"""
+
+
+@pytest.fixture
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "measured_target.py").write_text(SMALL + REAL)
+    monkeypatch.chdir(tmp_path)
+    return "measured_target.py"
+
+
+def measured(*arguments: str) -> dict[str, object]:
+    """What ``measure`` writes."""
+    assert main(["measure", *arguments, "--backend", "eager", "--steps", "1", "--json", "made.json"]) == 0
+    made: dict[str, object] = json.loads(Path("made.json").read_text())
+    return made
+
+
+def check(made: dict[str, object]) -> None:
+    """The collectives, in their order, and the bytes of each are those that ran."""
+    pairs = made["pairs"]
+    assert isinstance(pairs, list) and pairs
+    assert made["counts"] == [len(pairs), len(pairs)]
+    assert [(p["ran"], p["bytes"]) for p in pairs] == [(p["kind"], p["predicted_bytes"]) for p in pairs]
+
+
+def test_two_ranks_send_what_is_predicted(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    made = measured(f"{target}:real", "--nproc", "2", "--plan", 'fsdp("dp")', "--loss", "loss")
+    check(made)
+    lines = capsys.readouterr().out.splitlines()
+    total = sum(p["bytes"] for p in made["pairs"])  # type: ignore[attr-defined]
+    assert [line.split()[2:] for line in lines if line.startswith("bytes sent")] == [[str(total)] * 2 + ["+0.0%"]]
+
+
+PLANS = {
+    "ddp": 'ddp("dp")', "fsdp2": 'fsdp("dp", level=2)', "fsdp3": 'fsdp("dp")', "tp": 'llama_tp("tp")',
+    "tp+sp": 'llama_tp("tp", sequence=True)',
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_llama_sends_what_is_predicted(
+    plan: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    check(measured(f"{LLAMA}:tiny", "--nproc", str(ranks), "--plan", PLANS[plan]))
+
+
+@pytest.mark.long
+def test_two_axes_send_what_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = 'fsdp("dp") | llama_tp("tp", sequence=True)'
+    check(measured(f"{LLAMA}:tiny", "--nproc", "4", "--mesh", "dp=2,tp=2", "--plan", plan))
+
+
+WRONG = {
+    "mesh": ("the mesh dp=4 has 4 ranks, and --nproc is 2", ["--mesh", "dp=4"]),
+    "axes": ("the plan speaks of axes dp, tp", ["--plan", 'fsdp("dp") | mlp_tp("tp")']),
+    "plan": ("--plan, ", ["--plan", "fsdp(dp"]),
+    "loss": ("has no loss 'los'", ["--loss", "los"]),
+    "cost": ("cost model nowhere.json cannot be read", ["--cost", "nowhere.json"]),
+    "axis": ("'cp'", ["--mesh", "cp=2"]),
+    "none": ("--nproc and --steps are 1 or more", ["--steps", "0"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_bad_input_is_one_line_and_exit_code_2(what: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected, arguments = WRONG[what]
+    assert main(["measure", f"{target}:example", "--nproc", "2", "--plan", 'fsdp("dp")', *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and err.startswith("shardc: error: ") and expected in err
