@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -115,7 +116,7 @@ def checkpoints_are_the_plain_ones() -> None:
 
 
 def steps_survive_changes() -> None:
-    """Accumulation, a closure, values loaded and dtypes changed between steps."""
+    """Accumulation, a closure, state and values loaded and dtypes changed between steps."""
     source = model()
     module = sharded(source, "fsdp")
     ours, theirs = (
@@ -130,6 +131,17 @@ def steps_survive_changes() -> None:
     step(module, source, *batch(2))
     assert ours.step(lambda: torch.tensor(3.0)).item() == 3.0
     theirs.step()
+    assert_same(module, source)
+    kept = [deepcopy(one.state_dict()) for one in (ours, theirs)]
+    for at in (6, 7):
+        step(module, source, *batch(at))
+        for one in (ours, theirs):
+            one.step()
+    for one, state in zip((ours, theirs), kept, strict=True):
+        one.load_state_dict(state)
+    step(module, source, *batch(8))
+    for one in (ours, theirs):
+        one.step()
     assert_same(module, source)
     loaded = model(5)
     for one in (module, source):
