@@ -29,7 +29,8 @@ class Result:
         first_seconds: of building the row and its first step, compilation included, on the slowest rank.
         peak_bytes: memory that training takes at its peak, on the rank that takes most.
         sent_bytes: what a rank writes to its sockets in a step (the median step of the rank that writes most).
-        collectives: how many a rank starts in a step; a send and a receive count one each.
+        collectives: how many a rank starts in a step. Of peers a send and a receive count one each; of shardc, whose
+            collectives are several messages here, those of its graphs.
         loss: of the last step, over the global batch.
         error: why there are no numbers; empty if there are.
     """

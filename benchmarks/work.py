@@ -16,6 +16,17 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Counted:
+    """A training step that knows how many collectives it starts; of others the process groups' numbers tell."""
+
+    step: Step
+    collectives: Callable[[], int]
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.step(tokens, targets)
+
+
+@dataclass(frozen=True)
 class Work:
     """A model and how much of the batch each rank has.
 

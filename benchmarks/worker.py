@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import meters
 from benchmarks.peers.row import Row
-from benchmarks.work import Step, Work
+from benchmarks.work import Counted, Step, Work
 
 # Ranks may compile at different speeds; a rank that is gone closes its connections and is noticed at once.
 PATIENCE = timedelta(minutes=15)
@@ -98,6 +98,8 @@ def _serve(row: Row, work: Work, place: Place, orders: Connection) -> None:
             loss = step(tokens, targets)
             seconds = time.perf_counter() - start
             sent, collectives = meters.bytes_sent() - sent, meters.collectives_started() - collectives
+            if isinstance(step, Counted):
+                collectives = step.collectives()
             orders.send(Stepped(seconds, sent, collectives, loss.item()))
         elif order == "restart peak":
             meters.restart_peak()

@@ -21,6 +21,7 @@ from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.lint import Finding, lint
 from shardc.analysis.schedule import Schedule, build, model_flops
 from shardc.analysis.sequence import of_halves, of_joint
+from shardc.analysis.unshard import keep_within
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
@@ -390,7 +391,7 @@ def build_program(
     program.deferred, program.reduce_sums = deferred, reduction
     program.finish(
         local,
-        {name: p.level for name, p in params.items()},
+        keep_within(local.graph, mesh, {n: p.level for n, p in params.items()}, options.memory_budget, options.cost),
         {name: p.compute_cause for name, p in params.items()},
         passes.halves(mesh, options.said(plan)),
     )

@@ -9,15 +9,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
 from benchmarks.peers.row import OURS, Row
-from benchmarks.work import Step, Work, train_step
+from benchmarks.work import Counted, Step, Work, train_step
 from examples.models.llama import llama_tp, loss
+from shardc.ir.tally import collective_kind
 
 
 def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan]) -> Step:
     assert mesh.mesh_dim_names is not None
     (axis,) = mesh.mesh_dim_names
     module = shardc.compile(work.model(), mesh, plan(axis), loss=loss)
-    return train_step(module, module.parameters())
+
+    def collectives() -> int:
+        (program,) = module.shardc.programs.values()
+        halves = [half for half in (program.forward, program.backward) if half is not None]
+        return sum(collective_kind(node) is not None for half in halves for node in half.graph.nodes)
+
+    return Counted(train_step(module, module.parameters()), collectives)
 
 
 ROWS = (

@@ -24,6 +24,9 @@ class Options:
             model takes for large.
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets.
+        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward, first those
+            that save most time per byte; -1 for all of them.
+
         overlap: collectives run beside compute; False waits for each where it starts.
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
@@ -40,6 +43,7 @@ class Options:
     verify: bool = True
     bucket_size: int | None = None
     max_in_flight: int | None = None
+    memory_budget: int = 0
     overlap: bool = True
     direct: bool | None = None
     comm: str = "real"
