@@ -24,8 +24,8 @@ class Options:
             model takes for large.
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets.
-        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward, first those
-            that save most time per byte; -1 for all of them.
+        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; those
+            that save most time per byte come first, and -1 is enough for all.
 
         overlap: collectives run beside compute; False waits for each where it starts.
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
