@@ -59,7 +59,8 @@ def draw(schedule: Schedule) -> Any:
         low, high = (0.26, 0.12) if kind == "exposed" else (-0.38, 0.76)
         made = [(start * unit, (end - start) * unit) for start, end in spans]
         if made:
-            time.broken_barh(made, (lane + low, high), color=KINDS.get(kind, EXPOSED), linewidth=0)
+            # With an edge, and off the pixel grid, a span much shorter than a pixel still shows.
+            time.broken_barh(made, (lane + low, high), color=KINDS.get(kind, EXPOSED), linewidth=0.3, snap=False)
 
     bars(0, "compute", ((run.start, run.end) for run in schedule.runs))
     for lane, axis in enumerate(axes, 1):
