@@ -1,5 +1,6 @@
 """Memory of one rank over a step: who holds how much, and when most is held.
 
+Where the results of collectives lie in an arena (on CPU ranks), it is counted for the whole step, as communication.
 Caching-allocator rounding, fragmentation, workspaces of libraries and the optimizer's own temporaries are not counted.
 """
 
@@ -71,9 +72,12 @@ def memory_of(
             here[owner] = here.get(owner, 0) + change
 
     whole_step = len(step.ops)
+    if step.arena:
+        hold("communication", step.arena, 0, whole_step)
     for at, op in enumerate(step.ops):
-        for buffer in made[at]:
-            if buffer is None or buffer.made != at or not buffer.size:
+        placed = step.placed.get(at, ())
+        for number, buffer in enumerate(made[at]):
+            if buffer is None or buffer.made != at or not buffer.size or number in placed:
                 continue
             if op.kind == INPUT:
                 role = ir.info(op.node).role

@@ -9,7 +9,7 @@ results are saved instead, so that its saved activations are an upper bound, and
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import getitem
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan
 from shardc.ir.garbage import uncollected
 from shardc.ir.graph import Role
 
@@ -60,10 +61,14 @@ class Sequence:
     Args:
         ops: in order, inputs first.
         outputs: (role, position) of each output that is a tensor of the graph.
+        arena: bytes that are allocated once for the results of collectives.
+        placed: the positions of the collectives whose results lie there, with which of them do.
     """
 
     ops: tuple[Op, ...]
     outputs: tuple[tuple[Role, int], ...]
+    arena: int = 0
+    placed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -117,7 +122,20 @@ def of_halves(forward: fx.Graph, backward: fx.Graph | None, levels: Mapping[str,
             if node.op != "output" and node not in builder.at:
                 builder.add(node, "backward")
         outputs += builder.results(backward)
-    return Sequence(tuple(builder.ops), outputs)
+    plans = {
+        phase: ir.output_node(graph).meta.get(PLAN, MemoryPlan())
+        for phase, graph in (("forward", forward), ("backward", backward))
+        if graph is not None
+    }
+    arena = max(plan.size(INSIDE) for plan in plans.values()) + max(plan.size(KEPT) for plan in plans.values())
+    placed = {at: _placed(op, plans[op.phase]) for at, op in enumerate(builder.ops) if op.kind == START}
+    return Sequence(tuple(builder.ops), outputs, arena, placed)
+
+
+def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
+    """Which results of a collective lie in the arena."""
+    slots: Any = tally.arguments_of(start.node).get("slots") or ()
+    return tuple(k for k, slot in enumerate(slots) if plan.slots and plan.slots[slot].region != OUTSIDE)
 
 
 class _Builder:
