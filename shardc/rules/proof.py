@@ -93,11 +93,16 @@ def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Se
     dense = sample.dense()
     call = sample.call(dense)
     spec = rule.spec(call)
+    finite = all(x is None or bool(torch.isfinite(x).all()) for x in dense)
     tried, wrong = 0, []
     for mesh in meshes:
         for strategy in offered(spec, mesh):
             if not all(_can_be_pending(v, layout) for v, layout in zip(call.operands, strategy.operands, strict=True)):
                 continue
+            if any(0 in layout.shape and layout.bound for layout in strategy.operands):
+                continue  # there is nothing to split, and `Layout.split` does not
+            if not finite and any(layout.partial for layout in strategy.operands):
+                continue  # terms of an infinity may be infinities of both signs
             tried += 1
             error = run(rule, sample, call, spec, dense, strategy, ranks(mesh))
             if error is not None:

@@ -107,5 +107,8 @@ def _split_term(x: torch.Tensor, op: str, count: int, generator: torch.Generator
     if op == "product":
         signs = [noise(0, 2) * 2 - 1 for _ in range(count - 1)]
         return [x * torch.stack(signs).prod(0), *signs]
-    worse = [x - noise(0, 8) if op == "max" else x + noise(0, 8) for _ in range(count - 1)]
+    if x.dtype == torch.bool:
+        worse = [x & noise(0, 2) if op == "max" else x | noise(0, 2) for _ in range(count - 1)]
+    else:
+        worse = [x - noise(0, 8) if op == "max" else x + noise(0, 8) for _ in range(count - 1)]
     return [*worse, x]
