@@ -177,8 +177,8 @@ class ShardedModule(nn.Module):
 
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
-        state.mark(args, kwargs)
         call = state.signature(args, kwargs)
+        state.mark(call.names, args, kwargs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not state.explicit:
             return state.program_for(*_examples(leaves, spec, self._by_plan(call, tensors)))

@@ -124,12 +124,13 @@ class State:
         It is for training too, even where the first call is under ``torch.no_grad()``.
         """
         key = self.signature(args, kwargs)
-        self.mark(args, kwargs)
+        self.mark(key.names, args, kwargs)
         deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
-        with torch.enable_grad():
-            sized = self.build.sized(self.template, args, kwargs, self.with_loss(args, kwargs), key, deferred)
-        if sized is not None:
-            return sized
+        if self.build.dynamic.names:
+            with torch.enable_grad():
+                sized = self.build.sized(self.template, args, kwargs, self.with_loss(args, kwargs), key, deferred)
+            if sized is not None:
+                return sized
         if deferred:
             if (key, deferred) not in self.deferring:
                 self.deferring[key, deferred] = self._built(args, kwargs, deferred)
@@ -142,9 +143,8 @@ class State:
         with torch.enable_grad():
             return self.build(self.template, args, kwargs, self.with_loss(args, kwargs), deferred)
 
-    def mark(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Takes the dims of a call's tensors that are marked as dynamic for such, from now on."""
-        names = self.input_names(args, kwargs)
+    def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Takes the dims of a call's tensors (by the names of its leaves) that are marked as dynamic for such."""
         self.build.dynamic.mark(list(zip(names, pytree.tree_leaves((tuple(args), kwargs)), strict=True)))
 
     def lowered_but_for_sizes(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

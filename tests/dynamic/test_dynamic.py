@@ -199,7 +199,7 @@ def test_code_that_looks_at_a_size() -> None:
     assert ["b > 20" in family.conditions for family in found] == [False, True]
 
 
-def test_a_program_is_forgotten_with_its_runner() -> None:
+def test_programs_met_longest_ago_are_forgotten() -> None:
     module = _compiled(CASES["llama"], "ddp", CASES["llama"][0]())
     families = module.shardc.build.families
     families.kept = 2
