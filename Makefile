@@ -16,6 +16,7 @@ test: $(INSTALLED)
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) -m long
+	$(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=long
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

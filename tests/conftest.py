@@ -1,4 +1,8 @@
-"""Every test process computes on one thread, so that workers do not fight for cores; GPU tests need a GPU."""
+"""Every test process computes on one thread, so that workers do not fight for cores; GPU tests need a GPU.
+
+Property tests try the same examples in every run. ``pytest -m hypothesis --hypothesis-profile=long`` tries others, many
+more, and makes what fails smaller.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import Phase, settings  # noqa: E402
 
 torch.set_num_threads(1)
+
+settings.register_profile(
+    "default",
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    print_blob=True,
+)
+settings.register_profile("long", max_examples=5000, deadline=None, derandomize=False, database=None)
+settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

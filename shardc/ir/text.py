@@ -125,7 +125,7 @@ def shown_arguments(node: fx.Node) -> list[str]:
 
 
 def is_default(known: dict[str, Any], name: str, arg: Any) -> bool:
-    return name in known and type(arg) is type(known[name]) and arg == known[name]
+    return name in known and type(arg) is type(known[name]) and repr(arg) == repr(known[name])  # -0.0 is not 0.0
 
 
 def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str:

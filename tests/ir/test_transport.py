@@ -12,7 +12,7 @@ from math import prod
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.analysis.cost import CostModel
@@ -116,7 +116,6 @@ def assert_shards(sim: Lockstep, held: Held, chain: list[str]) -> None:
     assert torch.equal(sim.assemble(held.shards, held.layout), held.whole), chain
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_views_and_transposes_are_local(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from([Mesh(a=2, b=2), Mesh(a=4, b=2)]))
@@ -130,7 +129,6 @@ def test_views_and_transposes_are_local(data: st.DataObject) -> None:
         assert_shards(sim, held, chain)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_chains_of_views_and_cuts_equal_the_whole(data: st.DataObject) -> None:
     mesh = data.draw(st.sampled_from([Mesh(a=2, b=2), Mesh(a=2, b=3)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardc.ir.mesh import Mesh
@@ -39,7 +39,6 @@ def test_shared_factors(before: list[int], after: list[int], shared: dict[str, i
     assert {factor: size for factor, size in spec.sizes if factor not in spec.whole} == shared
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4), st.data())
 def test_any_view_is_right_on_shards(radices: list[int], data: st.DataObject) -> None:
     """Two shapes made of the same radices, grouped differently."""
