@@ -191,8 +191,8 @@ def aliased(node: fx.Node) -> fx.Node | None:
     if not isinstance(made, Tensor) or not node.all_input_nodes:
         return None
     first = node.all_input_nodes[0]
-    if target is aten.reshape.default and (whole := first.meta["val"]).is_contiguous():
-        return first if isinstance(whole, Tensor) else None
+    if target is aten.reshape.default:
+        return first if _reshapes_in_place(first.meta["val"], made) else None
     if _is_view(target):
         return first
     mine = made.untyped_storage()._cdata
@@ -201,6 +201,25 @@ def aliased(node: fx.Node) -> fx.Node | None:
         if isinstance(theirs, Tensor) and theirs.untyped_storage()._cdata == mine:
             return read
     return None
+
+
+def _reshapes_in_place(x: Any, made: Tensor) -> bool:
+    """Whether a reshape of ``x`` to the shape of ``made`` is a view: no copy where the strides leave it a choice."""
+    if x.is_contiguous():
+        return True
+    sizes = (*x.shape, *x.stride(), *made.shape)
+    if not all(isinstance(size, int) for size in sizes):  # known at run time: the longer life is safe
+        return True
+    return _viewable(tuple(x.shape), x.stride(), tuple(made.shape))
+
+
+@lru_cache(maxsize=4096)
+def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    try:
+        torch.empty_strided(shape, stride, device="meta").view(to)
+    except RuntimeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=4096)

@@ -93,8 +93,12 @@ class MemoryPlan:
                 slots.append(replace(slot, size=0, region=OUTSIDE))
                 continue
             start, end = lifetimes[number]
-            outside = number in gone and slot.region == INSIDE
-            slots.append(replace(slot, start=start, end=end, region=OUTSIDE if outside else slot.region))
+            region = slot.region
+            if number in gone and region == INSIDE:
+                region = OUTSIDE
+            elif number not in gone and region == KEPT:
+                region = INSIDE  # what is returned is a copy
+            slots.append(replace(slot, start=start, end=end, region=region))
         names = (name for name, _ in self.given)
         return MemoryPlan(place(slots), tuple(zip(names, given, strict=True)))
 

@@ -118,6 +118,8 @@ def _is_view(node: fx.Node) -> bool:
     """Whether what ``node`` makes lies, in part or whole, in its operands' memory."""
     if is_wait(node) or node.target is getitem or aliased(node) is not None:
         return True
+    if node.target is torch.ops.aten.reshape.default:
+        return False  # one that copies
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 

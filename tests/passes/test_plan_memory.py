@@ -146,3 +146,30 @@ def test_lifetimes_in_compiled_code() -> None:
     moved = MemoryPlan(slots, (("x", 1), ("y", 1), ("z", 1))).moved(uses.spans, uses.leaving, uses.given)
     assert [slot.region for slot in moved.slots] == [INSIDE, OUTSIDE, OUTSIDE, INSIDE]
     assert moved.slots[0].offset != moved.slots[3].offset, "both are in use when the second collective starts"
+
+
+class Sliced(torch.nn.Module):
+    """Its activation is gathered along dim 1: what arrives along dim 0 is copied to its place, and the copy is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = torch.nn.LayerNorm(8), torch.nn.Linear(8, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(self.norm(x))
+
+
+def test_a_result_that_is_copied_to_its_place_is_let_go_of() -> None:
+    plan = shardc.tp("tp", colwise=["up"]) | shardc.Plan(activations={"norm.output": "~, @tp, _"})
+    module = shardc.compile(Sliced(), shardc.Mesh(tp=2), plan, options=DIRECT)
+    program = module.lower(torch.empty(4, 6, 8))
+    assert program.forward is not None
+    forward, backward = plan_of(program, "plan_memory"), plan_of(program, "plan_memory.backward")
+    assert [(slot.region, slot.saved) for slot in forward.slots] == [(INSIDE, ())] * 2, "the backward reads a copy"
+    assert program.schedule("cpu").step.arena == max(forward.size(), backward.size())
+
+
+def test_compiled_code_that_returns_a_copy_keeps_no_result() -> None:
+    slots = (Slot("a", 64, 0, 5, KEPT, saved=("a",)), Slot("b", 64, 1, 5, KEPT, saved=("b",)))
+    moved = MemoryPlan(slots).moved({0: (0, 2), 1: (1, 5)}, [1], [])
+    assert [(slot.region, slot.end) for slot in moved.slots] == [(INSIDE, 2), (KEPT, 5)]
