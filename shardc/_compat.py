@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from shardc.errors import MeshError
 
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
+DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
 
 
 def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessGroup:

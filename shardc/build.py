@@ -25,6 +25,7 @@ from shardc.plan.value import Plan
 from shardc.precompiled import Identity, load
 from shardc.precompiled.identity import described
 from shardc.program import Options, Program, build_program
+from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import named_groups, use_groups
@@ -68,7 +69,7 @@ class Build:
         else:
             program = build_program(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
-        signature = Signature.of(template, names, args, kwargs)
+        signature = Signature.of(Census(template).mode(), names, args, kwargs)
         program.identity = Identity(signature, described(template, self.loss), self.device.type)
         program.lower_again = self._lower_again
         program.again = self._again(template, args, kwargs, with_loss)

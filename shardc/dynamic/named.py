@@ -9,9 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardc import _compat
 from shardc.errors import InputError
-
-MARK = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
 
 
 class DynamicDims:
@@ -30,7 +29,7 @@ class DynamicDims:
     def mark(self, inputs: Sequence[tuple[str, Any]]) -> None:
         """Takes over the marks of ``inputs``; each dim gets a name of its own, ``"x[0]"``."""
         for name, x in inputs:
-            for dim in sorted(getattr(x, MARK, ())):
+            for dim in sorted(getattr(x, _compat.DYNAMIC_DIMS, ())):
                 self.names.setdefault(name, {}).setdefault(dim, f"{name}[{dim}]")
 
     def of(self, inputs: Sequence[tuple[str, Any]]) -> tuple[dict[str, dict[int, str]], dict[str, int]]:

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -60,14 +61,35 @@ def kept(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dic
     return out
 
 
-def check(module: nn.Module, expected: Mapping[str, Kept], device_mesh: DeviceMesh) -> None:
-    """Checks that the parameters of ``module`` are still as they were compiled for; reads and writes nothing of them.
+class Seen:
+    """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
+
+    def __init__(self, found: Mapping[str, nn.Parameter]) -> None:
+        self._specs, self._data = _specs(found), _data(found)
+
+    def still(self, found: Mapping[str, nn.Parameter]) -> bool:
+        """Whether ``found``, the same objects by the same names, are laid out as they were, in the same memory."""
+        return all(map(is_, self._specs, _specs(found))) and self._data == _data(found)
+
+
+def _specs(found: Mapping[str, nn.Parameter]) -> list[Any]:
+    return [getattr(param, "_spec", None) for param in found.values()]
+
+
+def _data(found: Mapping[str, nn.Parameter]) -> list[int]:
+    return [param.untyped_storage()._cdata for param in found.values()]
+
+
+def check(found: Mapping[str, nn.Parameter], expected: Mapping[str, Kept], device_mesh: DeviceMesh) -> None:
+    """Checks that the parameters ``found`` are still as they were compiled for; reads and writes nothing of them.
+
+    Args:
+        found: by each of their names.
 
     Raises:
         LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, or
             got a new ``.data``, which torch drops without a word.
     """
-    found = dict(module.named_parameters(remove_duplicate=False))
     if found.keys() != expected.keys():
         gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         what = f"parameter {gone[0]!r} is gone" if gone else f"parameter {new[0]!r} came after the module was compiled"

@@ -18,7 +18,7 @@ from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
-from shardc.runtime.signature import Signature, fitting
+from shardc.runtime.signature import Signature, call_key, fitting
 from shardc.runtime.state import State
 from shardc.runtime.step import Program
 from shardc.runtime.storage import refill
@@ -95,6 +95,7 @@ class ShardedModule(nn.Module):
         state = self.shardc
         state.check()
         state.explicit = True
+        state.known.clear()
         program = state.program_for(args, kwargs)
         state.programs.setdefault(state.signature(args, kwargs), program)
         return program
@@ -176,6 +177,17 @@ class ShardedModule(nn.Module):
         return self
 
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
+        """The program for a call on local inputs; what it takes to find it is done once for calls that are alike."""
+        state = self.shardc
+        key = call_key(leaves, spec, state.census.mode(), state.sync.deferred())
+        if key is not None and key in state.known:
+            return state.known[key]
+        program = self._found(args, kwargs, leaves, spec)
+        if key is not None and not state.build.dynamic.names:
+            state.known[key] = program
+        return program
+
+    def _found(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
         call = state.signature(args, kwargs)
         state.mark(call.names, args, kwargs)

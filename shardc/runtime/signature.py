@@ -8,10 +8,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from shardc import _compat
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
+from shardc.runtime.census import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
 
 
@@ -53,17 +56,15 @@ class Signature:
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
-        """The signature of a call.
+    def of(cls, mode: Mode, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+        """The signature of a call of a model in ``mode``.
 
         Raises:
             InputError: a leaf that is neither a tensor nor a value that can be compared.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        modes = tuple(module.training for module in model.modules())
-        grads = tuple(param.requires_grad for param in model.parameters())
-        dtypes = tuple(tensor.dtype for tensor in (*model.parameters(), *model.buffers()))
-        return cls(tuple(names), tuple(map(_leaf, names, leaves)), spec, modes, grads, dtypes)
+        described = tuple(map(_leaf, names, leaves))
+        return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
         """The same with names in the place of sizes that change.
@@ -91,6 +92,29 @@ class Signature:
     def kinds(self) -> tuple[Any, ...]:
         """The structure: which leaves there are, and which of them are tensors."""
         return self.spec, tuple(type(x) for x in self.leaves)
+
+
+def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, deferred: frozenset[str]) -> Hashable | None:
+    """All that finding a program for a call on local inputs looks at; None where each such call is a case of its own.
+
+    Args:
+        leaves, spec: of the call's ``(args, kwargs)``.
+        deferred: the gradients that are left unreduced.
+    """
+    described: list[Any] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            if hasattr(x, _compat.DYNAMIC_DIMS):
+                return None
+            described.append((isinstance(x, DTensor), x.shape, x.dtype, x.requires_grad))
+        else:
+            described.append((type(x), x))
+    key = spec, tuple(described), mode, deferred, torch.is_grad_enabled()
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 class Made(Protocol):

@@ -18,6 +18,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime import changes
 from shardc.runtime.buffers import Buffers, MemoryUse
+from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Compiled, Program, Runner
@@ -75,6 +76,10 @@ class State:
         sync: which gradients are reduced.
         dtensor_outputs: whether outputs come back as DTensors.
         buffers: the memory of collectives' results, of all programs.
+        programs: by what they were made for; those that leave gradients unreduced are in ``deferring``.
+        known: the programs that calls found, by all that finding them looks at.
+        explicit: whether `ShardedModule.lower` was called.
+        owner: the module itself.
     """
 
     mesh: Mesh
@@ -95,8 +100,11 @@ class State:
     programs: dict[Signature, Program] = field(default_factory=dict)
     deferring: dict[tuple[Signature, frozenset[str]], Program] = field(default_factory=dict)
     explicit: bool = False
-    _runners: dict[int, Runner] = field(default_factory=dict)
+    known: dict[Any, Program] = field(default_factory=dict)
     owner: Any = None
+    _runners: dict[int, Runner] = field(default_factory=dict)
+    _census: Census | None = None
+    _checked: changes.Seen | None = None
 
     @property
     def rank(self) -> int:
@@ -156,8 +164,9 @@ class State:
 
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
-        self._sync_template()
-        return Signature.of(self.template, self.input_names(args, kwargs), args, kwargs)
+        mode = self.look().mode()
+        self._template.set_mode(mode)
+        return Signature.of(mode, self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
         """A name for each leaf of a call's arguments."""
@@ -178,28 +187,35 @@ class State:
             changes.load_hooks(owner, self.storages, self.rank, self.device)
             changes.watch(owner)
 
+    def look(self) -> Census:
+        """What the module holds now."""
+        if self._census is None or not self._census.holds():
+            self._census, self._checked = Census(self.owner), None
+        return self._census
+
+    @property
+    def census(self) -> Census:
+        """What the module held at the last `look`."""
+        assert self._census is not None
+        return self._census
+
+    @cached_property
+    def _template(self) -> Census:
+        return Census(self.template)
+
     def check(self) -> None:
         """Checks that the parameters are still the ones that were compiled for."""
-        if self.param_mesh is not None:
-            changes.check(self.owner, self.kept, self.param_mesh)
-
-    def _sync_template(self) -> None:
-        """Carries train and eval mode, ``requires_grad`` and dtypes over to the template."""
-        for mine, theirs in zip(self.owner.modules(), self.template.modules(), strict=True):
-            theirs.training = mine.training
-        for param, like in zip(self.owner.parameters(), self.template.parameters(), strict=True):
-            like.requires_grad_(param.requires_grad)
-        for held in ("parameters", "buffers"):
-            for mine, like in zip(getattr(self.owner, held)(), getattr(self.template, held)(), strict=True):
-                if like.dtype != mine.dtype:
-                    like.data = like.data.to(mine.dtype)
+        found = self.look().parameters
+        if self.param_mesh is not None and (self._checked is None or not self._checked.still(found)):
+            changes.check(found, self.kept, self.param_mesh)
+            self._checked = changes.Seen(found)
 
     def runner(self, program: Program) -> Runner:
         """What runs ``program`` on this rank."""
         assert self.groups is not None
         if id(program) not in self._runners:
             self._runners[id(program)] = Runner(
-                program, self.owner, self.storages, self.groups, self.lower, self.sync, self.buffers
+                program, lambda: self.census, self.storages, self.groups, self.lower, self.sync, self.buffers
             )
         return self._runners[id(program)]
 

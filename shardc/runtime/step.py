@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir.arena import MemoryPlan
@@ -18,6 +19,7 @@ from shardc.ir.random import draw_key
 from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
 from shardc.runtime.buffers import Buffers
+from shardc.runtime.census import Census
 from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
 from shardc.runtime.storage import grad_from_padded, padded_local
@@ -65,7 +67,7 @@ class Runner:
 
     Args:
         program: what to run.
-        owner: the module whose parameters and buffers it takes, as they are at each call.
+        census: what the module holds, whose parameters and buffers it takes, at each call.
         storages: storage layout of each parameter.
         groups: this rank's process groups.
         lower: makes a local graph callable.
@@ -76,34 +78,31 @@ class Runner:
     def __init__(
         self,
         program: Program,
-        owner: nn.Module,
+        census: Callable[[], Census],
         storages: dict[str, Layout],
         groups: Groups,
         lower: Callable[..., Compiled],
         sync: Sync,
         buffers: Buffers,
     ) -> None:
-        self.program, self.owner, self.storages = program, owner, storages
+        self.program, self.census, self.storages = program, census, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
         self._compiled: dict[str, Compiled] = {}
+        self._ports: dict[str, Ports] = {}
         self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.GraphModule]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         train = torch.is_grad_enabled() and self.program.forward is not None
         if train:
-            graph = self.program.forward
-            assert graph is not None
-            feed = self._feed(graph, inputs)
-            results = list(_Step.apply(self, len(self.program.outputs), *feed))
+            results = list(_Step.apply(self, len(self.program.outputs), *self._feed("forward", inputs)))
         else:
-            graph = self.program.inference
             with torch.no_grad():
-                results = list(self.run("inference", self._local(graph, self._feed(graph, inputs))))
+                results = list(self.run("inference", self.local("inference", self._feed("inference", inputs))))
         out = []
         for role, constant, result in zip(self.program.outputs, self.program.output_values, results, strict=False):
             if role.kind == "buffer":
                 with torch.no_grad():
-                    self.owner.get_buffer(role.name).copy_(result)
+                    self.census().buffers[role.name].copy_(result)
             elif role.kind == "output":
                 out.append(result if isinstance(result, Tensor) else constant)
         return pytree.tree_unflatten(out, self.program.output_spec)
@@ -162,11 +161,11 @@ class Runner:
         results = self._call(compiled, feed, gm, "reduction")
         return {role.name: x for (role, _), x in zip(ir.outputs(graph), results, strict=True)}
 
-    def late(self, graph: fx.Graph, grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
+    def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
         """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""
         if not self.program.deferred:
             return {}
-        for role, _ in ir.outputs(graph):
+        for role in roles:
             grad = grads.pop(("grad", role.name), None) if role.name in self.program.deferred else None
             if grad is not None:
                 assert role.layout is not None
@@ -174,33 +173,55 @@ class Runner:
         due = self.sync.take(self.program.deferred - held)
         return self.reduce(due) if due else {}
 
-    def _feed(self, graph: fx.GraphModule, inputs: list[Tensor]) -> list[Any]:
+    def ports(self, which: str) -> Ports:
+        """What goes in and out of the "forward", "backward" or "inference" graph."""
+        if which not in self._ports:
+            self._ports[which] = Ports.of(getattr(self.program, which).graph)
+        return self._ports[which]
+
+    def _feed(self, which: str, inputs: list[Tensor]) -> list[Any]:
         """What the graph takes, parameters as DTensors."""
         given = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
+        census = self.census()
         feed: list[Any] = []
-        for node in ir.placeholders(graph.graph):
-            role = ir.info(node).role
-            assert role is not None
+        for role, _, val in self.ports(which).takes:
             if role.kind == "param":
-                feed.append(self.owner.get_parameter(role.name))
+                feed.append(census.parameters[role.name])
             elif role.kind == "buffer":
-                feed.append(self.owner.get_buffer(role.name))
+                feed.append(census.buffers[role.name])
             elif role.kind == "coordinate":
                 feed.append(self.groups.coordinate(tuple(role.name.split(","))))
             elif role.kind == "key":
-                feed.append(draw_key(device=node.meta["val"].device))
+                feed.append(draw_key(device=val.device))
             else:
-                feed.append(given[role.name] if role.name in given else node.meta["val"])
+                feed.append(given.get(role.name, val))
         return feed
 
-    def _local(self, graph: fx.GraphModule, feed: Sequence[Any]) -> list[Any]:
+    def local(self, which: str, feed: Sequence[Any]) -> list[Any]:
         """The same with each parameter's padded local tensor."""
-        out = []
-        for node, x in zip(ir.placeholders(graph.graph), feed, strict=True):
-            role = ir.info(node).role
-            is_param = role is not None and role.kind == "param"
-            out.append(padded_local(x, self.storages[role.name]) if is_param and role is not None else x)
-        return out
+        takes = self.ports(which).takes
+        return [
+            padded_local(x, self.storages[role.name]) if role.kind == "param" else x
+            for (role, _, _), x in zip(takes, feed, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What a local graph takes and gives.
+
+    Args:
+        takes: the role, the name and the example of each placeholder.
+        gives: the role of each output.
+    """
+
+    takes: tuple[tuple[Role, str, Any], ...]
+    gives: tuple[Role, ...]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Ports:
+        takes = tuple((ir.role(node), node.name, node.meta["val"]) for node in ir.placeholders(graph))
+        return cls(takes, tuple(role for role, _ in ir.outputs(graph)))
 
 
 class _Step(torch.autograd.Function):
@@ -208,14 +229,10 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
-        graph = runner.program.forward
-        backward = runner.program.backward
-        assert graph is not None and backward is not None
-        local = runner._local(graph, feed)
-        results = runner.run("forward", list(local))
-        roles = [role for role, _ in ir.outputs(graph.graph)]
+        results = runner.run("forward", runner.local("forward", feed))
+        gives = runner.ports("forward").gives
         ctx.runner, ctx.held = runner, runner.sync.held()
-        ctx.saved = {role.name: x for role, x in zip(roles, results, strict=True) if role.kind == "saved"}
+        ctx.saved = {role.name: x for role, x in zip(gives, results, strict=True) if role.kind == "saved"}
         ctx.feed = feed
         outputs = tuple(results[:count])
         plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)
@@ -227,35 +244,29 @@ class _Step(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
-        graph = runner.program.backward
-        assert graph is not None
         if ctx.saved is None:
             raise RuntimeError("backward was already run for this step; what it needs is freed. Run the forward again")
         by_index = {r.index: t for r, t in zip(runner.program.outputs, tangents, strict=True) if r.kind == "output"}
-        local = []
-        for node in ir.placeholders(graph.graph):
-            role = ir.info(node).role
-            if role is not None and role.kind == "tangent":
-                given, val = by_index[role.index], node.meta["val"]
+        ports, local = runner.ports("backward"), []
+        for role, name, val in ports.takes:
+            if role.kind == "tangent":
+                given = by_index[role.index]
                 if given is None:
                     given = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
                 local.append(given.contiguous())
             else:
-                local.append(ctx.saved[node.name])
+                local.append(ctx.saved[name])
         ctx.saved = None
         results = runner.run("backward", local)
-        grads = {(r.kind, r.name): g for (r, _), g in zip(ir.outputs(graph.graph), results, strict=True)}
-        late = runner.late(graph.graph, grads, ctx.held)
-        forward = runner.program.forward
-        assert forward is not None
+        grads = {(role.kind, role.name): grad for role, grad in zip(ports.gives, results, strict=True)}
+        late = runner.late(ports.gives, grads, ctx.held)
         out: list[Any] = [None, None]
-        for node, x in zip(ir.placeholders(forward.graph), ctx.feed, strict=True):
-            role = ir.info(node).role
-            grad = grads.get(("grad", role.name)) if role is not None else None
-            if role is not None and role.kind == "param":
+        for (role, _, _), x in zip(runner.ports("forward").takes, ctx.feed, strict=True):
+            grad = grads.get(("grad", role.name))
+            if role.kind == "param":
                 grad = late.pop(role.name, grad)
                 grad = None if grad is None else grad_from_padded(grad, x)
-            out.append(grad if role is not None and role.kind in ("param", "input") else None)
+            out.append(grad if role.kind in ("param", "input") else None)
         assert not late, f"gradients of {sorted(late)}, which the program does not take"
         return tuple(out)
 
