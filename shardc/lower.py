@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.source import ConstantSource
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -201,12 +202,23 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
-    with functorch_config.patch(functionalize_rng_ops=False):
+    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws():
         return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
 
 
+@contextmanager
+def _nothing_draws() -> Iterator[None]:
+    """No random state is kept for what runs again: an attention kernel that drops nothing is tagged as if it drew."""
+    asked = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
+    try:
+        yield
+    finally:
+        partitioners.has_recomputable_rng_ops = asked
+
+
 def must_recompute(node: fx.Node, region: int) -> None:
-    """Marks ``node`` to run again in backward instead of being saved."""
+    """Marks ``node``, which does not draw, to run again in backward instead of being saved."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = region
 

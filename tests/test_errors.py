@@ -64,6 +64,17 @@ def lowers_not(plan: Plan, kind: type[Exception], message: str, *args: Any, mode
     assert snapshot(model) == before
 
 
+def test_a_loss_without_a_signature() -> None:
+    compiles_not(
+        fsdp("dp"),
+        InputError,
+        """\
+the loss 'sum' does not say what it takes
+  fix: pass a function of Python that calls it, such as lambda output: ...""",
+        loss=torch.sum,
+    )
+
+
 # --- the plan
 
 

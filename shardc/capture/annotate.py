@@ -42,8 +42,9 @@ def annotate(
     _name_outputs(ir.output_node(gm.graph), inputs)
     _drop_effects(gm.graph)
     names = NameScope()
-    backward_from = _first_backward(gm.graph)
-    _forward_first(gm.graph, backward_from)
+    needed = _needed_forward(gm.graph)
+    backward_from = _first_backward(gm.graph, needed)
+    _forward_first(gm.graph, backward_from, needed)
     backward = False
     for node in gm.graph.nodes:
         backward = backward or node is backward_from
@@ -138,16 +139,21 @@ def _drop_output_tags(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _forward_first(graph: fx.Graph, backward_from: fx.Node | None) -> None:
+def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
+    """What forward outputs are made of, gradients that the model itself takes among it."""
+    needed = {node for role, node in ir.outputs(graph) if role.kind != "grad" and isinstance(node, fx.Node)}
+    for node in reversed(graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return needed
+
+
+def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[fx.Node]) -> None:
     """Moves what forward outputs need before the backward: AOTAutograd makes views of changed tensors at the end."""
     if backward_from is None:
         return
     output = ir.output_node(graph)
-    needed = {node for role, node in ir.outputs(graph) if role.kind != "grad" and isinstance(node, fx.Node)}
     behind = list(takewhile(lambda node: node is not backward_from, reversed(graph.nodes)))
-    for node in behind:
-        if node in needed:
-            needed.update(node.all_input_nodes)
     for node in reversed(behind):
         if node in needed and node is not output:
             backward_from.prepend(node)
@@ -183,8 +189,8 @@ def _drop_effects(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _first_backward(graph: fx.Graph) -> fx.Node | None:
-    """The first node that depends on a tangent, or that autograd made."""
+def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
+    """The first node that depends on a tangent, or that autograd made, and that no forward output needs."""
     dependent: set[fx.Node] = set()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -193,7 +199,8 @@ def _first_backward(graph: fx.Graph) -> fx.Node | None:
             continue
         if node.op == "output":
             return None
-        if any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward"):
+        made = any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward")
+        if made and node not in needed:
             return node
     return None
 

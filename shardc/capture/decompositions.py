@@ -34,7 +34,9 @@ FROM_TORCH = tuple(
         "rsub masked_fill hardshrink softshrink clamp_min clamp_max logaddexp xlogy "
         "upsample_nearest2d pixel_shuffle rot90 trace dot mv vdot linalg_vector_norm norm dist "
         "unfold_backward frac lift_fresh new_full new_ones new_zeros new_empty zeros_like ones_like "
-        "empty_like stack fill zeros ones unsafe_split unsafe_split_with_sizes _prelu_kernel _prelu_kernel_backward"
+        "empty_like stack fill zeros ones unsafe_split unsafe_split_with_sizes _prelu_kernel _prelu_kernel_backward "
+        "log_sigmoid_forward log_sigmoid_backward soft_margin_loss soft_margin_loss_backward channel_shuffle "
+        "_weight_norm_interface"
     ).split()
 )
 
@@ -172,6 +174,14 @@ def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, devic
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
 
+def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The gradients of ``v`` and ``g``, where the weight is ``v g / norms`` and norms are over all dims but ``dim``."""
+    over = [d for d in range(v.ndim) if d != dim % v.ndim]
+    along = aten.div.Tensor(aten.sum.dim_IntList(aten.mul.Tensor(grad, v), over, True), norms)
+    across = aten.sub.Tensor(grad, aten.mul.Tensor(v, aten.div.Tensor(along, norms)))
+    return aten.mul.Tensor(across, aten.div.Tensor(g, norms)), along
+
+
 _MEAN = 1
 
 OWN: dict[Any, Callable[..., Any]] = {
@@ -191,4 +201,5 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.select_backward.default: _select_backward,
     aten.full_like.default: _full_like,
     aten.index_put.default: _index_put,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
 }

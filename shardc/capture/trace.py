@@ -27,8 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc.capture.annotate import OUTPUT, PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.errors import capture_error
+from shardc.capture.functional import other_forms
+from shardc.capture.layers import other_layers
 from shardc.capture.randomness import random_decompositions
 from shardc.capture.side_effects import side_effects
+from shardc.errors import InputError
 
 Loss = Callable[..., Any]
 
@@ -135,9 +138,17 @@ def _floats_to(dtype: torch.dtype | None, tree: Any) -> Any:
 
 
 def loss_arity(loss: Loss) -> int:
-    """How many arguments after the model's output ``loss`` needs."""
+    """How many arguments after the model's output ``loss`` needs.
+
+    Raises:
+        InputError: a builtin, which does not say.
+    """
     target = loss.forward if isinstance(loss, nn.Module) else loss
-    parameters = inspect.signature(target).parameters.values()
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError as error:
+        fix = "pass a function of Python that calls it, such as lambda output: ..."
+        raise InputError(f"the loss {getattr(loss, '__name__', loss)!r} does not say what it takes", fix=fix) from error
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return max(len(needed) - 1, 0)
 
@@ -225,9 +236,9 @@ def trace(
         warnings.simplefilter("always")
         stack.enter_context(_faked(root, mode, device, dtypes))
         stack.enter_context(_tagged(root, tags))
-        # Numbers are constants, and sizes too, whatever the sizes of another capture were.
-        stack.enter_context(torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False))
-        stack.enter_context(torch._dynamo.config.patch(ignore_logging_functions=_logging()))
+        stack.enter_context(torch._dynamo.config.patch(_settings()))
+        stack.enter_context(other_layers(root))
+        stack.enter_context(other_forms())
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
@@ -260,6 +271,17 @@ def _first_names(root: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
     return {name: first.setdefault(id(x), name) for named in both for name, x in named}
+
+
+def _settings() -> dict[str, Any]:
+    """Dynamo's settings for a capture, those that this torch knows.
+
+    Numbers are constants, and sizes too, whatever the sizes of another capture were. Recurrent layers, and gradients
+    that the model takes itself, are traced as what they do.
+    """
+    wanted = {"specialize_float": True, "automatic_dynamic_shapes": False, "ignore_logging_functions": _logging()}
+    wanted |= {"allow_rnn": True, "trace_autograd_ops": True}
+    return {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
 
 
 def _logging() -> set[Any]:

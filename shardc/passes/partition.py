@@ -11,6 +11,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
+from shardc.passes.calls import call_of
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Mark = Callable[[fx.Node, int], None]
@@ -32,7 +33,8 @@ class Partition:
     """Splits a localized joint graph; what stands between is saved or run again.
 
     Level 3 gathers a parameter again in backward; levels 1 and 2 keep it whole from forward to backward.
-    What stands in a checkpoint region of the model runs again, but its collectives: these are never run twice.
+    What stands in a checkpoint region of the model runs again, but its collectives, which are never run twice, and
+    kernels that draw random numbers of their own, which would be others.
 
     Args:
         levels: reshard level of each parameter that is gathered.
@@ -60,12 +62,14 @@ class Partition:
             if _is_collective(node):
                 self.save(node, 0)
             elif origin.region and origin.phase == "forward":
-                self.recompute(node, origin.region)
+                (self.save if _draws(node) else self.recompute)(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]
         count = len(forward_outputs)
         if not any(role.kind == "grad" for role in roles):
             return inference(gm), None
         forward, backward = self.split(gm, count)
+        for half in (forward, backward):
+            _wait_once(half.graph)
         _restore(forward, roles[:count])
         _restore(backward, roles[count:])
         return forward, backward
@@ -114,8 +118,23 @@ def _drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _wait_once(graph: fx.Graph) -> None:
+    """One wait on each collective: the cut makes one of equal ones (two biases of one sum), but not of their waits."""
+    for node in [node for node in graph.nodes if _is_collective(node) and len(node.users) > 1]:
+        waits = [user for user in node.users if user.target is torch.ops._c10d_functional.wait_tensor.default]
+        for wait in waits[1:]:
+            wait.replace_all_uses_with(waits[0])
+            graph.erase_node(wait)
+
+
 def _is_collective(node: fx.Node) -> bool:
     return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a kernel draws from the device's generator; attention does so only where it drops out."""
+    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return tagged and ("dropout_p" not in (call := call_of(node)) or call["dropout_p"] != 0)
 
 
 def _is_coordinate(node: fx.Node) -> bool:

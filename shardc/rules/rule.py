@@ -39,6 +39,10 @@ class Call:
         """The argument ``name`` of the op's schema, or its default."""
         return self._bound[name]
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the op has an argument ``name``."""
+        return name in self._bound
+
     @cached_property
     def operands(self) -> tuple[Value, ...]:
         """The tensor arguments in schema order, tensor lists flattened, None left out."""

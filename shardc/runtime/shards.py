@@ -59,8 +59,13 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
         copies[replica][_term(layout, rank)][indices(layout, rank)] = local
     first, *others = (_reduced(whole, layout) for whole in copies.values())
     for other in others:
-        assert torch.equal(first, other), f"replicas of {layout} differ"
+        assert same(first, other), f"replicas of {layout} differ"
     return first
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same; what is not a number equals itself."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 @lru_cache(maxsize=65536)

@@ -20,6 +20,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.runtime.lockstep import Lockstep, PerRank
+from shardc.runtime.shards import same
 from shardc.runtime.storage import cut, shard_tensor
 
 
@@ -124,7 +125,7 @@ class Simulation:
     def buffer(self, name: str) -> Tensor:
         """The buffer, replicas checked."""
         first, *rest = self.buffers[name]
-        assert all(torch.equal(first, other) for other in rest), f"ranks' buffers {name} differ"
+        assert all(same(first, other) for other in rest), f"ranks' buffers {name} differ"
         return first
 
     def optimizers(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], None]:

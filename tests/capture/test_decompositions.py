@@ -40,6 +40,11 @@ def nll_backward(
     return draw(*out.shape), x, target, weight, reduction, ignore, total
 
 
+def weight_norm_backward(dim: int) -> tuple[Any, ...]:
+    v, g = draw(3, 4, 2), draw(*[n if d == dim else 1 for d, n in enumerate((3, 4, 2))])
+    return draw(3, 4, 2), v, g, aten._weight_norm_interface.default(v, g, dim)[1], dim
+
+
 x = draw(4, 5, 6)
 CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.mean.default, (x,), {}),
@@ -75,6 +80,8 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.full_like.default, (x, 2), {"dtype": torch.int64}),
     (aten.index_put.default, (x, [None, torch.rand(5) > 0.5], draw()), {}),
     (aten.index_put.default, (x, [torch.rand(4, 5) > 0.5], draw(1)), {}),
+    (aten._weight_norm_interface_backward.default, weight_norm_backward(0), {}),
+    (aten._weight_norm_interface_backward.default, weight_norm_backward(2), {}),
 ]
 
 

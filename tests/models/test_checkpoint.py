@@ -112,3 +112,23 @@ def test_what_is_drawn_in_a_region_is_drawn_again(plan: str) -> None:
     for name, grad in grads[0].items():
         assert grad.abs().max() > 0
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-12, atol=1e-12)
+
+
+class Attends(nn.Module):
+    """Layers whose fused attention is tagged as random, though it drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_fused_attention_in_a_region() -> None:
+    sim = trains_alike(Attends(), (torch.randn(BATCH, 5, WIDTH),), {"dp": 2}, shardc.fsdp("dp", threshold=0), steps=1)
+    (program,) = (sim.module.shardc.program_for((torch.empty(BATCH, 5, WIDTH, dtype=torch.float64),), {}),)
+    assert len(ops(program.backward, "flash_attention_for_cpu.default")) == LAYERS, "is kept, not run again"

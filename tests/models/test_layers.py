@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import shardc
+from shardc.ir import graph as ir
 
 BATCH = 4
 
@@ -92,7 +95,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     ),
     "PixelShuffle": (lambda: nn.Sequential(nn.Conv2d(2, 8, 1), nn.PixelShuffle(2)), lambda: floats(2, 3, 3)),
     "Unfold": (lambda: nn.Sequential(nn.Conv2d(2, 2, 1), nn.Unfold(2)), lambda: floats(2, 4, 4)),
-    "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 4)), lambda: floats(6)),
+    "weight norm": (lambda: weight_norm(nn.Linear(6, 4)), lambda: floats(6)),
     "cumsum over the batch": (lambda: Fn(lambda x: x.cumsum(0)), lambda: floats(6)),
     "sort over the batch": (lambda: Fn(lambda x: x.sort(0).values), lambda: floats(6)),
     "topk": (lambda: Fn(lambda x: x.topk(2, -1).values), lambda: floats(6)),
@@ -111,6 +114,29 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "outer shift": (lambda: Fn(lambda x: torch.cat([x[1:], x[:1]]) * x), lambda: floats(6)),
     "unflatten": (lambda: Fn(lambda x: x.unflatten(1, (2, 3)).movedim(1, 0).flatten(1)), lambda: floats(6)),
     "repeat": (lambda: Fn(lambda x: x.repeat(2, 2) + x.repeat_interleave(2, 0).repeat(1, 2)), lambda: floats(6)),
+    "RNN": (lambda: First(nn.RNN(6, 4, batch_first=True)), lambda: floats(2, 6)),
+    "LSTM, both ways": (lambda: First(nn.LSTM(6, 4, batch_first=True, bidirectional=True)), lambda: floats(2, 6)),
+    "GRU, two layers": (lambda: First(nn.GRU(6, 4, 2, batch_first=True)), lambda: floats(2, 6)),
+    "BatchNorm2d, cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), lambda: floats(4, 3, 3)),
+    "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), lambda: floats(4, 3, 3)),
+    "SyncBatchNorm, cumulative": (lambda: nn.SyncBatchNorm(4, momentum=None), lambda: floats(4, 3, 3)),
+    "EmbeddingBag, max": (lambda: nn.EmbeddingBag(10, 6, mode="max", padding_idx=2), lambda: tokens(5)),
+    "LogSigmoid": (lambda: Fn(nn.LogSigmoid()), lambda: floats(6)),
+    "ChannelShuffle": (lambda: nn.Sequential(nn.Conv2d(2, 8, 1), nn.ChannelShuffle(2)), lambda: floats(2, 3, 3)),
+    "weight norm, transposed": (
+        lambda: nn.Sequential(nn.Linear(6, 6), weight_norm(nn.ConvTranspose1d(3, 4, 2), dim=1)),
+        lambda: floats(3, 6),
+    ),
+    "margins": (
+        lambda: Fn(lambda x: F.multilabel_margin_loss(x, torch.tensor([[0, 3, -1, 0, 0, 0]] * BATCH)).view(1)),
+        lambda: floats(6),
+    ),
+    "variances": (lambda: Fn(lambda x: F.gaussian_nll_loss(x, x.flip(0), x.exp()).view(1)), lambda: floats(6)),
+    "soft margins": (lambda: Fn(lambda x: F.soft_margin_loss(x, x.sign().detach()).view(1)), lambda: floats(6)),
+    "a gradient inside": (
+        lambda: Fn(lambda x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0] + x),
+        lambda: floats(6),
+    ),
     "flatten the batch": (lambda: Fn(lambda x: x.reshape(-1).view(2, -1).softmax(1)), lambda: floats(6)),
 }  # fmt: skip
 
@@ -151,3 +177,23 @@ def test_layer(name: str) -> None:
             close(sim.grad(path), p.grad, path)
     for path, buffer in model.named_buffers():
         close(sim.buffer(path), buffer, path)
+
+
+@pytest.mark.parametrize("build", [lambda: First(nn.LSTM(6, 4, batch_first=True)), lambda: nn.EmbeddingBag(10, 6)])
+def test_split_over_the_batch(build: Callable[[], nn.Module]) -> None:
+    """In float32, too, where torch has kernels for all steps of an LSTM at once, nothing is computed whole."""
+    x = tokens(5) if isinstance(model := build(), nn.EmbeddingBag) else floats(2, 6).float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardc.ShardcWarning)
+        options = shardc.Options(strict=True)
+        module = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp", threshold=0), options=options)
+        program = module.lower(x)
+    inputs = [node for node in program.graph("collectives").nodes if "gather" in str(node.target)]
+    assert all(ir.info(node.args[0]).role is not None for node in inputs), "what is gathered are parameters"
+
+
+def test_replicas_that_are_not_a_number() -> None:
+    """A loss that is not a number is so on one device, too, and no sign that replicas differ."""
+    plan = shardc.fsdp("dp", threshold=0)
+    module = shardc.compile(nn.Linear(6, 4), shardc.Mesh(dp=2), plan, loss=lambda y: y.sum(), backend="eager")
+    assert shardc.Simulation(module)(torch.full((BATCH, 6), float("nan"))).isnan()

@@ -1,0 +1,59 @@
+"""Layers of ``torch.nn`` that are traced in another form than their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+@contextmanager
+def other_layers(root: nn.Module) -> Iterator[None]:
+    """Lets layers of ``root`` be traced that could not be.
+
+    - Cumulative averages of a batch norm (``momentum=None``) weigh a batch by the value of a counter: as a tensor, not
+      as a number.
+    - `nn.SyncBatchNorm` would talk to the ranks of the process group: in one program for all of them the batch is the
+      whole one anyway.
+    - A recurrent layer holds its parameters in a list beside them: those that it is traced with.
+    """
+    before = []
+    try:
+        for module in root.modules():
+            own = dict(vars(module))
+            if isinstance(module, nn.RNNBase):
+                module._init_flat_weights()
+            elif isinstance(module, _BatchNorm) and "forward" not in own and (forward := _other_forward(module)):
+                vars(module)["forward"] = MethodType(forward, module)
+            else:
+                continue
+            before.append((module, own))
+        yield
+    finally:
+        for module, own in before:
+            vars(module).clear()
+            vars(module).update(own)
+
+
+def _other_forward(module: _BatchNorm) -> Callable[..., Tensor] | None:
+    if module.training and module.track_running_stats and module.momentum is None and module.running_mean is not None:
+        return _cumulative
+    return _BatchNorm.forward if isinstance(module, nn.SyncBatchNorm) else None
+
+
+def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
+    self._check_input_dim(input)
+    count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
+    assert count is not None and mean is not None and var is not None
+    own_mean, own_var = torch.zeros_like(mean), torch.zeros_like(var)
+    out = F.batch_norm(input, own_mean, own_var, self.weight, self.bias, True, 1.0, self.eps)
+    with torch.no_grad():
+        count.add_(1)
+        mean.add_((own_mean - mean) / count)
+        var.add_((own_var - var) / count)
+    return out

@@ -1,0 +1,75 @@
+"""What is traced in the place of a function of torch gives what the function gives, and the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardc.capture.functional import other_forms
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def ids(*shape: int) -> Tensor:
+    return torch.randint(4, shape)
+
+
+LABELS = torch.tensor([[0, 3, -1, 1, 2], [-1, 0, 0, 0, 0], [4, 3, 2, 1, 0], [2, -1, -1, -1, -1]])
+CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "bags, sum": ("embedding_bag", lambda: (ids(3, 5), draw(6, 2)), {"mode": "sum"}),
+    "bags, mean": ("embedding_bag", lambda: (ids(3, 5), draw(6, 2)), {}),
+    "bags, max": ("embedding_bag", lambda: (ids(3, 5), draw(6, 2)), {"mode": "max"}),
+    "bags, padded sum": ("embedding_bag", lambda: (ids(3, 5), draw(6, 2)), {"mode": "sum", "padding_idx": 1}),
+    "bags, padded mean": ("embedding_bag", lambda: (ids(9, 2), draw(4, 2)), {"padding_idx": -3}),
+    "bags, padded max": ("embedding_bag", lambda: (ids(9, 2), draw(4, 2)), {"mode": "max", "padding_idx": 1}),
+    "bags, weighted": (
+        "embedding_bag",
+        lambda: (ids(3, 5), draw(6, 2)),
+        {"mode": "sum", "per_sample_weights": draw(3, 5)},
+    ),
+    "bags, offsets": ("embedding_bag", lambda: (ids(8), draw(6, 2), torch.tensor([0, 3, 3])), {}),
+    "bags, by frequency": ("embedding_bag", lambda: (ids(3, 5), draw(6, 2)), {"scale_grad_by_freq": True}),
+    "gaussian": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), draw(4, 5).square()), {"full": True}),
+    "gaussian, clamped": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), draw(4, 1).square()), {"eps": 0.5}),
+    "gaussian, one a row": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), draw(4).square()), {}),
+    "gaussian, number": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), 0.5), {"reduction": "sum"}),
+    "labels": ("multilabel_margin_loss", lambda: (draw(4, 5), LABELS), {}),
+    "labels, apart": ("multilabel_margin_loss", lambda: (draw(4, 5), LABELS), {"reduction": "none"}),
+    "labels, one row": ("multilabel_margin_loss", lambda: (draw(5), LABELS[0]), {"reduction": "sum"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_other_form(case: str) -> None:
+    name, make, kwargs = CASES[case]
+    args = make()
+    own = getattr(F, name)
+    with other_forms():
+        assert getattr(F, name) is not own
+        found = results(getattr(F, name), args, kwargs)
+    assert getattr(F, name) is own
+    for ours, theirs in zip(found, results(own, args, kwargs), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def results(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """What ``function`` gives, and the gradients of its floating-point arguments."""
+    fresh = [x.clone().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x for x in args]
+    named = {k: x.clone().requires_grad_() if isinstance(x, Tensor) else x for k, x in kwargs.items()}
+    out = function(*fresh, **named)
+    leaves = [x for x in [*fresh, *named.values()] if isinstance(x, Tensor) and x.requires_grad]
+    weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize("bad", [{"mode": "mean", "per_sample_weights": draw(3, 5)}, {"mode": "median"}])
+def test_a_wrong_call_is_refused(bad: dict[str, Any]) -> None:
+    with other_forms(), pytest.raises((ValueError, NotImplementedError)):
+        F.embedding_bag(ids(3, 5), draw(6, 2), **bad)
