@@ -33,6 +33,26 @@ class Measured(NamedTuple):
     bandwidth: float
 
 
+class Messages(NamedTuple):
+    """What collectives take that go in messages from rank to rank (`shardc.runtime.direct`).
+
+    Args:
+        latency: seconds from a collective's start to its first byte that a rank could compute meanwhile.
+        call: seconds of a rank's own time, whatever is sent.
+        message: seconds of its own time more for each message, that is for each tensor and each peer.
+        hop: seconds more of latency for each peer after the first.
+        bandwidth: bytes per second that a rank receives while it sends as many.
+        share: of the time that bytes are on their way, how much of a rank's core they take.
+    """
+
+    latency: float
+    call: float
+    message: float
+    hop: float
+    bandwidth: float
+    share: float
+
+
 @dataclass(frozen=True)
 class CostModel:
     """What a rank and its links can do.
@@ -44,6 +64,9 @@ class CostModel:
         flops: floating-point operations per second.
         memory_bandwidth: bytes per second read or written by local ops.
         kinds: collectives that differ, as measured; ``latency``, ``hop`` and ``bandwidth`` are of the others.
+        attention: share of ``flops`` that attention reaches.
+        launch: seconds that a step takes for each of its kernels, beside their work.
+        messages: of collectives in messages between CPU ranks, for schedules; None where it was not measured.
     """
 
     latency: float = 20e-6
@@ -52,6 +75,9 @@ class CostModel:
     flops: float = 100e12
     memory_bandwidth: float = 1e12
     kinds: tuple[Measured, ...] = (Measured("permute_ranks", 2, 30e-6, 40e9),)
+    attention: float = 1.0
+    launch: float = 0.0
+    messages: Messages | None = None
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Measured]]:
@@ -112,6 +138,7 @@ class CostModel:
     def save(self, path: str | Path) -> None:
         """Writes the numbers as JSON."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
+        table["messages"] = None if self.messages is None else self.messages._asdict()
         Path(path).write_text(json.dumps(table, indent=2) + "\n")
 
     @classmethod
@@ -125,6 +152,8 @@ class CostModel:
         try:
             table = json.loads(Path(path).read_text())
             table["kinds"] = tuple(Measured(**row) for row in table.get("kinds", ()))
+            if (messages := table.get("messages")) is not None:
+                table["messages"] = Messages(**messages)
             return cls(**table)
         except OSError as error:
             raise InputError(f"cost model {path} cannot be read: {error.strerror}", fix=fix) from error

@@ -14,7 +14,7 @@ from math import ceil, log2
 
 import torch
 
-from shardc.analysis.cost import CostModel
+from shardc.analysis.cost import CostModel, Messages
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh, split_part
 
@@ -52,6 +52,11 @@ class Hardware:
         matmul, streaming, wire: shares of the peaks that are reached.
         gathers_by_tree: all-gathers and reduce-scatters with one rank a node take a logarithm of hops.
         sources: where the numbers come from.
+        attention: share of the peak that attention reaches; None: ``matmul``.
+        launch: seconds more of each kernel, where the rank that runs it also starts it; 0 where that is done ahead.
+        call, message: seconds that a rank computes nothing because it starts a collective, and for each message of it.
+        share: of the time that something is on its way, how much the rank's own core works on it: what compute beside
+            it loses. 0 where other hardware sends.
     """
 
     name: str
@@ -69,17 +74,31 @@ class Hardware:
     wire: float
     gathers_by_tree: bool
     sources: tuple[str, ...]
+    attention: float | None = None
+    launch: float = 0.0
+    call: float = 0.0
+    message: float = 0.0
+    share: float = 0.0
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak operations per second of a matrix product in ``dtype``; of float32 for dtypes that are not listed."""
         known = dict(self.flops)
         return known.get(dtype, known[torch.float32])
 
-    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype) -> float:
+    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype, attention: bool = False) -> float:
         """Seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009), and at least a launch."""
-        return max(
-            flops / (self.peak(dtype) * self.matmul), nbytes / (self.memory_bandwidth * self.streaming), self.kernel
-        )
+        reached = self.attention if attention and self.attention is not None else self.matmul
+        work = max(flops / (self.peak(dtype) * reached), nbytes / (self.memory_bandwidth * self.streaming), self.kernel)
+        return self.launch + work
+
+    @property
+    def sends(self) -> bool:
+        """Whether collectives are messages that the ranks' own cores send (`shardc.runtime.direct`)."""
+        return self.call > 0
+
+    def start_seconds(self, messages: int) -> float:
+        """Seconds of a rank's own time that starting a collective of so many messages takes."""
+        return self.call + self.message * messages
 
     def check(self, mesh: Mesh) -> None:
         """Raises MeshError where ``mesh`` is larger than the description is good for."""
@@ -250,11 +269,13 @@ CPU = Hardware(
 
 def calibrated(cost: CostModel) -> Hardware:
     """This machine's CPU ranks, as ``python -m shardc calibrate`` measured them: reached, not peak, numbers."""
-    link = Link("measured", cost.bandwidth, cost.hop, cost.hop)
+    sent = cost.messages or Messages(cost.latency, 0.0, 0.0, cost.hop, cost.bandwidth, 0.0)
+    link = Link("measured", sent.bandwidth, sent.hop, sent.hop)
     flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
     return replace(
         CPU, name="calibrated cpu", flops=flops, memory_bandwidth=cost.memory_bandwidth, inside=link, between=link,
-        start=cost.latency, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
+        start=sent.latency, kernel=0.0, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
+        attention=cost.attention, launch=cost.launch, call=sent.call, message=sent.message, share=sent.share,
     )  # fmt: skip
 
 
@@ -262,13 +283,16 @@ KNOWN: dict[str, Hardware] = {each.name: each for each in (A100, H100, H200, B20
 
 
 def find(name: str) -> Hardware:
-    """The description called ``name``.
+    """The description called ``name``, or that of the machine that the file ``name`` was calibrated on.
 
     Raises:
         MeshError: there is none.
+        InputError: the file is none that ``calibrate`` wrote.
     """
+    if name.endswith(".json"):
+        return calibrated(CostModel.load(name))
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
     near = get_close_matches(name.lower(), KNOWN, n=1)
-    fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(KNOWN)}"
+    fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(KNOWN)}, or a file of calibrate's"
     raise MeshError(f"no hardware is called {name!r}", fix=fix)

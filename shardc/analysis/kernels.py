@@ -55,6 +55,7 @@ class Kernel:
         flops: operations of matrix products, attention and convolution.
         bytes: read from and written to memory.
         dtype: that its peak is counted in.
+        attention: it is one.
     """
 
     ops: tuple[int, ...]
@@ -65,6 +66,7 @@ class Kernel:
     flops: int
     bytes: int
     dtype: torch.dtype
+    attention: bool = False
 
 
 def flops_of(node: fx.Node) -> int:
@@ -90,6 +92,10 @@ def _shape(node: fx.Node) -> Any:
 def is_dense(node: fx.Node) -> bool:
     """Whether ``node`` is a kernel of its own: a matrix product, an attention, a convolution."""
     return node.target in _CPU_ATTENTION or getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+def is_attention(node: fx.Node) -> bool:
+    return "scaled_dot_product" in str(node.target)
 
 
 def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
@@ -174,7 +180,7 @@ def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[
     record = ir.info(first.node)
     return Kernel(
         run, record.name, record.origin.module, record.origin.source, first.phase,
-        flops, written + sum(reads.values()), _dtype(first.node),
+        flops, written + sum(reads.values()), _dtype(first.node), is_attention(first.node),
     )  # fmt: skip
 
 

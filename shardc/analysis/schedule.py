@@ -44,7 +44,7 @@ class Collective:
         wire: bytes that each rank sends, as `shardc.ir.tally` counts them.
         phase: "forward" or "backward".
         start, end: predicted seconds from the start of the step.
-        exposed: seconds that the rank stands still for it.
+        exposed: seconds that the rank stands still for it, or is busy starting it.
         hidden_by: the module whose kernels run most of the time meanwhile; "" where none do.
         cause: where it comes from.
         algorithm, link: what the prediction assumes.
@@ -252,9 +252,10 @@ def build(
     moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
     prices = {at: price(hardware, m.kind, route(mesh, m.axes, hardware.node), m.wire) for at, m in moved.items()}
     times = simulate(
-        step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype),
+        step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
         {at: tuple(dict.fromkeys(split_part(axis)[0] for axis in m.axes)) for at, m in moved.items()},
         {at: p.seconds for at, p in prices.items()}, order,
+        {at: hardware.start_seconds(m.messages) for at, m in moved.items()}, hardware.share,
     )  # fmt: skip
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
     by_dtype: dict[torch.dtype, int] = {}
@@ -282,6 +283,7 @@ class _Moved:
     dtype: str
     bytes: int
     wire: int
+    messages: int
 
 
 def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
@@ -299,6 +301,7 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
         sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
         sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
+        len(values) * (ranks - 1),
     )  # fmt: skip
 
 

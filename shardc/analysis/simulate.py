@@ -5,6 +5,9 @@
                 first kernel that reads it: what scheduling alone could reach, memory aside
 
 The order of the collectives of one axis is that of the graph either way. Links that two axes share are not contended.
+
+Where the ranks' cores do the sending (`shardc.analysis.hardware.Hardware.share`), a collective also takes time from the
+rank: at its start, and from the kernels beside it, which lose that share of the time that it is on its way.
 """
 
 from __future__ import annotations
@@ -44,6 +47,8 @@ def simulate(
     streams: Mapping[int, tuple[str, ...]],
     wire_seconds: Mapping[int, float],
     order: str,
+    start_seconds: Mapping[int, float] | None = None,
+    share: float = 0.0,
 ) -> Timeline:
     """Runs a step.
 
@@ -51,6 +56,8 @@ def simulate(
         streams: for each collective the mesh axes that it occupies.
         wire_seconds: for each collective how long it takes.
         order: "graph" or "earliest".
+        start_seconds: for each collective the rank's own time that its start takes, which counts as exposed.
+        share: of the time that collectives are on their way, what kernels lose of it; below 1.
     """
     eager = order == "earliest"
     clock = 0.0
@@ -80,8 +87,10 @@ def simulate(
         if op.kind == START:
             known = ready[latest] if latest is not None else 0.0
             start = max(known, began[op.phase]) if eager else clock
-            start = max([start, *(free.get(axis, 0.0) for axis in streams[at])])
-            spans[at] = Span(start, start + wire_seconds[at])
+            own = start_seconds[at] if start_seconds is not None else 0.0
+            clock += own
+            start = max([start + own, *(free.get(axis, 0.0) for axis in streams[at])])
+            spans[at] = Span(start, start + wire_seconds[at], own)
             free.update(dict.fromkeys(streams[at], spans[at].end))
             ready[at], owed[at] = spans[at].end, at
             continue
@@ -90,7 +99,8 @@ def simulate(
                 stall(read)
             if at in kernels:
                 begin = clock
-                clock += kernel_seconds(kernels[at])
+                sending = max([0.0, *(end - clock for end in free.values())])
+                clock += beside(kernel_seconds(kernels[at]), sending, share)
                 runs[at] = Span(begin, clock)
                 for inner in kernels[at].ops:
                     ready[inner] = clock
@@ -102,3 +112,14 @@ def simulate(
     for _, at in step.outputs:
         stall(at)
     return Timeline(runs, spans, tuple(clocks), clock)
+
+
+def beside(seconds: float, sending: float, share: float) -> float:
+    """How long a kernel of ``seconds`` takes that starts while for ``sending`` seconds yet something is on its way.
+
+    >>> beside(1.0, 0.5, 0.4), beside(0.3, 1.0, 0.4)
+    (1.2, 0.5)
+    """
+    if seconds < (1 - share) * sending:  # it ends first
+        return seconds / (1 - share)
+    return seconds + share * sending

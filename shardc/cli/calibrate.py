@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardc.analysis.cost import CostModel, Measured
+import shardc
+from shardc.analysis.cost import CostModel, Measured, Messages
+from shardc.analysis.hardware import CPU
 from shardc.errors import InputError
-from shardc.runtime.measure import measure_collectives, measure_compute
+from shardc.runtime.measure import measure_collectives, measure_compute, measure_messages
 
 DEFAULT_PATH = "shardc-cost.json"
 
@@ -51,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _rank(rank: int, ranks: int, runs: int, out: str, store: str) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     _measure(runs, out)
     dist.destroy_process_group()
@@ -60,23 +67,58 @@ def _measure(runs: int, out: str) -> None:
     world = dist.group.WORLD
     assert world is not None
     sizes = sorted({2, dist.get_world_size()})
-    rows = []
+    rows, sent = [], []
     for size in sizes:
         group = world if size == dist.get_world_size() else dist.new_group(list(range(size)))
         if dist.get_rank() < size:
             rows += [Measured(*row) for row in measure_collectives(group, runs=runs)]
+            sent.append(measure_messages(group, runs=runs))
         dist.barrier()
-    flops, memory_bandwidth = measure_compute()
+    flops, attention, memory_bandwidth = measure_compute(runs)
+    launch = measure_launch(runs)
     if dist.get_rank() == 0:
+        latency, call, message, bandwidth, share = sent[-1]
+        hop = max(latency - sent[0][0], 0.0) / max(sizes[-1] - 2, 1)
+        messages = Messages(sent[0][0], call, message, hop, bandwidth, share)
         cost = CostModel(
-            latency=min(row.latency for row in rows),
-            bandwidth=max(row.bandwidth for row in rows),
-            flops=flops,
-            memory_bandwidth=memory_bandwidth,
-            kinds=tuple(rows),
-        )
+            latency=min(row.latency for row in rows), bandwidth=max(row.bandwidth for row in rows),
+            flops=flops, memory_bandwidth=memory_bandwidth, kinds=tuple(rows),
+            attention=attention / flops, launch=launch, messages=messages,
+        )  # fmt: skip
         cost.save(out)
-        for row in rows:
-            print(f"{row.kind:15} {row.ranks} ranks {row.latency * 1e6:8.0f} us {row.bandwidth / 1e6:8.0f} MB/s")
+        _print(cost)
         print(f"wrote {out}")
     dist.barrier()
+
+
+def measure_launch(runs: int) -> float:
+    """Seconds that a compiled step takes for each of its kernels beside their work: of one that has next to none."""
+    sizes = (dist.get_world_size(),)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(12)))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp",))
+    # Without collectives, so that ranks do not wait for one another.
+    module = shardc.compile(model, mesh, shardc.ddp("dp"), options=shardc.Options(comm="none"))
+    x = torch.rand(8, 16)
+    kernels = len(module.lower(torch.empty(8 * sizes[0], 16)).schedule(CPU).runs)
+    best = float("inf")
+    for _ in range(5 * runs):
+        start = time.perf_counter()
+        module(x).sum().backward()
+        best = min(best, time.perf_counter() - start)
+        module.zero_grad()
+    return best / kernels
+
+
+def _print(cost: CostModel) -> None:
+    for row in cost.kinds:
+        print(f"{row.kind:15} {row.ranks} ranks {row.latency * 1e6:8.0f} us {row.bandwidth / 1e6:8.0f} MB/s")
+    assert cost.messages is not None
+    sent = cost.messages
+    print(
+        f"messages: {sent.latency * 1e6:.0f} us, {sent.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
+        f"{sent.call * 1e6:.0f} us, {sent.message * 1e6:.0f} us each, and {sent.share:.0%} of what runs beside them"
+    )
+    print(
+        f"compute: {cost.flops / 1e9:.1f} Gflop/s, {cost.attention:.0%} of that in attention, "
+        f"{cost.memory_bandwidth / 1e9:.1f} GB/s, {cost.launch * 1e6:.0f} us a kernel"
+    )

@@ -17,7 +17,7 @@ def add_parser(commands: Any) -> None:
         "cost", help="communication as formulas in batch, sequence and axis sizes"
     )
     target.add_arguments(parser)
-    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    target.add_hardware(parser)
     parser.add_argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster")
     parser.set_defaults(run=run)
 

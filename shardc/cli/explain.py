@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("explain", help="why a tensor lies as it does, and its costs")
     target.add_arguments(parser)
     parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
-    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    target.add_hardware(parser)
     parser.set_defaults(run=run)
 
 

@@ -17,7 +17,7 @@ DEFAULT_ROWS = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to predict: target, mesh, plan, hardware, order."""
     target.add_arguments(parser)
-    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    target.add_hardware(parser)
     parser.add_argument(
         "--stage", default="schedule", choices=("schedule", "localize"),
         help="the graphs that run, or the joint graph before it is cut (fast on large models)",
@@ -30,8 +30,8 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     described = hardware.find(options.hardware)
     found, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    folding = shardc.Options(fold=getattr(options, "fold", False))
-    program = shardc.compile(found.model, mesh, plan, loss=loss, options=folding).lower(*found.args)
+    made = shardc.Options(fold=getattr(options, "fold", False), direct=described.sends or None)
+    program = shardc.compile(found.model, mesh, plan, loss=loss, options=made).lower(*found.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 

@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--set", action="append", default=[], metavar="AXIS=SIZE", help="fix the size of an axis")
     parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
-    parser.add_argument("--hardware", default="h100", help=f"one of {', '.join(hardware.KNOWN)} (default: h100)")
+    target.add_hardware(parser)
     parser.add_argument("--no-fold", action="store_true", help="analyse every one of repeated blocks")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
@@ -86,7 +86,9 @@ def run(options: argparse.Namespace) -> None:
         if not any(axis in _axes(plan) for _, plan in plans):
             raise InputError(f"--set {axis}: no plan speaks of axis {axis!r}")
     cases = [(mesh, *each) for n in counts for each in plans for mesh in _meshes(_axes(each[1]), n, sizes, described)]
-    compile_options = shardc.Options(fold=not options.no_fold, verify=False, capture=CaptureOnce())
+    compile_options = shardc.Options(
+        fold=not options.no_fold, verify=False, capture=CaptureOnce(), direct=described.sends or None
+    )
     rows = [
         _row(found, mesh, text, plan, loss, compile_options, described)
         for mesh, text, plan in tqdm(cases, desc="predicting", leave=False, disable=None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from shardc.analysis import hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
@@ -48,6 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
     parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")
     parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """The argument that says what times are predicted for; see `shardc.analysis.hardware.find`."""
+    known = ", ".join(hardware.KNOWN)
+    parser.add_argument(
+        "--hardware", default="h100", help=f"one of {known}, or the .json that `calibrate` wrote (default: h100)"
+    )
 
 
 def add_passes(parser: argparse.ArgumentParser, what: str) -> None:

@@ -1,6 +1,7 @@
 """Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
 
-Times are the fastest of some runs: what else the machine does only ever adds.
+All ranks run each measurement at once, as they do in a step. Times are the fastest of some runs: what else the machine
+does only ever adds.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
+import shardc.runtime.direct  # noqa: F401  (collectives in messages)
 import shardc.runtime.permute  # noqa: F401  (one of the collectives)
 from shardc.ir.tally import wire_elements
 
 c10d = torch.ops._c10d_functional
+_SMALL, _MANY = 64, 17  # elements; tensors
+_MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
 
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -54,28 +59,151 @@ def measure_collectives(
         yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
 
 
-def measure_compute(size: int = 512, runs: int = 5) -> tuple[float, float]:
-    """(floating-point operations per second of a matmul, bytes per second of a copy), in float32 on this rank."""
-    x = torch.rand(size, size)
-    matmul = _fastest(lambda: x @ x, runs)
-    wide = torch.rand(1 << 22)
-    copy = _fastest(wide.clone, runs)
-    return 2 * size**3 / matmul, 2 * wide.numel() * wide.element_size() / copy
+def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
+    """Kind of collective -> a call of it on tensors, in messages from rank to rank (`shardc.runtime.direct`)."""
+    ops = torch.ops.shardc
+    calls = {
+        "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
+        "reduce_scatter": lambda xs: ops.reduce_scatter_tensor_coalesced(xs, "sum", ranks, group),
+        "all_reduce": lambda xs: ops.all_reduce_coalesced(xs, "sum", group),
+    }
+    return calls if ranks == 2 else {kind: calls[kind] for kind in ("all_gather", "reduce_scatter")}
+
+
+def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> tuple[float, float, float, float, float]:
+    """What collectives in messages take on ``group``, means of all kinds; see `shardc.analysis.cost.Messages`.
+
+    Returns:
+        Seconds of latency, of the rank's own time for a call and for each message; bytes per second; the share of
+        the time on the wire that compute beside it loses.
+    """
+    ranks = dist.get_world_size(group)
+    calls = in_messages(group.group_name, ranks)
+
+    def mean(seconds: Callable[[Callable[..., Any], str], float]) -> float:
+        return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
+
+    def whole(call: Callable[..., Any], xs: list[torch.Tensor]) -> None:
+        for made in call(xs):
+            c10d.wait_tensor(made)
+
+    def given(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
+        return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
+
+    def fastest(call: Callable[..., Any], kind: str, elements: int, count: int = 1) -> float:
+        return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times=10)
+
+    one = mean(lambda call, kind: fastest(call, kind, _SMALL))
+    many = mean(lambda call, kind: fastest(call, kind, _SMALL, _MANY))
+    message = max(many - one, 0.0) / ((_MANY - 1) * (ranks - 1))
+    own = mean(lambda call, kind: _own(partial(whole, call, given(kind, _SMALL)), runs, group))
+    call_seconds = max(own - message * (ranks - 1), 0.0)
+    latency = max(one - own, 0.0)
+    sizes = {kind: [4 * wire_elements(kind, ranks, given(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
+             for kind in calls}  # fmt: skip
+    middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
+    large = mean(lambda call, kind: fastest(call, kind, _LARGE))
+    wire = sum(big - small for small, big in sizes.values()) / len(calls)
+    bandwidth = wire / max(large - middle, 1e-9)
+    return (
+        latency,
+        call_seconds,
+        message,
+        bandwidth,
+        mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, group)),
+    )
+
+
+def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
+    """How much of the time that a collective takes alone is lost to compute that runs beside it."""
+    x = torch.rand(256, 256)
+    alone = _fastest(lambda: [c10d.wait_tensor(made) for made in call(xs)], runs, group, times=10)
+    product = _fastest(lambda: x @ x, runs, group, times=50)
+    count = max(int(2 * alone / product), 1)
+
+    def compute() -> None:
+        for _ in range(count):
+            x @ x
+
+    def both() -> None:
+        made = call(xs)
+        compute()
+        for one in made:
+            c10d.wait_tensor(one)
+
+    lost = _fastest(both, runs, group, times=5) - _fastest(compute, runs, group, times=5)
+    return min(max(lost / alone, 0.0), 0.95)
+
+
+def measure_compute(runs: int = 10) -> tuple[float, float, float]:
+    """What float32 compute reaches on this rank: (operations a second of matrix products, and of attention; bytes a
+    second of what Inductor makes of the ops between them, read and written)."""
+    products = [torch.rand(512, 512), torch.rand(512, 256), torch.rand(256, 768), torch.rand(768, 512)]
+    square, tall, wide, long = products
+
+    def multiply() -> None:
+        square @ square, tall @ wide, long @ tall, wide @ long  # noqa: B018
+
+    counted = 2 * (512**3 + 3 * 512 * 256 * 768)
+    heads = [torch.rand(4, 8, 128, 32) for _ in range(4)]
+    shape = heads[0].shape
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    back: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    made, sums = attend(*heads[:3], 0.0, True)
+
+    def attention() -> None:
+        attend(*heads[:3], 0.0, True)
+        back(heads[3], *heads[:3], made, sums, 0.0, True)
+
+    forward: Any = sdpa_flop_count
+    backward: Any = sdpa_backward_flop_count
+    attended = forward(shape, shape, shape) + backward(shape, shape, shape, shape)
+    rows, weight = [torch.rand(2048, 512) for _ in range(4)], torch.rand(512)
+    fused: Any = torch.compile(_elementwise, fullgraph=True, dynamic=False)
+    fused(*rows, weight)
+    moved = 7 * rows[0].nbytes
+    return (
+        counted / _fastest(multiply, runs, times=20), attended / _fastest(attention, runs, times=10),
+        moved / _fastest(lambda: fused(*rows, weight), runs, times=20),
+    )  # fmt: skip
+
+
+def _elementwise(
+    x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A residual, its norm and a gate: 4 tensors read, 3 written."""
+    total = x + y
+    norm = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
+    return total, norm, torch.nn.functional.silu(gate) * up
 
 
 def _waited(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return c10d.wait_tensor(call(x))
 
 
-def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None = None) -> float:
-    """Seconds of the fastest of ``runs`` calls, after one that warms up; the ranks of ``group`` start together."""
+def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None = None, times: int = 1) -> float:
+    """Seconds of a call in the fastest of ``runs`` runs of ``times`` each, after one that warms up; the ranks of
+    ``group`` start together."""
     best = float("inf")
     for _ in range(runs + 1):
         if group is not None:
             dist.barrier(group)
         start = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - start)
+        for _ in range(times):
+            call()
+        best = min(best, (time.perf_counter() - start) / times)
+    return best
+
+
+def _own(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
+    """Seconds of this thread's own time of a call, the least of some."""
+    best = float("inf")
+    for _ in range(runs + 1):
+        dist.barrier(group)
+        start = time.thread_time()
+        for _ in range(10):
+            call()
+        best = min(best, (time.thread_time() - start) / 10)
     return best
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardc.__main__ import main
-from shardc.analysis.cost import CostModel, Measured
+from shardc.analysis.cost import CostModel, Measured, Messages
 from shardc.errors import InputError
 
 COST = CostModel(
@@ -59,6 +60,9 @@ def test_compute_is_bound_by_operations_or_by_memory() -> None:
 def test_the_file_round_trips(tmp_path: Path) -> None:
     COST.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == COST
+    whole = replace(COST, attention=0.5, launch=1e-5, messages=Messages(1e-4, 2e-5, 3e-6, 1e-6, 1e9, 0.5))
+    whole.save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json") == whole
 
 
 @pytest.mark.parametrize(
@@ -81,7 +85,10 @@ def test_calibrate_measures_every_kind_on_pairs_and_on_all_ranks(
     assert [(row.kind, row.ranks) for row in cost.kinds] == [(kind, ranks) for ranks in (2, 3) for kind in kinds]
     assert min(min(row.latency, row.bandwidth) for row in cost.kinds) > 0
     assert min(cost.latency, cost.bandwidth, cost.flops, cost.memory_bandwidth) > 0
-    assert capfd.readouterr().out.count("\n") == 11
+    assert min(cost.attention, cost.launch) > 0
+    assert cost.messages is not None and cost.messages.bandwidth > 0
+    assert min(cost.messages) >= 0 and cost.messages.share < 1
+    assert capfd.readouterr().out.count("\n") == 13
 
 
 def test_calibrate_needs_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:

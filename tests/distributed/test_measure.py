@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 from shardc.__main__ import main
+from shardc.cli.measure import order
+from shardc.cli.real_steps import Comparison
 from tests.test_cli import SMALL
 
 LLAMA = str(Path(__file__).parents[2] / "examples/models/llama.py")
@@ -27,9 +30,10 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def measured(*arguments: str) -> dict[str, object]:
-    """What ``measure`` writes."""
+    """What ``measure`` writes of one plan."""
     assert main(["measure", *arguments, "--backend", "eager", "--steps", "1", "--json", "made.json"]) == 0
-    made: dict[str, object] = json.loads(Path("made.json").read_text())
+    (made,) = json.loads(Path("made.json").read_text())
+    assert isinstance(made, dict)
     return made
 
 
@@ -47,6 +51,35 @@ def test_two_ranks_send_what_is_predicted(target: str, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     total = sum(p["bytes"] for p in made["pairs"])  # type: ignore[attr-defined]
     assert [line.split()[2:] for line in lines if line.startswith("bytes sent")] == [[str(total)] * 2 + ["+0.0%"]]
+
+
+def test_several_plans_take_turns(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = ['fsdp("dp")', 'ddp("dp")']
+    arguments = ["--nproc", "2", "--plans", *plans, "--loss", "loss", "--backend", "eager", "--steps", "3"]
+    assert main(["measure", f"{target}:real", *arguments, "--json", "made.json"]) == 0
+    made = json.loads(Path("made.json").read_text())
+    for one in made:
+        check(one)
+    assert [(one["plan"], len(one["timed"])) for one in made] == [(plan, 3) for plan in plans]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[-2:] for row in rows[1:3]] == [[str(sum(p["bytes"] for p in one["pairs"])), "equal"] for one in made]
+
+
+def timed(plan: str, predicted: float, *seconds: float) -> Comparison:
+    return Comparison(plan, (), (0, 0), (predicted, statistics.median(seconds)), seconds, (0, 0), (0, 0))
+
+
+def test_orders_are_compared_pair_by_pair() -> None:
+    fast, slow = timed("fast", 0.1, 0.100, 0.101, 0.102), timed("slow", 0.2, 0.200, 0.201, 0.202)
+    assert order([slow, fast]) == ["the orders agree"]
+    wrong = timed("wrong", 0.05, 0.150, 0.151, 0.152)
+    assert order([slow, wrong, fast]) == [
+        "fast is faster than wrong, by 50.000 ms, more than these medians may be off; predicted was slower, "
+        "by 50.000 ms"
+    ]
+    close = timed("close", 0.09, 0.09, 0.102, 0.12)
+    assert order([fast, close])[0].startswith("fast is faster than close, by 1.000 ms, not more than these medians")
+    assert timed("once", 0.1, 0.1).noise == float("inf")
 
 
 PLANS = {
