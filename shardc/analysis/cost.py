@@ -136,9 +136,10 @@ class CostModel:
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Writes the numbers as JSON."""
+        """Writes the numbers as JSON; makes the folder."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
         table["messages"] = None if self.messages is None else self.messages._asdict()
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(table, indent=2) + "\n")
 
     @classmethod

@@ -61,8 +61,8 @@ def test_the_file_round_trips(tmp_path: Path) -> None:
     COST.save(tmp_path / "cost.json")
     assert CostModel.load(tmp_path / "cost.json") == COST
     whole = replace(COST, attention=0.5, launch=1e-5, messages=Messages(1e-4, 2e-5, 3e-6, 1e-6, 1e9, 0.5))
-    whole.save(tmp_path / "cost.json")
-    assert CostModel.load(tmp_path / "cost.json") == whole
+    whole.save(tmp_path / "new" / "cost.json")
+    assert CostModel.load(tmp_path / "new" / "cost.json") == whole
 
 
 @pytest.mark.parametrize(
