@@ -162,7 +162,7 @@ class Forms:
 
 def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
     """``filling`` as a number of ``dtype``; infinities are the ends of a range of integers."""
-    if dtype.is_floating_point:
+    if dtype.is_floating_point or dtype.is_complex:
         return filling
     if dtype == torch.bool:
         return filling > 0

@@ -118,6 +118,23 @@ def test_filling_is_what_each_reduction_ignores(sign: float) -> None:
     trains_as_one_device(Reductions(), {"dp": 2}, FSDP, None, x)
 
 
+class Spectrum(nn.Module):
+    """Sums of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.fft.rfft(self.lin(x)) * torch.polar(x[:, :4].abs(), x[:, :4])
+        return torch.view_as_real(made.sum(0)).square().mean()
+
+
+def test_complex_numbers() -> None:
+    batch = torch.randn(5, 6, dtype=torch.float64)
+    trains_as_one_device(Spectrum().double(), {"dp": 2}, FSDP, lambda out: out, batch)
+
+
 class Views(nn.Module):
     """The padded sequence goes through views, and is cut and joined."""
 
