@@ -7,7 +7,7 @@ from shardc.ir import local
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
-from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, precision, tp
+from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
 from shardc.precompiled import load
 from shardc.program import Options, Program
 from shardc.rules import register_rule
@@ -31,6 +31,7 @@ __all__ = [
     "load",
     "local",
     "local_map",
+    "offload",
     "optim",
     "precision",
     "register_rule",

@@ -31,6 +31,7 @@ from shardc.program import Options
 from shardc.runtime.checked import Checked
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
+from shardc.runtime.host import Home
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
@@ -102,7 +103,8 @@ def compile(
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
-    sharded = clone_tree(module, partial(_store, storages, view, groups, device))
+    homes = {name: Home(device, p.host, p.offload is None or p.offload.pin_memory) for name, p in params.items()}
+    sharded = clone_tree(module, partial(_store, storages, view, groups, homes, device))
     state = State(
         mesh=abstract,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
@@ -126,6 +128,7 @@ def compile(
         loss_args=None if loss is None else loss_arity(loss),
         lower=Checked if options.debug == "buffers" else partial(lower, backend=backend),
         device=device,
+        homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),
         sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
     )
@@ -220,6 +223,7 @@ def _store(
     storages: dict[str, Layout],
     mesh: DeviceMesh | None,
     groups: Groups | None,
+    homes: dict[str, Home],
     device: torch.device,
     name: str,
     x: Tensor,
@@ -233,5 +237,5 @@ def _store(
     if x.device.type == "meta":
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
-        padded = shard_tensor(x.detach(), storage, groups.rank).to(device)
+        padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
     return to_parameter(padded, storage, x.shape, mesh, groups.rank, x.requires_grad)

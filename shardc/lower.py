@@ -31,7 +31,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-import shardc.ir.comm  # noqa: F401  (defines the collectives that are lowered here)
+import shardc.ir.comm
+import shardc.ir.host  # noqa: F401  (the ops of both are lowered here)
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.emitted import check_order, uses_of
 from shardc.ir.graph import output_node
@@ -242,5 +243,7 @@ for _op in (
     torch.ops.shardc.all_gather_into_tensor_coalesced.default,
     torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
     torch.ops.shardc.all_reduce_coalesced.default,
+    torch.ops.shardc.to_device.default,
+    torch.ops.shardc.to_host.default,
 ):
     _keep_inputs(_op)

@@ -33,7 +33,7 @@ from shardc.passes.check import check
 from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.options import Options
 from shardc.passes.partition import inference
-from shardc.passes.seed import SeededParam
+from shardc.passes.seed import SeededParam as Seeded
 from shardc.plan import ports
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
@@ -321,8 +321,7 @@ def build_program(
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     inputs = ports.resolve_inputs(plan, mesh, shapes)
-    lies = [(name, found.layout) for (name, _), found in zip(shapes, inputs, strict=True)]
-    program = Program(mesh, plan, options, captured, lies)
+    program = Program(mesh, plan, options, captured, [(n, x.layout) for (n, _), x in zip(shapes, inputs, strict=True)])
     by_tag = {tag.name: pin for tag, pin in zip(tags, pins, strict=True)}
     axes = ports.batch_axes(plan, mesh)
     reduce, grad_scale = ports.grad_mode(plan)
@@ -332,8 +331,7 @@ def build_program(
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     stored = {name: p.dtype for name, p in model.named_parameters()}
     split = {name: p.split for name, p in params.items() if p.split is not None}
-    seed = SeededParam
-    seeded = {n: seed(p.storage, p.compute, p.storage_cause, p.compute_cause, p.split) for n, p in params.items()}
+    seeded = {n: Seeded(p.storage, p.compute, p.storage_cause, p.compute_cause, p.split) for n, p in params.items()}
     storages = {name: p.storage for name, p in params.items()}
 
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
@@ -360,11 +358,12 @@ def build_program(
             seen[0] = check(gm, mesh, stage, seen[0])
 
     spelled = passes.Collectives(options.cost), passes.Localize(mesh, captured.fake_mode, device)
+    offload = partial(passes.Offload, {n: p.host for n, p in params.items() if p.host}, captured.fake_mode, device)
     grads = {name: precision.grads or dtype for name, dtype in stored.items()}
 
     def reduction(sums: Sequence[Sum]) -> fx.GraphModule:
         made = deferred_reduction(sums, storages, grads, captured.fake_mode, device)
-        return passes.run(spelled, made, lambda stage, gm: None)
+        return passes.run((*spelled, offload(frozenset())), made, lambda stage, gm: None)
 
     gm = captured.graph
     hook("capture", gm)
@@ -384,6 +383,7 @@ def build_program(
             passes.Reshard(),
             passes.Simplify(options.cost),
             *spelled,
+            offload(deferred),
         ),
         gm,
         hook,
@@ -391,7 +391,7 @@ def build_program(
     program.deferred, program.reduce_sums = deferred, reduction
     program.finish(
         local,
-        keep_within(local.graph, mesh, {n: p.level for n, p in params.items()}, options.memory_budget, options.cost),
+        keep_within(local.graph, mesh, {n: p.again for n, p in params.items()}, options.memory_budget, options.cost),
         {name: p.compute_cause for name, p in params.items()},
         passes.halves(mesh, options.said(plan)),
     )

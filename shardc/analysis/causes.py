@@ -12,6 +12,7 @@ from torch import fx
 from shardc.analysis.sequence import MOVE, START, WAIT, Sequence, of_halves
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.host import move_kind
 
 NEEDED_BY = "needed by "
 REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -82,6 +83,8 @@ class Explainer:
         """Of the collective at position ``at``."""
         op = self.step.ops[at]
         origin = ir.info(op.node).origin
+        if move_kind(op.node) is not None:
+            return Cause((self._kept(at),), origin.module, origin.source, origin.cause, origin.cause)
         params = self._gathered(at) if op.gathered else self._needed(at)
         if not params:
             first = self.step.ops[op.reads[0]].node
@@ -91,6 +94,11 @@ class Explainer:
         module = origin.module or params[0].rpartition(".")[0]
         entry = ir.info(self.params[params[0]]).origin.cause
         return Cause(tuple(params), module, origin.source or self._first_use(at), entry, origin.cause)
+
+    def _kept(self, at: int) -> str:
+        """The parameter on the host that a move is of, or that the gradient is of which it moves."""
+        found = (role.name for role, out in self.step.outputs if self.step.ops[out].reads == (at,))
+        return next(found, ir.info(self.step.ops[self.step.ops[at].reads[0]].node).name)
 
     def _gathered(self, at: int) -> list[str]:
         """The parameters that a chain of gathers and moves starts from."""

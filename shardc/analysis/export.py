@@ -20,7 +20,7 @@ TOTALS = ("axis", "kind", "phase", "entry")
 def table(schedule: Schedule, rows: int | None) -> str:
     """Three tables and two lines: collectives, totals, memory; the step; whether it fits."""
     alike: dict[tuple[Any, ...], list[Collective]] = {}
-    for each in schedule.collectives:
+    for each in schedule.transfers:
         alike.setdefault(_alike(each), []).append(each)
     shown = sorted(alike.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
@@ -34,6 +34,8 @@ def table(schedule: Schedule, rows: int | None) -> str:
         parts.append(_totals(by, schedule.totals(by)))
     held = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
     parts.append(_text([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
+    if schedule.memory.host:
+        parts.append(_text([(owner, gigabytes(size)) for owner, size in schedule.memory.host], ("on the host", "GB")))
     parts.append(summary(schedule))
     return "\n\n".join(parts) + "\n"
 
@@ -111,17 +113,19 @@ def record(schedule: Schedule) -> dict[str, Any]:
             "peak_op": schedule.memory.peak_op,
             "by_owner": schedule.memory.by_owner(),
             "capacity": schedule.hardware.memory,
+            **({"host": dict(schedule.memory.host)} if schedule.memory.host else {}),
         },
         "totals": {
             by: {key: vars(total) for key, total in schedule.totals(by).items()} for by in (*TOTALS, "module", "tensor")
         },
         "collectives": [{**vars(c), "cause": vars(c.cause)} for c in schedule.collectives],
+        **({"moves": [{**vars(c), "cause": vars(c.cause)} for c in schedule.moves]} if schedule.moves else {}),
     }
 
 
 def trace(schedule: Schedule) -> dict[str, Any]:
     """Chrome's trace events: microseconds; track 0 computes, then one track for each axis."""
-    axes = list(dict.fromkeys(c.axis for c in schedule.collectives))
+    axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     events: list[dict[str, Any]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
         for tid, name in enumerate(["compute", *axes])
@@ -130,7 +134,7 @@ def trace(schedule: Schedule) -> dict[str, Any]:
         k = run.kernel
         args = {"module": k.module, "source": k.source, "flops": k.flops, "bytes": k.bytes}
         events.append(_event(k.name, 0, run.start, run.end, args))
-    for c in schedule.collectives:
+    for c in schedule.transfers:
         args = {"wire": c.wire, "exposed_us": c.exposed * 1e6, **vars(c.cause)}
         events.append(_event(f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis), c.start, c.end, args))
     for sample in schedule.memory.samples:

@@ -47,6 +47,7 @@ class Hardware:
         memory: bytes a rank.
         memory_bandwidth: bytes per second a rank reads or writes.
         inside, between: the links within a node and from node to node.
+        host: between a rank's device and its host's memory, as much each way at once; ranks are not contended.
         start: seconds that a collective takes before its first hop.
         kernel: least seconds of a local kernel.
         matmul, streaming, wire: shares of the peaks that are reached.
@@ -67,6 +68,7 @@ class Hardware:
     memory_bandwidth: float
     inside: Link
     between: Link
+    host: Link
     start: float
     kernel: float
     matmul: float
@@ -99,6 +101,10 @@ class Hardware:
     def start_seconds(self, messages: int) -> float:
         """Seconds of a rank's own time that starting a collective of so many messages takes."""
         return self.call + self.message * messages
+
+    def move(self, nbytes: int) -> Price:
+        """Seconds of a copy of ``nbytes`` between device and (pinned) host memory."""
+        return Price(self.host.ring + nbytes / (self.host.bandwidth * self.wire), "copy", self.host.name)
 
     def check(self, mesh: Mesh) -> None:
         """Raises MeshError where ``mesh`` is larger than the description is good for."""
@@ -219,9 +225,11 @@ A100 = Hardware(
            (torch.bfloat16, 312 * _T), (torch.float16, 312 * _T)),
     memory=80e9, memory_bandwidth=2.039e12,
     inside=Link("NVLink 3", 300e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand HDR", 25e9, 2.7e-6, 5e-6),
+    host=Link("PCIe 4.0 x16", 32e9, 2e-6, 2e-6),
     start=6.6e-6, kernel=2e-6, matmul=0.75, streaming=0.85, wire=0.8, gathers_by_tree=True,
     sources=(
-        "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 2,039 GB/s, NVLink 600 GB/s both ways",
+        "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 2,039 GB/s, NVLink 600 and PCIe 64 GB/s both "
+        "ways",
         "NVIDIA DGX A100 data sheet: eight 200 Gb/s ConnectX-6 cards for eight GPUs",
         "Meta, Introducing the AI Research SuperCluster (2022): 16,000 A100", _NCCL,
     ),
@@ -234,8 +242,9 @@ H100 = replace(
            (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
     memory=80e9, memory_bandwidth=3.35e12,
     inside=Link("NVLink 4", 450e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand NDR / 400G RoCE", 50e9, 2.7e-6, 5e-6),
+    host=Link("PCIe 5.0 x16", 64e9, 2e-6, 2e-6),
     sources=(
-        "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 3.35 TB/s, NVLink 900 GB/s both ways",
+        "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 3.35 TB/s, NVLink 900 and PCIe 128 GB/s both ways",
         "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs",
         "Meta, Building Meta's GenAI infrastructure (2024): two clusters of 24,576 H100", _NCCL,
     ),
@@ -262,6 +271,7 @@ CPU = Hardware(
     flops=((torch.float32, 50e9), (torch.float64, 25e9), (torch.bfloat16, 50e9)),
     memory=4e9, memory_bandwidth=10e9,
     inside=Link("loopback", 1e9, 30e-6, 30e-6), between=Link("10 Gbit/s Ethernet", 1.25e9, 60e-6, 60e-6),
+    host=Link("memory", 5e9, 5e-6, 5e-6),
     start=100e-6, kernel=5e-6, matmul=0.8, streaming=0.8, wire=1.0, gathers_by_tree=False,
     sources=("one core a rank under gloo on loopback, a development machine: orders of magnitude, not a measurement",),
 )  # fmt: skip
@@ -274,6 +284,7 @@ def calibrated(cost: CostModel) -> Hardware:
     flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
     return replace(
         CPU, name="calibrated cpu", flops=flops, memory_bandwidth=cost.memory_bandwidth, inside=link, between=link,
+        host=Link("memory", cost.memory_bandwidth / 2, 0.0, 0.0),
         start=sent.latency, kernel=0.0, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
         attention=cost.attention, launch=cost.launch, call=sent.call, message=sent.message, share=sent.share,
     )  # fmt: skip

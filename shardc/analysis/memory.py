@@ -41,11 +41,13 @@ class Memory:
         samples: at every op that allocates or frees, in order.
         peak: the sample that holds most.
         peak_op: name of the op that runs then.
+        host: (owner, bytes) of what is kept in the host's memory instead, for the whole step.
     """
 
     samples: tuple[Sample, ...]
     peak: Sample
     peak_op: str
+    host: tuple[tuple[str, int], ...] = ()
 
     def by_owner(self) -> dict[str, int]:
         """Bytes at the peak by owner."""
@@ -71,6 +73,11 @@ def memory_of(
             here = changes.setdefault(at, {})
             here[owner] = here.get(owner, 0) + change
 
+    host: dict[str, int] = {}
+
+    def on_host(owner: str, size: int) -> None:
+        host[owner] = host.get(owner, 0) + size
+
     whole_step = len(step.ops)
     if step.arena:
         hold("communication", step.arena, 0, whole_step)
@@ -78,6 +85,12 @@ def memory_of(
         placed = step.placed.get(at, ())
         for number, buffer in enumerate(made[at]):
             if buffer is None or buffer.made != at or not buffer.size or number in placed:
+                continue
+            made_here = ir.info(op.node).value
+            if isinstance(made_here, ir.Value) and made_here.host:
+                on_host("parameters" if op.kind == INPUT else "gradients", buffer.size)
+                if op.kind == INPUT:
+                    on_host("optimizer", int(buffer.size * optimizer_copies))
                 continue
             if op.kind == INPUT:
                 role = ir.info(op.node).role
@@ -93,7 +106,7 @@ def memory_of(
             hold(_owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, turn), buffer.size, at, end)
     samples = _samples(changes, whole_step)
     peak = max(samples, key=lambda sample: (sample.total, -sample.at))
-    return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name)
+    return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name, tuple(sorted(host.items())))
 
 
 def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn: int) -> str:

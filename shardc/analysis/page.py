@@ -33,7 +33,7 @@ def record(schedule: Schedule) -> dict[str, Any]:
     """What the page shows: microseconds and bytes; ops are named by their position in the step."""
     words: dict[str, int] = {}
     places = _Places(schedule.step)
-    by_position = zip(schedule.step.starts, schedule.collectives, strict=True)
+    by_position = zip(schedule.step.starts, schedule.transfers, strict=True)
     return {
         "mesh": str(schedule.mesh),
         "hardware": schedule.hardware.name,

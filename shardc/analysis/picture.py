@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # The page's colours.
 KINDS = {
     "compute": "#74a9d8", "all_gather": "#2f9e44", "reduce_scatter": "#e8590c", "all_reduce": "#ae3ec9",
-    "all_to_all": "#0c8599", "permute_ranks": "#a6761d", "broadcast": "#5c7cfa",
+    "all_to_all": "#0c8599", "permute_ranks": "#a6761d", "broadcast": "#5c7cfa", "to_device": "#66a80f",
+    "to_host": "#c2255c",
 }  # fmt: skip
 HELD = dict(
     zip(OWNERS, ("#4c6ef5", "#7950f2", "#868e96", "#f59f00", "#12b886", "#e64980", "#fd7e14", "#adb5bd"), strict=True)
@@ -48,7 +49,7 @@ def draw(schedule: Schedule) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError("a plot needs matplotlib, which is not installed", fix="pip install 'shardc[plot]'") from None
-    axes = list(dict.fromkeys(c.axis for c in schedule.collectives))
+    axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     lanes = ["compute", *axes]
     unit, name = (1e3, "ms") if schedule.seconds < 10 else (1.0, "s")
     figure = Figure(figsize=(12, 3.6 + 0.4 * len(lanes)), layout="constrained")
@@ -64,13 +65,13 @@ def draw(schedule: Schedule) -> Any:
 
     bars(0, "compute", ((run.start, run.end) for run in schedule.runs))
     for lane, axis in enumerate(axes, 1):
-        here = [c for c in schedule.collectives if c.axis == axis]
+        here = [c for c in schedule.transfers if c.axis == axis]
         for kind in dict.fromkeys(c.kind for c in here):
             bars(lane, kind, ((c.start, c.end) for c in here if c.kind == kind))
         bars(lane, "exposed", ((c.end - c.exposed, c.end) for c in here if c.exposed))
     time.set_yticks(range(len(lanes)), lanes)
     time.set_ylim(len(lanes) - 0.5, -0.5)
-    shown = dict.fromkeys(c.kind for c in schedule.collectives)
+    shown = dict.fromkeys(c.kind for c in schedule.transfers)
     _legend(time, {"compute": KINDS["compute"], **{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
 
     points = curve(schedule)

@@ -24,24 +24,27 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import tally
 from shardc.ir.garbage import uncollected
+from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh, split_part
 
 if TYPE_CHECKING:
     from shardc.analysis.formulas import Cost, Costs
 
+HOST = "host"  # in the place of mesh axes, of copies between host and device
+
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step, as every rank runs it.
+    """One collective of a step, as every rank runs it, or one copy between a rank's host and its device.
 
     Args:
         name: of the node.
-        kind: as in `shardc.ir.ops`.
-        axis: the mesh axes of its groups, joined by commas.
-        ranks: in each group.
+        kind: as in `shardc.ir.ops`; "to_device" or "to_host" of a copy.
+        axis: the mesh axes of its groups, joined by commas; "host" of a copy.
+        ranks: in each group; 1 of a copy.
         dtype: of what moves.
         bytes: that each rank hands in.
-        wire: bytes that each rank sends, as `shardc.ir.tally` counts them.
+        wire: bytes that each rank sends, as `shardc.ir.tally` counts them; all of a copy.
         phase: "forward" or "backward".
         start, end: predicted seconds from the start of the step.
         exposed: seconds that the rank stands still for it, or is busy starting it.
@@ -108,7 +111,7 @@ class Schedule:
     Args:
         mesh, hardware: what it is predicted for.
         order: "graph" or "earliest" (`shardc.analysis.simulate`).
-        collectives, runs: in the order of the graph.
+        transfers, runs: in the order of the graph.
         memory: bytes of a rank over the step.
         clock: seconds at which each op of the step's sequence is reached.
         seconds: of the step.
@@ -122,7 +125,7 @@ class Schedule:
     mesh: Mesh
     hardware: Hardware
     order: str
-    collectives: tuple[Collective, ...]
+    transfers: tuple[Collective, ...]
     runs: tuple[Run, ...]
     memory: Memory
     clock: tuple[float, ...]
@@ -134,8 +137,18 @@ class Schedule:
     symbols: Callable[[], Costs] | None = field(default=None, repr=False, compare=False)
 
     @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The transfers between ranks."""
+        return tuple(each for each in self.transfers if each.axis != HOST)
+
+    @property
+    def moves(self) -> tuple[Collective, ...]:
+        """The transfers between host and device."""
+        return tuple(each for each in self.transfers if each.axis == HOST)
+
+    @property
     def wire(self) -> int:
-        """Bytes that each rank sends."""
+        """Bytes that each rank sends to others."""
         return sum(each.wire for each in self.collectives)
 
     @property
@@ -144,8 +157,8 @@ class Schedule:
 
     @property
     def exposed(self) -> float:
-        """Seconds that a rank stands still for collectives."""
-        return sum(each.exposed for each in self.collectives)
+        """Seconds that a rank stands still for collectives, and for copies between host and device."""
+        return sum(each.exposed for each in self.transfers)
 
     @property
     def flops(self) -> int:
@@ -160,7 +173,7 @@ class Schedule:
     def totals(self, by: str) -> dict[str, Total]:
         """Totals by "axis", "kind", "module", "tensor", "phase" or "entry", largest exposed time first."""
         groups: dict[str, list[Collective]] = {}
-        for each in self.collectives:
+        for each in self.transfers:
             key = getattr(each.cause, by) if by in ("module", "tensor", "entry") else getattr(each, by)
             groups.setdefault(key, []).append(each)
         made = {
@@ -250,12 +263,18 @@ def build(
     made = buffers(step)
     work = kernels(step, made)
     moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
-    prices = {at: price(hardware, m.kind, route(mesh, m.axes, hardware.node), m.wire) for at, m in moved.items()}
+    prices = {
+        at: hardware.move(m.wire)
+        if m.axes == (HOST,)
+        else price(hardware, m.kind, route(mesh, m.axes, hardware.node), m.wire)
+        for at, m in moved.items()
+    }
     times = simulate(
         step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
-        {at: tuple(dict.fromkeys(split_part(axis)[0] for axis in m.axes)) for at, m in moved.items()},
+        {at: _streams(m) for at, m in moved.items()},
         {at: p.seconds for at, p in prices.items()}, order,
-        {at: hardware.start_seconds(m.messages) for at, m in moved.items()}, hardware.share,
+        {at: 0.0 if m.axes == (HOST,) else hardware.start_seconds(m.messages) for at, m in moved.items()},
+        hardware.share,
     )  # fmt: skip
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
     by_dtype: dict[torch.dtype, int] = {}
@@ -286,8 +305,17 @@ class _Moved:
     messages: int
 
 
+def _streams(moved: _Moved) -> tuple[str, ...]:
+    """What is busy meanwhile: mesh axes, or one direction between host and device."""
+    return (moved.kind,) if moved.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in moved.axes))
+
+
 def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
-    """What a collective moves."""
+    """What a collective, or a copy between host and device, moves."""
+    if (copy := move_kind(node)) is not None:
+        value = ir.value(node)
+        size = torch.Size(value.shape).numel() * value.itemsize
+        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0)
     kind = tally.collective_kind(node)
     axes = tally.group_axes(tally.arguments_of(node)["group_name"], mesh)
     assert kind is not None and axes is not None, f"{node} is no collective over a group of {mesh}"

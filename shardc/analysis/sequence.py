@@ -22,6 +22,7 @@ from shardc.ir import tally
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan
 from shardc.ir.garbage import uncollected
 from shardc.ir.graph import Role
+from shardc.ir.host import move_kind
 
 aten = torch.ops.aten
 
@@ -41,7 +42,8 @@ class Op:
 
     Args:
         node: what runs.
-        kind: INPUT (placeholders and constants), MOVE (a view: no work), START (of a collective), WAIT or COMPUTE.
+        kind: INPUT (placeholders and constants), MOVE (a view: no work), START (of a collective, or of a copy between
+            host and device), WAIT or COMPUTE.
         phase: "forward" or "backward".
         reads: positions in the sequence of the ops whose values it reads.
         gathered: it makes a whole parameter of its shards.
@@ -72,7 +74,7 @@ class Sequence:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Positions of the collectives."""
+        """Positions of the collectives, and of the copies between host and device."""
         return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
 
 
@@ -172,7 +174,7 @@ def kind_of(node: fx.Node) -> str:
     """What a node does to a rank's time."""
     if node.op != "call_function":
         return INPUT
-    if tally.collective_kind(node) is not None:
+    if tally.collective_kind(node) is not None or move_kind(node) is not None:
         return START
     if is_wait(node):
         return WAIT

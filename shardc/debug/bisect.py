@@ -27,6 +27,7 @@ from shardc.program import PARTITIONED, Program
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # what a tensor's largest element counts as at least
 GLOBAL = ("capture", "canonicalize", "seed", "pad")  # stages before layouts are chosen
+LOCAL = ("localize", "offload")  # stages at local shapes, before the cut
 SCALED = GLOBAL + ("propagate",)  # stages before the objective is in the graph
 
 
@@ -206,7 +207,7 @@ class _Stages:
         feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
         if stage in GLOBAL:
             return on_one_device(gm, feed)
-        if stage not in PARTITIONED and stage != "localize":
+        if stage not in PARTITIONED and stage not in LOCAL:
             return on_layouts(gm, self.mesh, feed)
         backward = stage.endswith(".backward")
         assert not backward or self.forward is not None

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from torch import fx
 
 from shardc.errors import VerifyError
+from shardc.ir.host import NAMES as MOVES
 from shardc.ir.tally import arguments_of, collective_kind
 
 _CALL = re.compile(r"torch\.ops\.(?:_c10d_functional|shardc)\.(\w+)\.default\((.*)\)")
@@ -34,7 +35,7 @@ def of_source(source: str) -> list[str]:
     """The same of the Python code of a compiled graph, whose collectives may be the in-place ones."""
     found = []
     for name, arguments in _CALL.findall(source):
-        if name != "wait_tensor":
+        if name not in ("wait_tensor", *MOVES):
             found.append(f"{_plain(name)}({_NAME.findall(arguments)[-1]})")
     return found
 
@@ -67,7 +68,7 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
         here = None
         if call and call[1] == "wait_tensor":
             here = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
-        elif call:
+        elif call and call[1] not in MOVES:
             here, count = count, count + 1
             # One in place has its results where its operands were.
             names = [assigned[1]] if assigned else re.findall(r"\bbuf\d+|\b\w+_\d+", call[2])

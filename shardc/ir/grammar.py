@@ -11,17 +11,18 @@ One program, whole (``shardc.ir.text.dump`` writes it, ``shardc.ir.parse.parse``
     placeholder := [KIND ["#" INDEX] [ROLE]] NAME ":" type
     line        := NAME ":" type "=" (OP "(" argument,* ")" | NAME "[" INT "]" | "constant" "(" STRING ["," values] ")")
     output      := KIND ["#" INDEX] [ROLE] "=" argument
-    type        := DTYPE layout ["?"] | "None" | "(" type,* ")"
+    type        := DTYPE ["<host>"] layout ["?"] | "None" | "(" type,* ")"
     argument    := [KEYWORD "="] (NAME ["as" layout] | INT | FLOAT | STRING | WORD | "[" argument,* "]" | AXES)
 
-NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``,
-``.``, ``-``, ``/`` and ``$``. ROLE is left out where it is the NAME (empty, for an output), INDEX where it
-is 0. ``?`` marks a tensor without a layout in a program where others have one; ``no layouts`` says that none
-has (bare sizes mean a whole tensor otherwise). ``as`` says which layout an op, or the outside, wants of a value
-that has another. WORD is ``None``, ``True``, ``False``, ``inf``, ``nan``, a dtype, a device, a memory format or
-a ``torch.layout``. AXES (the keyword ``axis`` of the ops in ``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``.
-A constant shows its name and, where it is small, what it holds. ``#`` after a line starts a comment; a comment
-``# module | source | cause`` is the node's origin, with ``| region N`` for what checkpoint region N computes again.
+NAME is ``%`` and a qualified name, quoted where it holds other characters than letters, digits, ``_``, ``.``,
+``-``, ``/`` and ``$``. ROLE is left out where it is the NAME (empty, for an output), INDEX where it is 0.
+``<host>`` marks a tensor in the host's memory rather than the device's. ``?`` marks a tensor without a layout in a
+program where others have one; ``no layouts`` says that none has (bare sizes mean a whole tensor otherwise). ``as``
+says which layout an op, or the outside, wants of a value that has another. WORD is ``None``, ``True``, ``False``,
+``inf``, ``nan``, a dtype, a device, a memory format or a ``torch.layout``. AXES (the keyword ``axis`` of the ops in
+``shardc.ir.ops``) are bare: ``dp`` or ``(dp,tp)``. A constant shows its name and, where it is small, what it holds.
+``#`` after a line starts a comment; a comment ``# module | source | cause`` is the node's origin, with ``| region
+N`` for what checkpoint region N computes again.
 """
 
 from __future__ import annotations

@@ -41,18 +41,23 @@ class Value:
     """A tensor in the graph: dtype, global shape, and the layout once it is chosen.
 
     After ``localize``, ``shape`` is the local one and ``layout`` is None.
+
+    Args:
+        host: it lies in the host's memory rather than the device's, between a parameter's storage and the move to the
+            device, or behind the move of its gradient from there; such are from ``offload`` on.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     layout: Layout | None = None
+    host: bool = False
 
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
 
     def __str__(self) -> str:
-        name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
+        name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch.")) + ("<host>" if self.host else "")
         return f"{name}{self.layout}" if self.layout is not None else f"{name}[{','.join(map(str, self.shape))}]"
 
 

@@ -20,7 +20,7 @@ from shardc.ir.ops import MARKERS
 from shardc.ir.reader import STRING, Reader
 from shardc.ir.tally import tally
 
-TENSOR = re.compile(r"(\w+)(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
+TENSOR = re.compile(r"(\w+)(<host>)?(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
 LAYOUT = re.compile(r"\[[^\]]*\](?:\{[^}]*\})?")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf\b)")
 WORD = re.compile(r"[A-Za-z_][\w.:]*")
@@ -248,8 +248,9 @@ class _Parser:
         if found is None or dtype is None:
             reader.at = start
             reader.fail("a type such as f32[16@dp,8]")
-        layout = self._layout(reader, found, 2)
-        return Value(dtype, layout.shape, layout if self.placed and found[3] is None else None)
+        layout = self._layout(reader, found, 3)
+        placed = self.placed and found[4] is None
+        return Value(dtype, layout.shape, layout if placed else None, host=found[2] is not None)
 
     def _op(self, reader: Reader) -> Any:
         start = reader.at

@@ -18,6 +18,7 @@ from shardc.passes.canonicalize import Canonicalize
 from shardc.passes.collectives import Collectives
 from shardc.passes.localize import Localize
 from shardc.passes.objective import Objective
+from shardc.passes.offload import Offload
 from shardc.passes.options import Options
 from shardc.passes.pad import Pad
 from shardc.passes.partition import Partition
@@ -50,6 +51,7 @@ PIPELINE: tuple[type[Pass], ...] = (
     Simplify,  # fewer of them, while they are still whole changes of layout
     Collectives,  # each spelled as steps
     Localize,  # global shapes become local ones
+    Offload,  # the shards are known; what is moved is then cut, bucketed and scheduled as collectives are
 )
 
 # Partition then cuts the joint graph in two; these run on each half, and on the forward alone for inference.
@@ -98,6 +100,7 @@ __all__ = [
     "Collectives",
     "Localize",
     "Objective",
+    "Offload",
     "Pad",
     "Partition",
     "Pass",

@@ -14,6 +14,7 @@ import shardc.ir.comm  # noqa: F401  (defines the direct collectives)
 from shardc.ir import graph as ir
 from shardc.ir.graph import NameScope
 from shardc.ir.order import places, reorder
+from shardc.passes.from_start import from_start, pull
 
 c10d = torch.ops._c10d_functional
 
@@ -52,14 +53,16 @@ class Bucket:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         wished = places(gm.graph)
         names = NameScope.of(gm.graph)
-        for bucket in self._buckets(gm.graph, wished):
+        free = from_start(gm.graph)
+        for bucket in self._buckets(gm.graph, wished, free):
             if len(bucket.members) > 1 or self.direct:
                 self._coalesce(gm.graph, bucket, names, wished)
+        pull(gm.graph, free, wished)
         reorder(gm.graph, wished)
         gm.recompile()
         return gm
 
-    def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float]) -> list[_Open]:
+    def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_Open]:
         """The collectives in graph order, those that may be one together."""
         every: list[_Open] = []
         last: dict[Any, _Open] = {}
@@ -74,7 +77,7 @@ class Bucket:
                     # What comes straight out of a bucket is there when that is, which is fixed from here on.
                     made_by[x].closed = True
                     ready = max(ready, made_by[x].at)
-                elif x.op != "placeholder":
+                elif x.op != "placeholder" and x not in free:
                     ready = max(ready, order[x])
             use = min((order[user] for wait in node.users for user in wait.users), default=float(len(order)))
             one = _Open([node], order[node], ready, use, _wire_size(node))

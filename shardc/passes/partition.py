@@ -11,6 +11,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
+from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 from shardc.passes.calls import call_of
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
@@ -128,7 +129,8 @@ def _wait_once(graph: fx.Graph) -> None:
 
 
 def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
+    """Whether ``node`` starts a collective, or a move between host and device, or waits for it."""
+    return getattr(node.target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
 
 
 def _draws(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""Schedule: where collectives start and where they are waited for."""
+"""Schedule: where collectives, and moves between host and device, start and where they are waited for."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
+from shardc.passes.from_start import from_start, pull
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 # What may stand between a wait and the output.
 _FINISHING = (
     c10d.wait_tensor.default, aten.reshape.default, aten.sum.dim_IntList, aten.slice.Tensor, aten.div.Tensor,
+    aten._to_copy.default, torch.ops.shardc.to_host.default,
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Starts collectives early and waits for them late; the values are the same.
+    """Starts collectives and moves early and waits for them late; the values are the same.
 
     Takes: one half of a local graph, bucketed. A collective starts as soon as its inputs are there, one whose
     inputs are all there from the beginning (a parameter's gather) under the compute before the present use of
-    another, as far ahead as ``max_in_flight`` allows. A wait stands in front of the first use. The collectives
-    start in one order, the same on every rank, since every rank has this graph.
+    another, as far ahead as ``max_in_flight`` allows. A wait stands in front of the first use. A move to the device
+    starts ahead of its gather (or first use) in the same way. A reduced gradient that goes to the host is waited for,
+    and starts to move, when the next reduction starts; what is moved to the host is waited for at the end, where
+    nothing else is left to start. The collectives start in one order, the same on every rank, since every rank has
+    this graph.
 
     Args:
         max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
-            that are started ahead; -1 for no limit.
+            that are started ahead, and as many of moves; -1 for no limit.
         blocking: leave every collective where it is, and wait for it there.
     """
 
@@ -46,21 +52,32 @@ class Schedule:
             reorder(gm.graph, wished)
             gm.recompile()
             return gm
+        free = from_start(gm.graph)
+        fetches = [node for node in starts if node in free]
         uses = {node: _first_use(node, wished) for node in starts}
         for node in starts:
-            ready = max((wished[x] for x in node.all_input_nodes if x.op != "placeholder"), default=None)
+            inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
+            ready = max((wished[x] for x in inputs), default=None)
             if ready is not None:
                 wished[node] = ready + 0.25
             for wait in waits_of(node):
                 wished[wait] = min((wished[user] for user in wait.users), default=float("inf")) - 0.25
-        self._prefetch([n for n in starts if _always_ready(n)], uses, wished)
-        _drain(gm.graph, starts, wished)
+        self._prefetch([n for n in starts if n not in free and _always_ready(n, free)], uses, wished, -1.0)
+        pull(gm.graph, free, wished)
+        self._prefetch(fetches, {node: _first_wait(node, wished) for node in fetches}, wished, -2.0)
+        _drain(gm.graph, [node for node in starts if move_kind(node) is None], wished)
         reorder(gm.graph, wished)
         gm.recompile()
         return gm
 
-    def _prefetch(self, gathers: list[fx.Node], uses: dict[fx.Node, float], wished: dict[fx.Node, float]) -> None:
-        """Starts each gather behind the first use of an earlier one, so that those after it may fly together."""
+    def _prefetch(
+        self, gathers: list[fx.Node], uses: dict[fx.Node, float], wished: dict[fx.Node, float], first: float
+    ) -> None:
+        """Starts each gather behind the first use of an earlier one, so that those after it may fly together.
+
+        Args:
+            first: the place of those that nothing is in front of.
+        """
         gathers.sort(key=lambda node: (uses[node], wished[node]))
         for at, node in enumerate(gathers):
             ahead, flying = at, result_bytes(node)
@@ -69,22 +86,32 @@ class Schedule:
                 if 0 <= self.max_in_flight < flying:
                     break
                 ahead -= 1
-            place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else -1.0
+            place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else first
             wished[node] = min(place, uses[node] - 0.5)
 
 
 def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float]) -> None:
-    """Waits for a collective whose results only leave the graph when the next such one starts, or at the end."""
+    """Waits for a collective whose results only leave the graph when the next such one starts, or at the end.
+
+    What then goes to the host is not held back from there any longer.
+    """
     leaving = _leaving(graph)
+    moving: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in leaving and (move_kind(node) is not None or any(user in moving for user in node.users)):
+            moving.add(node)
     drained = [node for node in starts if waits_of(node) and all(wait in leaving for wait in waits_of(node))]
     drained.sort(key=wished.__getitem__)
     for at, node in enumerate(drained):
-        place = wished[drained[at + 1]] + 0.1 if at + 1 < len(drained) else float("inf")
+        place = wished[drained[at + 1]] + 0.1 if at + 1 < len(drained) else float(len(graph.nodes))
         work = waits_of(node)
         while work:
             tail = work.pop()
-            wished[tail] = max(wished[tail], place)
+            wished[tail] = place if tail in moving else max(wished[tail], place)
             work += [user for user in tail.users if user in leaving]
+    for node in moving:
+        if move_kind(node) is not None:
+            wished |= dict.fromkeys(waits_of(node), float("inf"))
 
 
 def _leaving(graph: fx.Graph) -> set[fx.Node]:
@@ -98,7 +125,7 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether ``node`` starts a collective."""
+    """Whether ``node`` starts a collective, or a move between host and device."""
     return (
         node.op == "call_function"
         and getattr(node.target, "namespace", "") in ("_c10d_functional", "shardc")
@@ -107,7 +134,7 @@ def is_start(node: fx.Node) -> bool:
 
 
 def waits_of(node: fx.Node) -> list[fx.Node]:
-    """The waits on the collective ``node``, through the items of a coalesced one."""
+    """The waits on what ``node`` starts, through the items of a coalesced collective."""
     out = []
     for user in node.users:
         out += [user] if user.target is c10d.wait_tensor.default else waits_of(user)
@@ -115,14 +142,18 @@ def waits_of(node: fx.Node) -> list[fx.Node]:
 
 
 def result_bytes(node: fx.Node) -> int:
-    """Bytes of what the collective ``node`` makes."""
+    """Bytes of what the collective or move ``node`` makes."""
     made = ir.info(node).value
     values = made if isinstance(made, tuple) else (made,)
     return sum(prod(v.shape) * v.itemsize for v in values if v is not None)
 
 
-def _always_ready(node: fx.Node) -> bool:
-    return all(x.op == "placeholder" for x in node.all_input_nodes)
+def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
+    return all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
+
+
+def _first_wait(node: fx.Node, wished: dict[fx.Node, float]) -> float:
+    return min((wished[wait] for wait in waits_of(node)), default=float("inf"))
 
 
 def _first_use(node: fx.Node, wished: dict[fx.Node, float]) -> float:

@@ -12,7 +12,7 @@ from shardc.plan.ports import (
 )
 from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.spec import to_layout
-from shardc.plan.value import Plan, ddp, fsdp, hsdp, precision, tp
+from shardc.plan.value import Plan, ddp, fsdp, hsdp, offload, precision, tp
 
 __all__ = [
     "ActivationPin",
@@ -24,6 +24,7 @@ __all__ = [
     "grad_mode",
     "hsdp",
     "hsdp_plan",
+    "offload",
     "parse_plan",
     "precision",
     "resolve_activations",

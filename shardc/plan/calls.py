@@ -11,6 +11,7 @@ from shardc.plan.entries import (
     Ddp,
     Entry,
     Fsdp,
+    Offload,
     Param,
     Port,
     Precision,
@@ -50,6 +51,8 @@ def _place(entry: Entry) -> tuple[tuple[str, ...] | None, int]:
         return None, 0
     if isinstance(entry, Tp):
         return ("tp", entry.axis), STYLES.index(entry.style)
+    if isinstance(entry, Offload):
+        return ("offload", entry.to, str(entry.pin_memory)), 0
     return ("Plan",), _RAW_ORDER.index(_argument(entry))
 
 
@@ -73,6 +76,8 @@ def to_call(run: list[Entry]) -> Call:
         return "fsdp", {"axis": _one(first.shard), **options}
     if isinstance(first, Precision):
         return "precision", first.said
+    if isinstance(first, Offload):
+        return "offload", {"names": _one(tuple(e.glob for e in run if isinstance(e, Offload)))} | first.options
     if isinstance(first, Tp):
         styles = {style: [e.glob for e in run if isinstance(e, Tp) and e.style == style] for style in STYLES}
         return "tp", {"axis": first.axis} | {style: globs for style, globs in styles.items() if globs}
@@ -94,7 +99,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
     """The call as Python source that evaluates to the plan."""
     parts = []
     for key, value in arguments.items():
-        positional = key == "axis"
+        positional = key == "axis" or (name, key) == ("offload", "names")
         parts.append(_argument_text(key, value) if positional else f"{key}={_argument_text(key, value)}")
     return f"{name}({', '.join(parts)})"
 
@@ -139,6 +144,9 @@ def to_row(entry: Entry) -> tuple[str, str, str]:
         return entry.kind.removesuffix("s"), entry.path or "all", show(entry.spec)
     if isinstance(entry, Activation):
         return "activation", entry.target, show(entry.spec)
+    if isinstance(entry, Offload):
+        pinned = "" if entry.pin_memory or entry.to != "host" else ", not pinned"
+        return "offload", entry.glob, f"on the {entry.to}{pinned}"
     if isinstance(entry, Precision):
         return "precision", "all", ", ".join(f"{name} {value}" for name, value in entry.said.items())
     return "setting", entry.name, str(entry.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +14,7 @@ from shardc.plan.forms import Form, quote, show
 
 STYLES = ("colwise", "rowwise", "vocab")
 REDUCTIONS = ("mean", "sum")
+PLACES = ("host", "device")
 
 
 @dataclass(frozen=True)
@@ -248,8 +250,42 @@ class Precision:
         return f"precision({', '.join(f'{name}={value!r}' for name, value in self.said.items())})"
 
 
+@dataclass(frozen=True)
+class Offload:
+    """The parameters that ``glob`` matches are kept on the host, or not.
+
+    Args:
+        to: "host" or "device".
+        pin_memory: whether their host memory is pinned where the device is an accelerator.
+    """
+
+    glob: str
+    to: str = "host"
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if self.to not in PLACES:
+            near = get_close_matches(str(self.to), PLACES)
+            fix = f"did you mean {near[0]!r}?" if near else f"use one of {PLACES}"
+            raise PlanError(f"{self.to!r} is no place to keep parameters", plan_entry=str(self), fix=fix)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("offload", self.glob)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments beside the globs that are not at their defaults."""
+        said = {"to": (self.to, "host"), "pin_memory": (self.pin_memory, True)}
+        return {name: value for name, (value, default) in said.items() if value != default}
+
+    def __str__(self) -> str:
+        said = (f"{name}={quote(value) if isinstance(value, str) else value}" for name, value in self.options.items())
+        return f"offload({', '.join((quote(self.glob), *said))})"
+
+
 DTYPE_FIELDS = ("param", "reduce", "output", "buffers")
-Entry = Precision | Ddp | Fsdp | Tp | Param | Port | Activation | Setting
+Entry = Precision | Offload | Ddp | Fsdp | Tp | Param | Port | Activation | Setting
 Data = Ddp | Fsdp
 
 

@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, tuple[str, ...]] = {
     "hsdp": ("shard", "replicate", "level", "threshold"),
     "tp": ("axis", "colwise", "rowwise", "vocab"),
     "precision": tuple(field.name for field in fields(Precision)),
+    "offload": ("names", "to", "pin_memory"),
     "Plan": (*SPEC_ARGUMENTS, *Setting.DEFAULTS),
 }
 

@@ -14,7 +14,7 @@ from math import prod
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh, split_part
-from shardc.plan.entries import Data, Entry, Fsdp, Param, Tp
+from shardc.plan.entries import Data, Entry, Fsdp, Offload, Param, Tp
 from shardc.plan.forms import leaves_dims, spec_axes
 from shardc.plan.match import must_match
 from shardc.plan.shard_size import Split, check_sizes, split_over
@@ -38,6 +38,7 @@ class ParamPlan:
         compute_cause: the same for compute, several entries joined by " | ".
         split: where the entries split a dim for compute that they do not divide, the compute layout at ``padded``
             sizes; ``compute`` then leaves that dim whole.
+        offload: the entry that keeps it on the host; None where none does.
     """
 
     storage: Layout
@@ -47,6 +48,17 @@ class ParamPlan:
     storage_cause: str
     compute_cause: str
     split: Layout | None = None
+    offload: Offload | None = None
+
+    @property
+    def host(self) -> str:
+        """The entry that keeps it on the host, "" where none does."""
+        return str(self.offload) if self.offload is not None else ""
+
+    @property
+    def again(self) -> int:
+        """The level by which it is kept from forward to backward: one that is moved there whole is moved again."""
+        return self.level or (3 if self.offload is not None else 0)
 
 
 def resolve_params(
@@ -76,7 +88,27 @@ def resolve_params(
             for name, dim in _tp_targets(entry, names).items():
                 said[name] = said[name].by_tp(entry, dim)
     over = {name: split_over(plan, mesh, name, names) for name in params}
-    return {name: _resolve_one(plan, said[name], itemsize, over[name]) for name, (_, itemsize) in params.items()}
+    host = resolve_offload(plan, names)
+    return {
+        name: replace(_resolve_one(plan, said[name], itemsize, over[name]), offload=host.get(name))
+        for name, (_, itemsize) in params.items()
+    }
+
+
+def resolve_offload(plan: Plan, names: Mapping[str, str]) -> dict[str, Offload]:
+    """The entry that keeps each parameter on the host, of those that are.
+
+    Args:
+        names: every name of every parameter -> the first.
+
+    Raises:
+        PlanError: a glob that matches no parameter.
+    """
+    last: dict[str, Offload] = {}
+    for entry in plan.entries:
+        if isinstance(entry, Offload):
+            last |= {names[found]: entry for found in must_match(entry.glob, names, "parameter", str(entry))}
+    return {name: entry for name, entry in last.items() if entry.to == "host"}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from shardc.plan.entries import (
     Ddp,
     Entry,
     Fsdp,
+    Offload,
     Param,
     Precision,
     Setting,
@@ -300,11 +301,32 @@ def precision(
     return Plan.of([Precision(param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval)])
 
 
+def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool = True) -> Plan:
+    """Keeps parameters, with their gradients and optimizer state, in the host's memory.
+
+    A step moves each rank's shard to its device in front of its gather (or first use), and the reduced gradient back;
+    the optimizer's update then runs on the host. Parameters that ``fsdp`` gathers again in backward, or never, are
+    moved again in backward; those of levels 1 and 2 are kept from forward to backward.
+
+    Args:
+        names: a parameter glob, or several; of entries that match one parameter, the last holds.
+        to: "host", or "device" for what an earlier entry should not have matched.
+        pin_memory: the host memory is pinned where the device is an accelerator, so that copies run beside compute;
+            it is memory that the system cannot swap out.
+
+    Raises:
+        PlanError: a place that is not one; when it is used, a glob that matches no parameter.
+    """
+    globs = [names] if isinstance(names, str) else list(names)
+    return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
+
+
 CONSTRUCTORS: dict[str, Callable[..., Plan]] = {
     "ddp": ddp,
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tp": tp,
     "precision": precision,
+    "offload": offload,
     "Plan": Plan,
 }

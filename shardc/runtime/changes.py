@@ -25,6 +25,7 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
+from shardc.runtime.host import Home
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
 
 _FIX = "load values into the module's own parameters (load_state_dict, or copy_ under torch.no_grad())"
@@ -64,12 +65,16 @@ def kept(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dic
 class Seen:
     """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
 
-    def __init__(self, found: Mapping[str, nn.Parameter]) -> None:
-        self._specs, self._data = _specs(found), _data(found)
+    def __init__(self, found: Mapping[str, nn.Parameter], runs: bool) -> None:
+        self._specs, self._data, self._runs = _specs(found), _data(found), runs
 
-    def still(self, found: Mapping[str, nn.Parameter]) -> bool:
-        """Whether ``found``, the same objects by the same names, are laid out as they were, in the same memory."""
-        return all(map(is_, self._specs, _specs(found))) and self._data == _data(found)
+    def still(self, found: Mapping[str, nn.Parameter], runs: bool) -> bool:
+        """Whether ``found``, the same objects by the same names, are laid out as they were, in the same memory.
+
+        Args:
+            runs: as for `check`; what was not checked for that is not known to be fit for it.
+        """
+        return runs <= self._runs and all(map(is_, self._specs, _specs(found))) and self._data == _data(found)
 
 
 def _specs(found: Mapping[str, nn.Parameter]) -> list[Any]:
@@ -80,15 +85,23 @@ def _data(found: Mapping[str, nn.Parameter]) -> list[int]:
     return [param.untyped_storage()._cdata for param in found.values()]
 
 
-def check(found: Mapping[str, nn.Parameter], expected: Mapping[str, Kept], device_mesh: DeviceMesh) -> None:
+def check(
+    found: Mapping[str, nn.Parameter],
+    expected: Mapping[str, Kept],
+    device_mesh: DeviceMesh,
+    homes: Mapping[str, Home],
+    runs: bool = False,
+) -> None:
     """Checks that the parameters ``found`` are still as they were compiled for; reads and writes nothing of them.
 
     Args:
         found: by each of their names.
+        homes: where each is kept.
+        runs: the module is about to run, so that they must have values.
 
     Raises:
-        LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, or
-            got a new ``.data``, which torch drops without a word.
+        LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, is
+            not where it is kept, or got a new ``.data``, which torch drops without a word.
     """
     if found.keys() != expected.keys():
         gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
@@ -115,7 +128,19 @@ def check(found: Mapping[str, nn.Parameter], expected: Mapping[str, Kept], devic
                 f"it as {list(keep.placements)} on {device_mesh}",
                 fix=_FIX,
             )
+        if param.device.type != homes[keep.first].place.type and (runs or not param.is_meta):
+            raise _elsewhere(name, param, homes[keep.first])
         _check_data(name, param)
+
+
+def _elsewhere(name: str, param: DTensor, home: Home) -> LayoutError:
+    entry = home.entry or None
+    if param.is_meta:
+        fix = "give it some: module.init_weights(...) or module.load_state_dict(...)"
+        return LayoutError(f"parameter {name!r} is on meta and has no values", plan_entry=entry, fix=fix)
+    kept = "the plan keeps it on the host" if entry else f"the program runs on {home.device.type}"
+    fix = 'leave it there, or write offload(..., to="device")' if entry else "compile for a mesh of that device"
+    return LayoutError(f"parameter {name!r} was moved to {param.device}; {kept}", plan_entry=entry, fix=fix)
 
 
 def _check_data(name: str, param: DTensor) -> None:
@@ -136,26 +161,26 @@ def watch(module: nn.Module) -> None:
             _check_data(name, param)
 
 
-def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, device: torch.device) -> None:
+def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:
     """Makes ``load_state_dict`` of ``module``, and of each module in it, take whole tensors and any DTensors."""
     names = {id(param): name for name, param in module.named_parameters()}
     for one in module.modules():
-        held = {key: storages[names[id(param)]] for key, param in one._parameters.items() if param is not None}
-        if held:
-            one.register_load_state_dict_pre_hook(partial(_load, held, rank, device))
+        own = {key: names[id(param)] for key, param in one._parameters.items() if param is not None}
+        if own:
+            held = {key: (storages[name], homes[name]) for key, name in own.items()}
+            one.register_load_state_dict_pre_hook(partial(_load, held, rank))
 
 
 def _load(
-    held: Mapping[str, Layout],
+    held: Mapping[str, tuple[Layout, Home]],
     rank: int,
-    device: torch.device,
     module: nn.Module,
     state_dict: dict[str, Any],
     prefix: str,
     *_: Any,
 ) -> None:
     """Fills the parameters of ``module`` itself, and leaves each in the state dict as its own new value."""
-    for key, storage in held.items():
+    for key, (storage, home) in held.items():
         param, given = module._parameters.get(key), state_dict.get(prefix + key)
         if not isinstance(param, DTensor) or not isinstance(given, Tensor) or given is param:
             continue
@@ -163,7 +188,7 @@ def _load(
             continue  # torch says what it thinks of that
         shard = _shard(given.detach(), param, storage, rank)
         if param.is_meta:
-            refill(param, shard.to(device, param.dtype, copy=True), storage, rank)
+            refill(param, home.keep(shard.to(param.dtype, copy=True)), storage, rank)
             watch(module)
         else:
             with torch.no_grad():
@@ -195,11 +220,13 @@ def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool
     template.load_state_dict(shapes, strict=strict)
 
 
-def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int) -> None:
+def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:
     """Puts parameters that torch converted (to another dtype, say) on padded buffers again; the same objects."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
             grad, param.grad = param.grad, None
-            refill(param, padded_local(param, storages[name]), storages[name], rank)
+            padded, home = padded_local(param, storages[name]), homes[name]
+            # Where it was moved is for `check` to say.
+            refill(param, home.keep(padded) if padded.device.type == home.place.type else padded, storages[name], rank)
             param.grad = grad
     watch(module)

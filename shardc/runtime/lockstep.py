@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 
 from shardc.errors import MeshError
 from shardc.ir.comm import group_name
+from shardc.ir.host import MOVES
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
@@ -43,7 +44,7 @@ class Lockstep:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``target`` on every rank: `PerRank` arguments rank by rank, others as they are."""
-        if isinstance(target, OpOverload) and target.namespace in (NAMESPACE, OWN_NAMESPACE):
+        if isinstance(target, OpOverload) and target.namespace in (NAMESPACE, OWN_NAMESPACE) and target not in MOVES:
             return self._collective(target, args, kwargs)
         return PerRank(target(*_pick(args, rank), **_pick(kwargs, rank)) for rank in range(self.mesh.ranks))
 

@@ -51,7 +51,7 @@ class ShardedModule(nn.Module):
                 f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
                 fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
             )
-        state.check()
+        state.check(runs=True)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         program = self._program(args, kwargs, leaves, spec)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -132,7 +132,7 @@ class ShardedModule(nn.Module):
         state.check()
         made = init_weights(state.template, fn, state.storages, state.rank)
         for name, param in self.named_parameters():
-            refill(param, made[name].to(state.device, param.dtype), state.storages[name], state.rank)
+            refill(param, state.homes[name].keep(made[name].to(param.dtype)), state.storages[name], state.rank)
         fresh: dict[int, Tensor] = {}
         for name, buffer in self.named_buffers(remove_duplicate=False):
             value = fresh.setdefault(id(buffer), made[name].to(state.device))
@@ -173,7 +173,7 @@ class ShardedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         if self.shardc.groups is not None:
-            changes.renew(self, self.shardc.storages, self.shardc.rank)
+            changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
         return self
 
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:

@@ -49,7 +49,7 @@ def clip_grad_norm_(
         dtype = torch.promote_types(dtype, local.dtype)
         if local.numel() and mesh.same_outside(storages[name].bound, groups.rank, 0):
             wide = torch.float32 if local.dtype in _SMALL else local.dtype
-            norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double())
+            norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device))
     largest = norm_type == float("inf")
     stacked = torch.stack(norms)
     total = stacked.max() if largest else stacked.pow(norm_type).sum()
@@ -64,8 +64,9 @@ def clip_grad_norm_(
             "to scale them all the same, pass error_if_nonfinite=False"
         )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    factors = {(grad.device, grad.dtype): factor.to(grad.device, grad.dtype) for grad in grads}
     for grad in grads:
-        grad.mul_(factor.to(grad.dtype))
+        grad.mul_(factors[grad.device, grad.dtype])
     return total.to(dtype)
 
 

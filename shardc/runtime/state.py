@@ -20,6 +20,7 @@ from shardc.runtime import changes
 from shardc.runtime.buffers import Buffers, MemoryUse
 from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
+from shardc.runtime.host import Home
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Compiled, Program, Runner
 from shardc.runtime.sync import Sync
@@ -72,7 +73,8 @@ class State:
         names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
         lower: makes a local graph callable.
-        device: where parameters live.
+        device: where the program runs.
+        homes: where each parameter is kept between steps.
         sync: which gradients are reduced.
         dtensor_outputs: whether outputs come back as DTensors.
         buffers: the memory of collectives' results, of all programs.
@@ -95,6 +97,7 @@ class State:
     lower: Lower
     device: torch.device
     sync: Sync
+    homes: dict[str, Home]
     dtensor_outputs: bool = False
     buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Program] = field(default_factory=dict)
@@ -184,7 +187,7 @@ class State:
         self.owner = owner
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
-            changes.load_hooks(owner, self.storages, self.rank, self.device)
+            changes.load_hooks(owner, self.storages, self.rank, self.homes)
             changes.watch(owner)
 
     def look(self) -> Census:
@@ -203,12 +206,13 @@ class State:
     def _template(self) -> Census:
         return Census(self.template)
 
-    def check(self) -> None:
-        """Checks that the parameters are still the ones that were compiled for."""
+    def check(self, runs: bool = False) -> None:
+        """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""
         found = self.look().parameters
-        if self.param_mesh is not None and (self._checked is None or not self._checked.still(found)):
-            changes.check(found, self.kept, self.param_mesh)
-            self._checked = changes.Seen(found)
+        if self.param_mesh is None or self._checked is not None and self._checked.still(found, runs):
+            return
+        changes.check(found, self.kept, self.param_mesh, self.homes, runs)
+        self._checked = changes.Seen(found, runs)
 
     def runner(self, program: Program) -> Runner:
         """What runs ``program`` on this rank."""

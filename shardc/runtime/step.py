@@ -22,6 +22,7 @@ from shardc.runtime.buffers import Buffers
 from shardc.runtime.census import Census
 from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
+from shardc.runtime.host import settle
 from shardc.runtime.storage import grad_from_padded, padded_local
 from shardc.runtime.sync import Key, Sync
 
@@ -116,7 +117,9 @@ class Runner:
         """What a lowered graph gives; where it fails in a collective, the error names that."""
         try:
             with self.buffers.planned(compiled.plan):
-                return compiled(inputs)
+                made = compiled(inputs)
+            settle()
+            return made
         except Exception as error:
             failed = named(error, gm, which, self.groups, self.program.cause)
             if failed is None:

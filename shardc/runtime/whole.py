@@ -24,10 +24,13 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
         tensor: whose local tensor is this rank's shard under ``storage``, without the pad.
     """
     local = tensor._local_tensor.detach()
+    kind, home = tensor.device_mesh.device_type, local.device
+    # What is kept on the host is gathered on the device, and goes back.
+    there = local if local.device.type == kind else local.to(kind)
     # The tensor's own spec may have come from an op, which reads strided placements in another way.
     spec = parameter_spec(storage, tensor.shape, tensor.dtype, tensor.device_mesh)
     with torch.no_grad():
-        full = DTensor(local, spec, requires_grad=False).full_tensor()
+        full = DTensor(there, spec, requires_grad=False).full_tensor().to(home)
     return full.clone() if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else full
 
 

@@ -79,7 +79,7 @@ def test_the_page_is_whole_and_alone(schedule: Schedule) -> None:
 def test_no_name_ends_the_script(schedule: Schedule) -> None:
     first = schedule.collectives[0]
     rude = replace(first, cause=replace(first.cause, entry="</script><script>alert(1)</script><!--"))
-    page = Page(replace(schedule, collectives=(rude, *schedule.collectives[1:])).to_html())
+    page = Page(replace(schedule, transfers=(rude, *schedule.collectives[1:])).to_html())
     assert json.loads(page.held["data"])["collectives"][0]["entry"] == rude.cause.entry
 
 

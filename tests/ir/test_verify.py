@@ -237,6 +237,7 @@ LEGAL = {
     "simplify": "pad reshard unpad",
     "collectives": "all_gather all_reduce all_to_all pad permute_ranks reduce_scatter shard to_partial unpad",
     "localize": "",
+    "offload": "",
     "partition": "",
 }
 
@@ -418,7 +419,7 @@ LOCAL_PLANTED = {
             ("  %down.mm.summed.wait: f32[8,8] = _c10d_functional.wait_tensor(%down.mm.summed)\n", ""),
             ("out = %down.mm.summed.wait", "out = %down.mm"),
         ],
-        "%down.mm.summed: nothing waits for the collective",
+        "%down.mm.summed: nothing waits for it",
     ),
 }
 

@@ -50,6 +50,9 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_fsdp_bf16": lambda: mlp(
         {"dp": 2}, shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32), rows=8
     ),
+    "mlp_offload": lambda: mlp(
+        {"dp": 2}, shardc.fsdp("dp") | shardc.offload(["up.*", "down.weight"]) | shardc.precision(param=torch.bfloat16)
+    ),
     "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
@@ -62,6 +65,7 @@ SHOWN = {
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
     "mlp_fsdp_bf16": ["precision", "collectives"],
+    "mlp_offload": ["offload", "schedule", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "collectives"],

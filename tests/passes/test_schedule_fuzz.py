@@ -11,14 +11,16 @@ from torch import fx
 from shardc.analysis.certificate import certify
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, NameScope, Role, Value
+from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
 from shardc.passes.bucket import Bucket
+from shardc.passes.from_start import from_start
 from shardc.passes.schedule import Schedule, is_start, result_bytes, waits_of
 from shardc.runtime.lockstep import Lockstep, PerRank
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten, c10d, host = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
 MESHES = [Mesh(dp=2, tp=2), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]
 GRAPHS = 2000
 
@@ -35,11 +37,15 @@ class Draft:
         self.outputs: list[fx.Node] = []
         for at in range(self.draw.randint(2, 6)):
             node = self.graph.placeholder(f"p{at}")
-            self._record(node, f"p{at}", (12, self.draw.choice((1, 2))), Role("param", f"p{at}"))
+            shape = (12, self.draw.choice((1, 2)))
+            self._record(node, f"p{at}", shape, Role("param", f"p{at}"))
             self.values.append(node)
+        for node in self.values[:: self.draw.choice((1, 2, 8))]:  # some of them lie on the host
+            self.values[self.values.index(node)] = self.moved(node, host.to_device.default, ("cpu",))
         for _ in range(self.draw.randint(4, 16)):
             self.draw.choice((self.gather, self.gather, self.reduce, self.scatter, self.compute))()
         results = [*self.outputs, self.values[-1]]
+        results = [self.moved(x, host.to_host.default, ()) if self.draw.random() < 0.5 else x for x in results]
         out = self.graph.output(tuple(results))
         out.meta[ir.ROLES] = tuple(Role("output", f"o{i}", i) for i in range(len(results)))
         self.gm = fx.GraphModule({}, self.graph)
@@ -50,6 +56,11 @@ class Draft:
 
     def emit(self, target: object, args: tuple[object, ...], shape: tuple[int, ...]) -> fx.Node:
         return self._record(self.graph.call_function(target, args), target._opname, shape)
+
+    def moved(self, node: fx.Node, op: object, args: tuple[object, ...]) -> fx.Node:
+        """``node`` on the other side, waited for right behind the move's start."""
+        shape = ir.value(node).shape
+        return self.emit(c10d.wait_tensor.default, (self.emit(op, (node, *args), shape),), shape)
 
     def group(self) -> tuple[int, str]:
         axes = tuple(sorted(self.draw.sample(self.mesh.axes, self.draw.randint(1, 2)), key=self.mesh.order))
@@ -98,12 +109,13 @@ class Draft:
         self.keep(self.emit(aten.add.Tensor, (node, self.draw.choice(others)), shape))
 
 
-def in_flight(graph: fx.Graph) -> int:
-    """The most bytes of parameters' gathers that are started and not yet first used, at any point."""
+def in_flight(graph: fx.Graph, moves: bool) -> int:
+    """The most bytes of parameters' gathers (or moves) that are started and not yet first used, at any point."""
     order = {node: at for at, node in enumerate(graph.nodes)}
-    spans = []
+    spans, free = [], from_start(graph)
     for node in graph.nodes:
-        if is_start(node) and all(x.op == "placeholder" for x in node.all_input_nodes):
+        early = is_start(node) and all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
+        if early and moves == (move_kind(node) == "to_device"):
             uses = [order[user] for wait in waits_of(node) for user in wait.users]
             spans.append((order[node], min(uses, default=len(order)), result_bytes(node)))
     return max((sum(size for start, end, size in spans if start <= at < end) for at in order.values()), default=0)
@@ -119,11 +131,11 @@ def check(seed: int) -> tuple[int, int]:
     ]
     before = ranks.run(draft.gm, feed)
     count = sum(is_start(n) for n in draft.graph.nodes)
-    alone = in_flight(draft.graph)
+    alone = [in_flight(draft.graph, moves) for moves in (False, True)]
     bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), direct=draft.draw.random() < 0.5)
     schedule = Schedule(draft.draw.choice((0, 1000, 4000, -1)))
     gm = bucket(draft.gm)
-    fused = in_flight(gm.graph)
+    fused = [in_flight(gm.graph, moves) for moves in (False, True)]
     gm = schedule(gm)
     gm.graph.lint()
     what = f"seed {seed}: {bucket}, {schedule} on {draft.mesh}"
@@ -134,7 +146,13 @@ def check(seed: int) -> tuple[int, int]:
                 a, b, rtol=1e-12, atol=1e-12, msg=lambda text, r=rank: f"{what}, rank {r}: {text}"
             )
     if schedule.max_in_flight >= 0:
-        assert in_flight(gm.graph) <= max(alone, fused, schedule.max_in_flight), what
+        for moves in (False, True):
+            limit = max(alone[moves], fused[moves], schedule.max_in_flight)
+            assert in_flight(gm.graph, moves) <= limit, what
+    late = [node for node in gm.graph.nodes if move_kind(node) == "to_host"]
+    behind = [wait for node in late for wait in waits_of(node)]
+    places = {node: at for at, node in enumerate(gm.graph.nodes)}
+    assert not late or min(map(places.__getitem__, behind)) > max(map(places.__getitem__, late)), what
     text = dump(gm, draft.mesh)
     again = certify(draft.mesh, [("forward", parse(text).graph)])
     assert again == certify(draft.mesh, [("forward", gm.graph)]), what

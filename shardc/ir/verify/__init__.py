@@ -21,7 +21,7 @@ GRAPH = (structure.records, structure.order, structure.types, structure.results)
 PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
-LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.groups, local.waits)
+LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
@@ -35,6 +35,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "simplify": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
     "collectives": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
     "localize": LOCAL,
+    "offload": LOCAL,
     "partition": LOCAL,
 }
 # The stages whose passes move data and change no value: what was computed before is computed after.

@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc.ir import grammar, text
 from shardc.ir.graph import Value, info, outputs
+from shardc.ir.host import move_kind
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
 from shardc.ir.verify.subject import Broken, Subject
 
@@ -26,6 +27,30 @@ def types(subject: Subject) -> Broken:
         wanted = role.layout.local_shape if role.layout is not None else kept.shape if kept is not None else None
         if isinstance(value, Value) and wanted is not None and wanted != value.shape:
             yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, and is wanted as {list(wanted)}"
+
+
+def places(subject: Subject) -> Broken:
+    """Only moves between host and device read or make what lies on the host: parameters, and their gradients."""
+    for node in subject.calls:
+        kind = move_kind(node)
+        reads = {value.host for x in node.all_input_nodes for value in text.tensors(info(x))}
+        makes = {value.host for value in text.tensors(info(node))}
+        if kind is not None:
+            if (reads, makes) != ({kind == "to_device"}, {kind == "to_host"}):
+                yield (
+                    node,
+                    f"it does not move {'from the host to the device' if kind == 'to_device' else 'to the host'}",
+                )
+        elif node.target is torch.ops._c10d_functional.wait_tensor.default:
+            if reads != makes:
+                yield node, "a wait moves nothing between host and device"
+        elif True in reads | makes:
+            yield node, "it computes with what lies on the host"
+    for role, made in outputs(subject.gm.graph):
+        value = info(made).value if isinstance(made, fx.Node) else None
+        kept = subject.kept(role.kind, role.name)
+        if isinstance(value, Value) and value.host and (role.kind == "saved" or not (kept and kept.host)):
+            yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, on the host"
 
 
 def groups(subject: Subject) -> Broken:
@@ -47,13 +72,13 @@ def groups(subject: Subject) -> Broken:
 def waits(subject: Subject) -> Broken:
     """The result of a collective is waited on before anything else uses it, and is used."""
     for node in subject.calls:
-        if collective_kind(node) is None:
+        if collective_kind(node) is None and move_kind(node) is None:
             continue
         started = [user for user in node.users if user.target is operator.getitem] or [node]
         for result in started:
             users = list(result.users)
             if not users:
-                yield result, "nothing waits for the collective"
+                yield result, "nothing waits for it"
             for user in users:
                 if user.target is not torch.ops._c10d_functional.wait_tensor.default:
                     shown = "the outputs" if user.op == "output" else grammar.name_text(info(user).name)

@@ -1,0 +1,37 @@
+"""Moves between the host's memory and the device's, as ops of local graphs.
+
+    to_device(x, device)   a copy of host memory on this rank's device of that type
+    to_host(x)             a copy of device memory on the host
+
+Both start a copy and return what it will fill; it is waited for by ``wait_tensor``, as a collective's result is. They
+are implemented in `shardc.runtime.host`. Where the device is a CPU, both sides are the same kind of memory and the
+copies are real all the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+_library = torch.library.Library("shardc", "FRAGMENT")
+_library.define("to_device(Tensor x, str device) -> Tensor")
+_library.define("to_host(Tensor x) -> Tensor")
+
+HOST = torch.device("cpu")
+MOVES = {torch.ops.shardc.to_device.default: "to_device", torch.ops.shardc.to_host.default: "to_host"}
+NAMES = tuple(MOVES.values())
+
+
+@torch.library.register_fake("shardc::to_device")
+def _to_device_fake(x: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+@torch.library.register_fake("shardc::to_host")
+def _to_host_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=HOST)
+
+
+def move_kind(node: fx.Node) -> str | None:
+    """``to_device`` or ``to_host`` where ``node`` starts such a move, else None."""
+    return MOVES.get(node.target) if node.op == "call_function" else None

@@ -1,0 +1,135 @@
+"""Parameters on the host: where they are kept, and the copies between its memory and the device's (`shardc.ir.host`).
+
+On an accelerator every copy runs on a stream of its own for its direction, beside the compute and the other direction:
+
+    to_device   starts behind what the compute stream has been given so far (whose memory the result may take over);
+                the wait makes the compute stream wait, not the host
+    to_host     starts behind what makes its operand, whose memory is not given away before it is done; the wait makes
+                the host wait, since what comes next reads the result there
+
+Host memory is pinned where that was asked for, else the driver copies through a pinned buffer of its own and the copy
+hides behind nothing. What a copy reads on the host must not change before it has run: `settle` waits for that, and the
+runtime calls it before a step returns to its caller.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work
+
+from shardc.ir.host import HOST
+
+_library = torch.library.Library("shardc", "IMPL")
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a parameter is kept between steps, its gradient and the optimizer's state with it.
+
+    Args:
+        device: where the program runs.
+        entry: the plan entry that keeps it on the host; "" where none does.
+        pinned: whether its host memory is pinned; of no effect where the device is a CPU.
+    """
+
+    device: torch.device
+    entry: str = ""
+    pinned: bool = True
+
+    @property
+    def place(self) -> torch.device:
+        """The device of its memory."""
+        return HOST if self.entry else self.device
+
+    def keep(self, x: Tensor) -> Tensor:
+        """``x`` in this memory; a copy only where it is not."""
+        there = x.to(self.place)
+        pin = self.entry and self.pinned and self.device.type != "cpu" and not there.is_pinned()
+        return there.pin_memory() if pin else there
+
+
+class _Copy(dist.Work):
+    """A copy on its way: ``arrive`` is called once, by the first wait; ``keep`` lives until then."""
+
+    def __init__(self, arrive: Callable[[], None], keep: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self._arrive: Callable[[], None] | None = arrive
+        self._keep = keep
+
+    def wait(self, timeout: Any = None) -> bool:
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+        self._keep = ()
+        return True
+
+
+def _to_device(x: Tensor, device: str) -> Tensor:
+    if device == "cpu":
+        return x.clone(memory_format=torch.contiguous_format)
+    module: Any = torch.get_device_module(device)
+    here = torch.device(device, module.current_device())
+    compute, copies = module.current_stream(), _stream(here, "to_device")
+    made = torch.empty(x.shape, dtype=x.dtype, device=here)
+    copies.wait_stream(compute)
+    with module.stream(copies):
+        made.copy_(x, non_blocking=True)
+        done = copies.record_event()
+    _reading().append(done)
+    _register_work(made, _Copy(lambda: module.current_stream().wait_event(done), (x, made)))
+    return made
+
+
+def _to_host(x: Tensor) -> Tensor:
+    if x.device.type == "cpu":
+        return x.clone(memory_format=torch.contiguous_format)
+    module: Any = torch.get_device_module(x.device)
+    compute, copies = module.current_stream(), _stream(x.device, "to_host")
+    made = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+    copies.wait_stream(compute)
+    with module.stream(copies):
+        made.copy_(x, non_blocking=True)
+        done = copies.record_event()
+    x.record_stream(copies)
+    _register_work(made, _Copy(done.synchronize, (made,)))
+    return made
+
+
+def settle() -> None:
+    """Waits until every copy that this thread started has read its host memory."""
+    reading = _reading()
+    while reading:
+        reading.pop().synchronize()
+
+
+_local = threading.local()
+
+
+def _reading() -> list[Any]:
+    """The events behind copies that read host memory, of this thread."""
+    if not hasattr(_local, "reading"):
+        _local.reading = []
+    return _local.reading
+
+
+_streams: dict[tuple[torch.device, str], Any] = {}
+
+
+def _stream(device: torch.device, direction: str) -> Any:
+    """The stream of the copies of one direction."""
+    key = device, direction
+    if key not in _streams:
+        module: Any = torch.get_device_module(device)
+        _streams[key] = module.Stream(device)
+    return _streams[key]
+
+
+_library.impl("to_device", _to_device, "CompositeExplicitAutograd")
+_library.impl("to_host", _to_host, "CompositeExplicitAutograd")
