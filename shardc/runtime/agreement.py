@@ -20,7 +20,8 @@ def agree(groups: Groups, text: str) -> None:
     Nothing but the store is used, so ranks that differ raise instead of waiting for each other's collectives.
 
     Raises:
-        MeshError: on every rank, where some rank's text differs: the first collective in which it does.
+        MeshError: on every rank, where some rank's text differs: the first collective in which it does; or where some
+            ranks did not come within the store's timeout: which.
     """
     if dist.get_backend() == "fake":
         return  # torch's stand-in for a world: nobody else is there
@@ -33,9 +34,35 @@ def agree(groups: Groups, text: str) -> None:
     mine = ranks[groups.rank]
     store.set(f"{key}text/{mine}", text)
     store.set(f"{key}digest/{mine}", digest)
+    try:
+        store.wait([f"{key}digest/{rank}" for rank in ranks])
+    except RuntimeError as error:  # of every kind of store
+        missing = _missing(store, key, ranks)
+        if missing is not None:
+            raise missing from error
     for rank in ranks:
         if store.get(f"{key}digest/{rank}").decode() != digest:
             raise _different(mine, rank, text, store.get(f"{key}text/{rank}").decode())
+
+
+def _missing(store: dist.Store, key: str, ranks: list[int]) -> MeshError | None:
+    """What to say where not all of ``ranks`` came; None where the last of them just did."""
+    waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
+    try:
+        late = [rank for rank in ranks if not store.check([f"{key}digest/{rank}"])]
+    except RuntimeError:
+        return MeshError(
+            "the ranks' store is gone, in which they compare their programs before the first step",
+            fix="look at the rank that keeps it first (rank 0, or torchrun itself): it died; then restart all ranks",
+        )
+    if not late:
+        return None
+    which = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+    return MeshError(
+        f"{which} of {ranks} did not come to compare programs, before the first step, within {waited}",
+        fix=f"look at {which} first: it died or raised before, never called the module, or compiles for longer (then "
+        "give init_process_group a longer timeout); all ranks must call it with inputs of the same shapes",
+    )
 
 
 def _different(mine: int, other: int, text: str, theirs: str) -> MeshError:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
@@ -51,5 +54,20 @@ def another_width_is_named() -> None:
         module(torch.ones(2, 4))
 
 
+def a_rank_that_does_not_come_is_named() -> None:
+    """Rank 1 never calls the module, as one that died would not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = shardc.compile(Two(), mesh, shardc.fsdp("dp"), backend="eager")
+    if dist.get_rank() == 0:
+        c10d._get_default_store().set_timeout(timedelta(seconds=1))
+        with pytest.raises(MeshError) as caught:
+            module(torch.ones(2, 4))
+        assert caught.value.what == (
+            "rank 1 of [0, 1] did not come to compare programs, before the first step, within 1 seconds"
+        )
+        assert caught.value.fix is not None and caught.value.fix.startswith("look at rank 1 first")
+        c10d._get_default_store().set_timeout(timedelta(seconds=300))
+
+
 def test_two_ranks() -> None:
-    run_ranks(2, same_program_agrees, another_plan_is_named, another_width_is_named)
+    run_ranks(2, same_program_agrees, another_plan_is_named, another_width_is_named, a_rank_that_does_not_come_is_named)
