@@ -163,8 +163,8 @@ def measure_compute(runs: int = 10) -> tuple[float, float, float]:
     fused(*rows, weight)
     moved = 7 * rows[0].nbytes
     return (
-        counted / _fastest(multiply, runs, times=20), attended / _fastest(attention, runs, times=10),
-        moved / _fastest(lambda: fused(*rows, weight), runs, times=20),
+        counted / _fastest(multiply, 3 * runs, times=3), attended / _fastest(attention, 3 * runs, times=10),
+        moved / _fastest(lambda: fused(*rows, weight), 3 * runs, times=20),
     )  # fmt: skip
 
 
