@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import torch
@@ -76,11 +77,12 @@ class _OnShards(torch.optim.Optimizer):
 
     base: Any
     _names: dict[int, str]
-    _shards: dict[nn.Parameter, _Shard]
+    _shards: list[list[_Shard]]  # of each group, as the last step had them
+    _local: defaultdict[Any, Any]  # their state, as the base class keeps it
 
     def bind(self, names: dict[int, str]) -> None:
         """Takes the names of the module's parameters by id."""
-        self._names, self._shards = names, {}
+        self._names, self._shards, self._local = names, [], defaultdict(dict)
         for group in self.param_groups:
             for param in group["params"]:
                 if id(param) not in names:
@@ -90,77 +92,103 @@ class _OnShards(torch.optim.Optimizer):
                     )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. On all shards of a group it is one call of the fused kernel."""
+        """One step. On all shards of a group it is one call of the fused kernel.
+
+        Shards, and their state as the base class has it, are kept from step to step; what is looked at of each
+        parameter is whether its local tensor and the values of its state are the objects that they were.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups, state = self.param_groups, self.state
-        stepped = [[self._shard(param) for param in group["params"]] for group in groups]
-        shards = [shard for mine in stepped for shard in mine]
-        self.param_groups = [_local_group(group, mine) for group, mine in zip(groups, stepped, strict=True)]
-        self.state = defaultdict(dict)
-        for group, mine in zip(self.param_groups, stepped, strict=True):
+        self._look(groups)
+        self.param_groups = [
+            _local_group(group, mine, [shard.take_grad() for shard in mine])
+            for group, mine in zip(groups, self._shards, strict=True)
+        ]
+        for group, mine in zip(self.param_groups, self._shards, strict=True):
             for shard in mine:
-                if shard.param in state:
-                    self.state[shard.data] = shard.read(state[shard.param], bool(group.get("fused")))
+                shard.read(state.get(shard.param), bool(group.get("fused")), self._local)
+        self.state = self._local
         try:
             _plain_step(self.base)(self)
-            found = self.state
         finally:
             self.param_groups, self.state = groups, state
-        for shard in shards:
-            shard.data.grad = None
-            if shard.data in found:
-                shard.write(found[shard.data], state[shard.param])
+            for mine in self._shards:
+                for shard in mine:
+                    shard.data.grad = None
+        for mine in self._shards:
+            for shard in mine:
+                shard.write(self._local.get(shard.data), state)
         return loss
 
-    def _shard(self, param: nn.Parameter) -> _Shard:
-        """The shard of ``param``, with its gradient."""
-        local = param._local_tensor  # type: ignore[attr-defined]
-        shard = self._shards.get(param)
-        if shard is None or shard.local is not local:
-            shard = self._shards[param] = _Shard(param, local)
-        if param.grad is not None:
-            grad = local_grad(self._names.get(id(param), "?"), param)
-            if grad.dtype != local.dtype:
-                shard.data.grad_dtype = grad.dtype
-            shard.data.grad = grad
-        return shard
+    def _look(self, groups: list[dict[str, Any]]) -> None:
+        """Makes the shards anew where groups, parameters or their local tensors are not what they were."""
+        if len(groups) == len(self._shards) and all(
+            len(group["params"]) == len(mine) and all(map(_Shard.is_of, mine, group["params"]))
+            for group, mine in zip(groups, self._shards, strict=True)
+        ):
+            return
+        self._local = defaultdict(dict)
+        self._shards = [[_Shard(p, self._names.get(id(p), "?")) for p in group["params"]] for group in groups]
 
 
 class _Shard:
     """The local tensor of a parameter as a parameter in the same memory, and its state as that one has it."""
 
-    def __init__(self, param: nn.Parameter, local: Tensor) -> None:
-        self.param, self.local = param, local
-        self.data = nn.Parameter(local, requires_grad=local.is_floating_point() or local.is_complex())
-        self._state: dict[str, Any] = {}
-        self._known: list[int] = []  # the ids of the parameter's state that `_state` was read from,
-        self._held: list[Any] = []  # and that state, so that no other object gets these ids
-        self._left: list[int] = []  # the ids of what `_state` held when it was last written back
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        self.param, self.name = param, name
+        self.local: Tensor = param._local_tensor  # type: ignore[attr-defined]
+        self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
+        self.fuses = self.local.is_floating_point()
+        self._dtype = self.local.dtype
+        self._known: list[Any] = []  # what the parameter's state held when it was last read or written,
+        self._left: list[Any] = []  # and what the shard's did
 
-    def read(self, state: dict[str, Any], fused: bool) -> dict[str, Any]:
+    def is_of(self, param: nn.Parameter) -> bool:
+        """Whether it still is the shard of ``param``."""
+        return self.param is param and param._local_tensor is self.local  # type: ignore[attr-defined]
+
+    def take_grad(self) -> bool:
+        """Takes the parameter's gradient; whether a fused kernel can take both."""
+        grad: Any = self.param.grad
+        if grad is None:
+            return self.fuses
+        if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
+            local = grad._local_tensor
+        else:
+            local = local_grad(self.name, self.param)
+        same = local.dtype == self._dtype
+        if not same:
+            self.data.grad_dtype = local.dtype
+        self.data.grad = local
+        return self.fuses and same
+
+    def read(self, state: dict[str, Any] | None, fused: bool, into: dict[Any, Any]) -> None:
         """The state of the parameter as the shard has it; a fused kernel wants the count of steps on its own device."""
-        ids = [id(x) for x in state.values()]
-        if ids != self._known:
-            self._state = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
-            step = state.get("step")
-            if fused and isinstance(step, Tensor) and step.device != self.local.device:
-                self._state["step"] = step.to(self.local.device)
-            self._known, self._held, self._left = ids, list(state.values()), []
-        return self._state
-
-    def write(self, mine: dict[str, Any], state: dict[str, Any]) -> None:
-        """The state of the shard as the parameter has it; what is there already stays the same object."""
-        ids = [id(x) for x in mine.values()]
-        if ids == self._left:
+        if not state:
+            if self._known:
+                into.pop(self.data, None)
+                self._known, self._left = [], []
             return
+        if _same(state, self._known):
+            return
+        mine = {key: x._local_tensor if isinstance(x, DTensor) else x for key, x in state.items()}
+        step = state.get("step")
+        if fused and isinstance(step, Tensor) and step.device != self.local.device:
+            mine["step"] = step.to(self.local.device)
+        into[self.data] = mine
+        self._known, self._left = list(state.values()), []
+
+    def write(self, mine: dict[str, Any] | None, states: dict[Any, Any]) -> None:
+        """The state of the shard as the parameter has it; what is there already stays the same object."""
+        if not mine or _same(mine, self._left):
+            return
+        state = states[self.param]
         for key, x in mine.items():
             state[key] = self._as_dtensor(key, x, state.get(key))
-        self._state, self._left = mine, ids
-        self._held = list(state.values())
-        self._known = [id(x) for x in self._held]
+        self._known, self._left = list(state.values()), list(mine.values())
 
     def _as_dtensor(self, key: str, x: Any, known: Any) -> Any:
         if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
@@ -170,14 +198,16 @@ class _Shard:
         return like_parameter(x, self.param)
 
 
-def _local_group(group: dict[str, Any], shards: list[_Shard]) -> dict[str, Any]:
+def _same(state: dict[str, Any], held: list[Any]) -> bool:
+    """Whether ``state`` holds the very objects that it did."""
+    return len(state) == len(held) and all(map(is_, state.values(), held))
+
+
+def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool]) -> dict[str, Any]:
     """The group with shards for parameters, to run fused if that can be and nothing else is asked for."""
-    mine = [shard.data for shard in shards]
-    out = {**group, "params": mine}
+    out = {**group, "params": [shard.data for shard in shards]}
     asked = any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
-    if "fused" in group and not asked and all(
-        x.is_floating_point() and ((grad := x.grad) is None or grad.dtype == x.dtype) for x in mine
-    ):  # fmt: skip
+    if "fused" in group and not asked and all(fuses):
         out["fused"] = True
     return out
 
