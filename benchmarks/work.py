@@ -60,22 +60,27 @@ SIZES = {
 }
 
 
-def train_step(forward: Step, parameters: Iterable[nn.Parameter]) -> Step:
+def train_step(
+    forward: Step, parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None = None
+) -> Step:
     """A training step, ``(tokens, targets) -> loss``, from a forward of the same form.
 
     The optimizer is AdamW, fused, which is the fastest for every row: with DTensor parameters it is one dispatch
-    instead of several for every parameter. It takes DTensors and plain tensors only in groups of their own.
+    instead of several for every parameter. It takes DTensors and plain tensors only in groups of their own. A row may
+    bring its own ``optimizer`` that makes the same updates.
     """
-    groups: dict[bool, list[nn.Parameter]] = {}
-    for p in parameters:
-        groups.setdefault(isinstance(p, DTensor), []).append(p)
-    optimizer = torch.optim.AdamW([{"params": ps} for ps in groups.values()], lr=LEARNING_RATE, fused=True)
+    if optimizer is None:
+        groups: dict[bool, list[nn.Parameter]] = {}
+        for p in parameters:
+            groups.setdefault(isinstance(p, DTensor), []).append(p)
+        optimizer = torch.optim.AdamW([{"params": ps} for ps in groups.values()], lr=LEARNING_RATE, fused=True)
+    chosen = optimizer
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         value = forward(tokens, targets)
         value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        chosen.step()
+        chosen.zero_grad()
         return value.detach()
 
     return step

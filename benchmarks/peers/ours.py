@@ -1,15 +1,16 @@
-"""`shardc.compile`, with the plan that matches each peer."""
+"""`shardc.compile`, with the plan that matches each peer, and `shardc.optim.wrap`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
 from benchmarks.peers.row import OURS, Row
-from benchmarks.work import Counted, Step, Work, train_step
+from benchmarks.work import LEARNING_RATE, Counted, Step, Work, train_step
 from examples.models.llama import llama_tp, loss
 from shardc.ir.tally import collective_kind
 
@@ -24,7 +25,8 @@ def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan]) -> 
         halves = [half for half in (program.forward, program.backward) if half is not None]
         return sum(collective_kind(node) is not None for half in halves for node in half.graph.nodes)
 
-    return Counted(train_step(module, module.parameters()), collectives)
+    optimizer = shardc.optim.wrap(torch.optim.AdamW, module, lr=LEARNING_RATE, fused=True)
+    return Counted(train_step(module, (), optimizer), collectives)
 
 
 ROWS = (

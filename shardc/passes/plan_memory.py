@@ -15,7 +15,7 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import arguments_of, group_axes
-from shardc.passes.schedule import is_start, waits_of
+from shardc.passes.starts import is_start, waits_of
 
 _REDUCES = (
     torch.ops.shardc.reduce_scatter_tensor_coalesced.default,

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import fx
 
-from shardc.ir import graph as ir
 from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
+from shardc.passes.starts import is_start, result_bytes, waits_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -27,16 +26,17 @@ class Schedule:
     """Starts collectives and moves early and waits for them late; the values are the same.
 
     Takes: one half of a local graph, bucketed. A collective starts as soon as its inputs are there, one whose
-    inputs are all there from the beginning (a parameter's gather) under the compute before the present use of
-    another, as far ahead as ``max_in_flight`` allows. A wait stands in front of the first use. A move to the device
-    starts ahead of its gather (or first use) in the same way. A reduced gradient that goes to the host is waited for,
-    and starts to move, when the next reduction starts; what is moved to the host is waited for at the end, where
-    nothing else is left to start. The collectives start in one order, the same on every rank, since every rank has
-    this graph.
+    inputs are all there from the beginning (a parameter's gather), or are made of such by moves and cheap ops (see
+    `from_start`), under the compute before the present use of another, as far ahead as ``max_in_flight`` allows. A
+    wait stands in front of the first use; of a collective whose results only leave the graph, where more than that
+    would be on its way. A move to the device starts ahead of its gather (or first use) in the same way. A reduced
+    gradient that goes to the host is waited for, and starts to move, when the next reduction starts; what is moved to
+    the host is waited for at the end, where nothing else is left to start. The collectives start in one order, the
+    same on every rank, since every rank has this graph.
 
     Args:
         max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
-            that are started ahead, and as many of moves; -1 for no limit.
+            that are started ahead or only leave the graph, and as many of moves; -1 for no limit.
         blocking: leave every collective where it is, and wait for it there.
     """
 
@@ -62,10 +62,11 @@ class Schedule:
                 wished[node] = ready + 0.25
             for wait in waits_of(node):
                 wished[wait] = min((wished[user] for user in wait.users), default=float("inf")) - 0.25
-        self._prefetch([n for n in starts if n not in free and _always_ready(n, free)], uses, wished, -1.0)
+        collectives = [node for node in starts if move_kind(node) is None]
+        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, wished, -1.0)
         pull(gm.graph, free, wished)
         self._prefetch(fetches, {node: _first_wait(node, wished) for node in fetches}, wished, -2.0)
-        _drain(gm.graph, [node for node in starts if move_kind(node) is None], wished)
+        _drain(gm.graph, collectives, wished, self.max_in_flight)
         reorder(gm.graph, wished)
         gm.recompile()
         return gm
@@ -90,10 +91,11 @@ class Schedule:
             wished[node] = min(place, uses[node] - 0.5)
 
 
-def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float]) -> None:
-    """Waits for a collective whose results only leave the graph when the next such one starts, or at the end.
+def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float], limit: int) -> None:
+    """Waits for collectives whose results only leave the graph: where more than ``limit`` would be on its way.
 
-    What then goes to the host is not held back from there any longer.
+    Each is waited for behind the start of a later such one, at the earliest the next; the last ones at the end. What
+    then goes to the host is waited for when the next one starts, and is not held back from there any longer.
     """
     leaving = _leaving(graph)
     moving: set[fx.Node] = set()
@@ -102,12 +104,17 @@ def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float])
             moving.add(node)
     drained = [node for node in starts if waits_of(node) and all(wait in leaving for wait in waits_of(node))]
     drained.sort(key=wished.__getitem__)
+    sizes = [result_bytes(node) for node in drained]
     for at, node in enumerate(drained):
-        place = wished[drained[at + 1]] + 0.1 if at + 1 < len(drained) else float(len(graph.nodes))
+        later, flying = at + 1, sum(sizes[at : at + 2])
+        while later < len(drained) and not (0 <= limit < flying or moving.issuperset(waits_of(node))):
+            later += 1
+            flying += sum(sizes[later : later + 1])
+        place = wished[drained[later]] + 0.1 if later < len(drained) else float(len(graph.nodes))
         work = waits_of(node)
         while work:
             tail = work.pop()
-            wished[tail] = place if tail in moving else max(wished[tail], place)
+            wished[tail] = place
             work += [user for user in tail.users if user in leaving]
     for node in moving:
         if move_kind(node) is not None:
@@ -122,30 +129,6 @@ def _leaving(graph: fx.Graph) -> set[fx.Node]:
             if all(user.op == "output" or user in out for user in node.users):
                 out.add(node)
     return out
-
-
-def is_start(node: fx.Node) -> bool:
-    """Whether ``node`` starts a collective, or a move between host and device."""
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") in ("_c10d_functional", "shardc")
-        and node.target is not c10d.wait_tensor.default
-    )
-
-
-def waits_of(node: fx.Node) -> list[fx.Node]:
-    """The waits on what ``node`` starts, through the items of a coalesced collective."""
-    out = []
-    for user in node.users:
-        out += [user] if user.target is c10d.wait_tensor.default else waits_of(user)
-    return out
-
-
-def result_bytes(node: fx.Node) -> int:
-    """Bytes of what the collective or move ``node`` makes."""
-    made = ir.info(node).value
-    values = made if isinstance(made, tuple) else (made,)
-    return sum(prod(v.shape) * v.itemsize for v in values if v is not None)
 
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:

@@ -17,7 +17,8 @@ from shardc.ir.parse import parse
 from shardc.ir.text import dump
 from shardc.passes.bucket import Bucket
 from shardc.passes.from_start import from_start
-from shardc.passes.schedule import Schedule, is_start, result_bytes, waits_of
+from shardc.passes.schedule import Schedule
+from shardc.passes.starts import is_start, result_bytes, waits_of
 from shardc.runtime.lockstep import Lockstep, PerRank
 
 aten, c10d, host = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
@@ -115,7 +116,7 @@ def in_flight(graph: fx.Graph, moves: bool) -> int:
     spans, free = [], from_start(graph)
     for node in graph.nodes:
         early = is_start(node) and all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
-        if early and moves == (move_kind(node) == "to_device"):
+        if early and move_kind(node) == ("to_device" if moves else None):
             uses = [order[user] for wait in waits_of(node) for user in wait.users]
             spans.append((order[node], min(uses, default=len(order)), result_bytes(node)))
     return max((sum(size for start, end, size in spans if start <= at < end) for at in order.values()), default=0)
