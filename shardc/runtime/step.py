@@ -264,14 +264,30 @@ class _Step(torch.autograd.Function):
         grads = {(role.kind, role.name): grad for role, grad in zip(ports.gives, results, strict=True)}
         late = runner.late(ports.gives, grads, ctx.held)
         out: list[Any] = [None, None]
+        given = [
+            x for x, (role, _, _) in zip(ctx.feed, runner.ports("forward").takes, strict=True) if role.kind == "input"
+        ]
+        taken = {(x.data_ptr(), x.numel()) for x in (*tangents, *given) if isinstance(x, Tensor)}
         for (role, _, _), x in zip(runner.ports("forward").takes, ctx.feed, strict=True):
             grad = grads.get(("grad", role.name))
             if role.kind == "param":
                 grad = late.pop(role.name, grad)
-                grad = None if grad is None else grad_from_padded(grad, x)
+                grad = None if grad is None else grad_from_padded(own(grad, taken), x)
             out.append(grad if role.kind in ("param", "input") else None)
         assert not late, f"gradients of {sorted(late)}, which the program does not take"
         return tuple(out)
+
+
+def own(grad: Tensor, taken: set[tuple[int, int]]) -> Tensor:
+    """``grad``, or a copy where its memory is ``taken``: equal gradients are computed once, one may be what came in.
+
+    Each parameter's is added to and scaled in place, by itself.
+    """
+    place = grad.data_ptr(), grad.numel()
+    if grad.numel() and place in taken:
+        return grad.clone()
+    taken.add(place)
+    return grad
 
 
 def use_groups(graph: fx.GraphModule, groups: Groups) -> None:

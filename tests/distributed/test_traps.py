@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import shardc
 from shardc.runtime.storage import cut, padded_local
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model, sharded
@@ -68,9 +71,40 @@ def an_accumulator_that_is_kept(plan: str, sums: bool) -> None:
         assert_same(module, source, grads=True)
 
 
+class Twins(nn.Module):
+    """Two layers whose gradients are equal, and a parameter whose gradient is the one that came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x) + self.c
+
+
+def equal_gradients_are_their_own(plan: shardc.Plan) -> None:
+    """What is added to one parameter's ``.grad``, or scales it, does so to no other's, nor to what the caller holds."""
+    torch.manual_seed(0)
+    source = Twins().double()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = shardc.compile(deepcopy(source), mesh, plan, backend="eager")
+    x, tangent = torch.randn(8, 4, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    module.lower(x)
+    came = 2 * module.shard_inputs(tangent)  # the objective is the mean of both ranks' own
+    for _ in range(2):
+        module(module.shard_inputs(x)).backward(came)
+        source(x).backward(tangent)
+    assert_same(module, source, grads=True)
+    assert torch.equal(came, 2 * module.shard_inputs(tangent))
+    norms = [nn.utils.clip_grad_norm_(source.parameters(), 0.1), module.clip_grad_norm_(0.1)]
+    close(norms[1], norms[0])
+    assert_same(module, source, grads=True)
+
+
 def test_two_ranks() -> None:
     kept = (
         partial(an_accumulator_that_is_kept, plan, sums)
         for plan, sums in (("fsdp", True), ("fsdp", False), ("ddp", True), ("tp", True))
     )
-    run_ranks(2, pads_are_in_nothing, *kept)
+    alike = (partial(equal_gradients_are_their_own, plan) for plan in (shardc.ddp("dp"), shardc.fsdp("dp")))
+    run_ranks(2, pads_are_in_nothing, *kept, *alike)
