@@ -69,7 +69,12 @@ class Explainer:
     def __init__(self, step: Sequence, compute: Mapping[str, str]) -> None:
         self.step, self.compute = step, compute
         self.users: list[list[int]] = [[] for _ in step.ops]
+        self.reasons = [ir.info(op.node).origin.cause for op in step.ops]
+        self.passes_on = [
+            bool(reason) or op.kind in (MOVE, WAIT) for reason, op in zip(self.reasons, step.ops, strict=True)
+        ]
         self.params: dict[str, fx.Node] = {}
+        self.held: dict[str, list[str]] = {}  # the parameters of each module
         self.named: dict[str, int] = {}
         for at, op in enumerate(step.ops):
             for read in op.reads:
@@ -78,6 +83,7 @@ class Explainer:
             self.named[record.name] = at
             if record.role is not None and record.role.kind == "param":
                 self.params[record.name] = op.node
+                self.held.setdefault(record.name.rpartition(".")[0], []).append(record.name)
 
     def cause(self, at: int) -> Cause:
         """Of the collective at position ``at``."""
@@ -119,17 +125,16 @@ class Explainer:
 
     def _needed(self, at: int) -> list[str]:
         """The parameters for whose gradients the collective, or a part of its result, is needed."""
-        work, found = [at], []
-        while work:
-            here = work.pop(0)
-            name = self._reason(here).removeprefix(NEEDED_BY)
-            if name in self.params and name not in found:
-                found.append(name)
-            work += [x for x in self.users[here] if self._reason(x) or self.step.ops[x].kind in (MOVE, WAIT)]
-        return found
-
-    def _reason(self, at: int) -> str:
-        return ir.info(self.step.ops[at].node).origin.cause
+        work, seen = [at], {at}
+        found: dict[str, None] = {}
+        for here in work:
+            name = self.reasons[here].removeprefix(NEEDED_BY)
+            if name in self.params:
+                found[name] = None
+            fresh = [x for x in self.users[here] if self.passes_on[x] and x not in seen]
+            seen.update(fresh)
+            work += fresh
+        return list(found)
 
     def _first_use(self, at: int) -> str:
         """The source line of the first op that computes with the value."""
@@ -170,7 +175,7 @@ class Explainer:
     def _entry_of_module(self, at: int, axes: set[str]) -> str:
         """The entry of a parameter of the module whose code op ``at`` is."""
         module = ir.info(self.step.ops[at].node).origin.module
-        said = [self.compute.get(name, "") for name in self.params if module and name.rpartition(".")[0] == module]
+        said = [self.compute.get(name, "") for name in (self.held.get(module, ()) if module else ())]
         return next((entry for entry in said if _speaks_of(entry, axes)), "")
 
 

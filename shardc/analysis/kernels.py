@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -73,12 +74,17 @@ def flops_of(node: fx.Node) -> int:
     """Operations of ``node`` at its shapes, global or local, by torch's own counter; 0 if it is not dense."""
     if not is_dense(node):
         return 0
-    args = fx.node.map_arg(node.args, _shape)
-    if node.target in _CPU_ATTENTION:
-        count, operands = _CPU_ATTENTION[node.target]
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
+    return _counted(node.target, args, tuple(kwargs.items()), _shape(node))
+
+
+@lru_cache(maxsize=4096)
+def _counted(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], made: Any) -> int:
+    """Operations of a dense op on arguments of such shapes."""
+    if target in _CPU_ATTENTION:
+        count, operands = _CPU_ATTENTION[target]
         return int(count(*args[:operands]))
-    formula = flop_registry[node.target.overloadpacket]
-    return int(formula(*args, **fx.node.map_arg(node.kwargs, _shape), out_val=_shape(node)))
+    return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=made))
 
 
 def _shape(node: fx.Node) -> Any:

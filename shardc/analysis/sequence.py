@@ -157,11 +157,12 @@ class _Builder:
 
     def add(self, node: fx.Node, phase: str) -> None:
         """``node``, after what it reads and is not there."""
-        for read in node.all_input_nodes:
+        inputs = node.all_input_nodes
+        for read in inputs:
             if read not in self.at:
                 self.add(read, phase)
         self.at[node] = self.names[node.name] = len(self.ops)
-        reads = tuple(self.at[read] for read in node.all_input_nodes)
+        reads = tuple([self.at[read] for read in inputs])
         self.ops.append(Op(node, kind_of(node), phase, reads, node in self.gathered))
 
     def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:

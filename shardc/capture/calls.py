@@ -24,6 +24,9 @@ PLAIN = (
 )  # fmt: skip
 
 
+_LEAF = pytree.tree_structure(0)
+
+
 @dataclass
 class Block:
     """One call of a block: its place among the events, the tensors that it takes and gives."""
@@ -90,16 +93,20 @@ class Writer(TorchFunctionMode):
 
     def freeze(self, tree: Any) -> tuple[list[Any], Any]:
         leaves, spec = pytree.tree_flatten(tree)
-        return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves], spec
+        return self._frozen(leaves), spec
+
+    def _frozen(self, leaves: list[Any]) -> list[Any]:
+        return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frozen = self.freeze((args, kwargs or {}))
-        out = self._call(func, args, kwargs or {})
-        self.record.events.append((func, frozen, self.freeze(out)))
+        leaves, spec = pytree.tree_flatten((args, kwargs or {}))
+        taken = self._frozen(leaves), spec
+        out = self._call(func, args, kwargs or {}, leaves, spec)
+        made = ([self.token(out)], _LEAF) if isinstance(out, Tensor) else self.freeze(out)
+        self.record.events.append((func, taken, made))
         return out
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+    def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         name = getattr(func, "__name__", "_")
         if self._known is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return func(*args, **kwargs)
@@ -108,6 +115,8 @@ class Writer(TorchFunctionMode):
             known = self._known.get(key)
         except TypeError:  # something has no hash
             return func(*args, **kwargs)
+        if isinstance(known, _Made):
+            return _again(known)
         if known is not None:
             return pytree.tree_map(_again, known, is_leaf=lambda x: isinstance(x, _Made))
         out = func(*args, **kwargs)

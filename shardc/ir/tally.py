@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -101,11 +102,13 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 def collective_kind(node: fx.Node) -> str | None:
     """The kind of collective that ``node`` starts, marker or torch's own, or None."""
-    if node.op != "call_function":
-        return None
-    if node.target in ops.COLLECTIVES:
-        return node.target.__name__
-    target: Any = node.target
+    return _kind_of(node.target) if node.op == "call_function" else None
+
+
+@cache
+def _kind_of(target: Any) -> str | None:
+    if target in ops.COLLECTIVES:
+        return str(target.__name__)
     if not grammar.is_torch_op(target) or target.namespace not in (NAMESPACE, OWN_NAMESPACE):
         return None
     return KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced").removesuffix("_out"))

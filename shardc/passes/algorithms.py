@@ -53,16 +53,18 @@ class Algorithms:
     name = "algorithms"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        names = NameScope.of(gm.graph)
-        for node in list(gm.graph.nodes):
-            found = _TARGETS.get(node.target)
-            if found is not None:
-                kind, spelled = found
-                start = _Start(node, self.mesh, self.cost, names)
-                if start.seconds(kind) < start.native(kind):
-                    spelled(start)
-        gm.graph.lint()
-        gm.recompile()
+        native = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _TARGETS]
+        names = NameScope.of(gm.graph) if native else NameScope()
+        changed = False
+        for node in native:
+            kind, spelled = _TARGETS[node.target]
+            start = _Start(node, self.mesh, self.cost, names)
+            if start.seconds(kind) < start.native(kind):
+                spelled(start)
+                changed = True
+        if changed:
+            gm.graph.lint()
+            gm.recompile()
         return gm
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from operator import getitem
 from typing import Any
@@ -120,7 +121,13 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if node.target is torch.ops.aten.reshape.default:
         return False  # one that copies
-    schema = getattr(node.target, "_schema", None)
+    return _may_view(node.target)
+
+
+@cache
+def _may_view(target: Any) -> bool:
+    """Whether an op's results may lie in its operands' memory, by its schema."""
+    schema = getattr(target, "_schema", None)
     return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 

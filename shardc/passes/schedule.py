@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import fx
@@ -104,12 +106,13 @@ def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float],
             moving.add(node)
     drained = [node for node in starts if waits_of(node) and all(wait in leaving for wait in waits_of(node))]
     drained.sort(key=wished.__getitem__)
-    sizes = [result_bytes(node) for node in drained]
+    behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first so many
     for at, node in enumerate(drained):
-        later, flying = at + 1, sum(sizes[at : at + 2])
-        while later < len(drained) and not (0 <= limit < flying or moving.issuperset(waits_of(node))):
-            later += 1
-            flying += sum(sizes[later : later + 1])
+        later = len(drained)
+        if moving.issuperset(waits_of(node)):
+            later = at + 1
+        elif limit >= 0:  # the first with which there is more on its way
+            later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
         place = wished[drained[later]] + 0.1 if later < len(drained) else float(len(graph.nodes))
         work = waits_of(node)
         while work:

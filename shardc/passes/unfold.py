@@ -290,10 +290,11 @@ class _Unfolding:
         there = partial(self._there, shift=shift)
         args, kwargs = fx.node.map_arg(node.args, there), fx.node.map_arg(node.kwargs, there)
         target = name if node.op == "placeholder" else node.target
-        made = self.new.create_node(node.op, target, args, kwargs, name=name)
+        made = self.new.create_node(node.op, target, kwargs=kwargs, name=name)
+        made.args = args  # not at once: torch would search them for symbols, leaf by leaf
         if node not in self.meta:
             self.meta[node] = _meta(node)
-        made.meta = dict(self.meta[node])
+        made.meta.update(self.meta[node])
         place = self.places.get(node)
         rename: Callable[[str], str] = (
             partial(self.names.outside, moved_by=shift)

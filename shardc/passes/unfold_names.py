@@ -44,6 +44,7 @@ class Names:
         self.last = run.first  # the last block in front of those that are put in
         self.ends = {run.first, run.first + keep - 1}
         self._block = re.compile(rf"^(needed by )?(d\.)?{re.escape(run.prefix)}(\d+)(?=\.|$)")
+        self._moved: dict[tuple[str, int], str] = {}
         # What stands before the number -> (numbers in a block, the first behind the new blocks, direction).
         self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
 
@@ -94,10 +95,14 @@ class Names:
 
     def module(self, name: str, moved_by: int) -> str:
         """The name of a module, or of what it holds, ``moved_by`` blocks on; behind the run all move alike."""
-        if not name or (number := self._number(name)) is None:
-            return name
-        on = number + (moved_by if number < self.run.first + self.keep else self.missing)
-        return self._block.sub(lambda m: f"{m[1] or ''}{m[2] or ''}{self.run.prefix}{on}", name)
+        if (known := self._moved.get((name, moved_by))) is not None:
+            return known
+        made, number = name, self._number(name)
+        if number is not None:
+            on = number + (moved_by if number < self.run.first + self.keep else self.missing)
+            made = self._block.sub(lambda m: f"{m[1] or ''}{m[2] or ''}{self.run.prefix}{on}", name)
+        self._moved[name, moved_by] = made  # the nodes of a module, and what one collective is for, share theirs
+        return made
 
     def _number(self, name: str) -> int | None:
         found = self._block.match(name)

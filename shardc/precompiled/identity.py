@@ -48,9 +48,12 @@ def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, st
             owner = first.setdefault(id(tensor), name)
             shown = f"{_dtype_text(tensor.dtype)}{list(tensor.shape)}"
             out[f"{kind[:-1]} {name!r}"] = shown if owner == name else f"tied to {owner!r}"
+    classes: set[type[nn.Module]] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         out[f"module {name!r}"] = _shown(module)
-        out[f"code of {type(module).__qualname__}"] = _code(type(module))
+        if type(module) not in classes:
+            classes.add(type(module))
+            out[f"code of {type(module).__qualname__}"] = _code(type(module))
     if isinstance(loss, nn.Module):
         for name, module in loss.named_modules():
             held = {**module._parameters, **module._buffers}
