@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep
 from shardc.errors import ShardcError, VerifyError
@@ -13,13 +15,23 @@ from shardc.errors import ShardcError, VerifyError
 COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep)
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all others of the command line."""
+
+    def error(self, message: str) -> NoReturn:
+        command = self.prog.removeprefix("shardc").strip()
+        self.exit(2, f"shardc: error: {f'{command}: ' if command else ''}{message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code, or 2 where the input is wrong (one line on stderr says what)."""
-    parser = argparse.ArgumentParser("shardc", description="A sharding compiler for PyTorch.")
+    parser = Parser("shardc", description="A sharding compiler for PyTorch.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add_parser(commands)
     options = parser.parse_args(arguments)
+    # Torch logs the traceback of a failure under fake tensors, which is then raised, and said in one line.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         code: int | None = options.run(options)
         sys.stdout.flush()
@@ -31,7 +43,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
         return 0
+    except OSError as error:
+        if not _named(options, error):
+            raise
+        print(f"shardc: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     return code or 0
+
+
+def _named(options: argparse.Namespace, error: OSError) -> bool:
+    """Whether a file could not be written, or read, that an argument names, or its folder."""
+    given = [value for value in vars(options).values() if isinstance(value, str)]
+    return bool(error.filename) and any(value.startswith(str(error.filename)) for value in given)
 
 
 def one_line(error: ShardcError) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from shardc.analysis.kernels import flops_of
 from shardc.capture import Dtypes, Repeat, find_repeats, shortened
-from shardc.errors import ShardcWarning
+from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh
@@ -50,6 +50,7 @@ class Folded:
         keep: how many blocks of each the program has.
         unfolds: for each run, on what the ones before it make.
         levels, causes: as `Program.finish` takes them, of the whole model.
+        graphs: what `whole` has made, by stage.
     """
 
     repeats: tuple[Repeat, ...]
@@ -57,11 +58,36 @@ class Folded:
     unfolds: tuple[Unfold, ...]
     levels: Mapping[str, int]
     causes: Mapping[str, str]
+    graphs: dict[str, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was folded, for people."""
         return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
+
+    def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
+        """``graph``, which is that of a few blocks after ``stage``, of the whole model.
+
+        Raises:
+            PlanError: the blocks do not repeat in it, node by node.
+        """
+        if stage not in self.graphs:
+            try:
+                for each in self.repeats:
+                    graph = Unfold(graph, each, self.keep).joint(graph)
+            except NotPeriodic as error:
+                raise PlanError(
+                    f"after {stage}, {self.repeats[0]} do not repeat node by node ({error.what}), so that there is no "
+                    "graph of all blocks",
+                    fix="lower it without fold",
+                ) from error
+            self.graphs[stage] = graph
+        return self.graphs[stage]
+
+    def alike(self, name: str) -> str:
+        """The blocks that the one that ``name`` is in is like; "" for what is in none."""
+        found = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
+        return "".join(f"{each.count} blocks alike, {each}" for each in list(found)[-1:])
 
     def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """The localized joint graph of the whole model."""
@@ -107,7 +133,10 @@ def build_folded(
     A model without such runs is built whole; so is one whose blocks look alike but do not come out so, with a warning.
     """
     why: NotPeriodic | None = None
-    for keep in KEEP:
+    if options.memory_budget > 0:
+        text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
+        warnings.warn(ShardcWarning(text), stacklevel=2)
+    for keep in KEEP if options.memory_budget <= 0 else ():
         repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
         if not repeats:
             break
@@ -142,7 +171,7 @@ def _folded(program: Program, repeats: Sequence[Repeat], keep: int, params: Mapp
         if number:
             graph = unfolds[-1].joint(graph)
         unfolds.append(Unfold(graph, each, keep))
-    levels = {name: p.level for name, p in params.items()}
+    levels = {name: program.levels[_counterpart(name, repeats, keep)] for name in params}
     causes = {name: p.compute_cause for name, p in params.items()}
     return Folded(tuple(repeats), keep, tuple(unfolds), levels, causes)
 
@@ -188,6 +217,16 @@ def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[Activation
             if pin.module == block or pin.module.startswith(inside)
         ],
     )
+
+
+def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
+    """What ``name`` is called in the shortened model, or, if it does without, its like in the first block."""
+    for each in repeats:
+        number, dot, rest = name.removeprefix(each.prefix).partition(".")
+        inside = name.startswith(each.prefix) and number.isdecimal()
+        if inside and each.first + keep <= int(number) < each.first + each.count:
+            name = f"{each.prefix}{each.first}{dot}{rest}"
+    return _short(name, repeats, keep) or name
 
 
 def _short(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:

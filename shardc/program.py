@@ -151,11 +151,7 @@ class Program:
         return passes.run(self._last, half, keep)
 
     def finish(
-        self,
-        local: fx.GraphModule,
-        levels: Mapping[str, int],
-        causes: Mapping[str, str],
-        last: tuple[passes.Pass, ...],
+        self, local: fx.GraphModule, levels: Mapping[str, int], causes: Mapping[str, str], last: tuple[passes.Pass, ...]
     ) -> None:
         """Takes the localized joint graph; it is split, and scheduled, when a half of it is first asked for.
 
@@ -191,6 +187,10 @@ class Program:
             fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(self.stages)}"
             raise PlanError(f"there is no stage {stage!r}", fix=fix)
         return self._graphs[stage]
+
+    def whole(self, stage: str) -> fx.Graph:
+        """As `graph`, of all blocks of the model where a few stand for them: of stages from ``propagate`` on."""
+        return self.graph(stage) if self.folded is None else self.folded.whole(stage, self.graph(stage))
 
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
         """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause."""
@@ -247,10 +247,8 @@ class Program:
 
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
-        if self.folded is not None:
-            raise PlanError("a folded program has no graph of all blocks to lint", fix="lower it without fold")
         joint = self.schedule(hardware, stage="localize")
-        return lint(self.graph("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
+        return lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
 
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the program, for `shardc.load`, and the text of every stage; returns the paths.
@@ -277,8 +275,7 @@ class Program:
         """Keeps a copy of ``graph`` as it is now."""
         copy = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
-        out = copy.graph_copy(graph, env)
-        made = copy.output(out)
+        made = copy.output(copy.graph_copy(graph, env))
         made.meta = dict(ir.output_node(graph).meta)
         for node, twin in env.items():
             twin.meta = dict(node.meta)

@@ -195,6 +195,26 @@ def test_what_the_compiler_refuses_is_one_line(small: Path, capsys: pytest.Captu
     assert err.startswith("shardc: error: ") and "upp" in err and "up" in err
 
 
+@pytest.mark.parametrize("arguments, message", [
+    (["--rows", "-3"], "schedule: argument --rows: '-3' is no count; write it as 40; see shardc schedule --help"),
+    (["--order", "late"], "schedule: argument --order: invalid choice: 'late' (choose from 'graph', 'earliest'); "
+     "see shardc schedule --help"),
+])  # fmt: skip
+def test_what_no_argument_can_be_is_one_line(
+    small: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["schedule", "small_target.py:example", "--mesh", "dp=2,tp=2", "--plan", PLAN, *arguments])
+    assert (ended.value.code, capsys.readouterr()) == (2, ("", f"shardc: error: {message}\n"))
+
+
+@pytest.mark.parametrize("kind", ["--json", "--html", "--trace"])
+def test_a_file_that_cannot_be_written_is_one_line(small: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    folder = str(small.parent)
+    code = main(["schedule", "small_target.py:example", "--mesh", "dp=2,tp=2", "--plan", PLAN, kind, folder])
+    assert (code, capsys.readouterr().err) == (2, f"shardc: error: {folder}: Is a directory\n")
+
+
 def test_the_command_runs_as_a_process(small: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "shardc", *arguments]

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shardc
 from examples.models import gpt2, llama
-from shardc.errors import InputError, PlanError
+from shardc.debug.explain import explain
+from shardc.errors import InputError, PlanError, ShardcWarning
 from shardc.ir.mesh import Mesh
 
 WIDTH = 16
@@ -86,6 +87,9 @@ def check(make: Callable[[], Any], plan: shardc.Plan, folds: bool, **axes: int) 
         for order in ("graph", "earliest"):
             expected, found = (each.schedule("cpu", stage=stage, order=order) for each in (whole, folded))
             assert said(found) == said(expected)
+    assert folded.lint("cpu") == whole.lint("cpu")
+    for name in list(whole.levels)[len(whole.levels) // 3 :: 5]:
+        assert replace(explain(folded, name, "cpu"), alike="") == explain(whole, name, "cpu")
     return folded
 
 
@@ -142,10 +146,48 @@ def test_says_what_is_folded() -> None:
     assert schedule.table().splitlines()[1] == note
     assert json.loads(schedule.to_json())["notes"] == [note]
     assert "notes" not in json.loads(program(stack(4), shardc.ddp("dp"), True, dp=2).schedule().to_json())
-    with pytest.raises(PlanError, match="no graph of all blocks"):
-        made.lint()
+    shown = explain(made, "layers.4.up.weight").text().splitlines()
+    assert shown[1] == "the same in each of 7 blocks alike, layers.0 to layers.6"
+    assert not explain(made, "last.weight").alike
+    assert explain(made, "d.layers.6.up.mm").alike == "7 blocks alike, layers.0 to layers.6"
     with pytest.raises(PlanError, match="there is no stage 'bucket'"):
         made.text("bucket")
+
+
+def test_values_of_blocks_that_were_not_captured_are_explained() -> None:
+    plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)
+    whole, folded = (program(llama_of(7), plan, fold, dp=2, tp=2) for fold in (False, True))
+    for name in ("layers.5.attn.wq.mm", "d.layers.4.mlp.down.mm", "d.layers.6.attn.wq.mm.1"):
+        assert replace(explain(folded, name), alike="") == explain(whole, name)
+    with pytest.raises(PlanError, match="after capture, layers.0 to layers.6 do not repeat node by node"):
+        folded.whole("capture")
+
+
+def test_formulas_of_all_blocks() -> None:
+    whole, folded = (program(stack(7), shardc.fsdp("dp") | MLP_TP, fold, dp=2, tp=2) for fold in (False, True))
+    assert folded.costs("cpu") == whole.costs("cpu")
+    assert folded.schedule("cpu").cost("dp").wire == whole.schedule("cpu").cost("dp").wire
+
+
+def test_what_is_kept_whole_for_backward_is_kept_of_all_blocks() -> None:
+    programs = [
+        shardc.compile(stack(7)[0], Mesh(dp=2), shardc.fsdp("dp"), options=replace(FOLD, fold=fold, memory_budget=-1))
+        for fold in (True, False)
+    ]
+    folded, whole = (module.lower(*stack(7)[1]) for module in programs)
+    assert folded.folded is not None and folded.folded.levels == whole.levels
+    for stage in ("schedule", "localize"):
+        assert said(folded.schedule("cpu", stage=stage)) == said(whole.schedule("cpu", stage=stage))
+    module = shardc.compile(stack(7)[0], Mesh(dp=2), shardc.fsdp("dp"), options=replace(FOLD, memory_budget=1 << 12))
+    with pytest.warns(ShardcWarning, match="memory_budget=4096 may treat alike blocks differently: nothing is folded"):
+        assert module.lower(*stack(7)[1]).folded is None
+
+
+def test_blocks_on_the_host_are_not_folded() -> None:
+    """The moves of their gradients stand at the end of the graph, in no block's period."""
+    plan = shardc.fsdp("dp") | shardc.offload("layers.*")
+    with pytest.warns(ShardcWarning, match="stands apart from its block"):
+        check(lambda: stack(6), plan, False, dp=2)
 
 
 # --- what may not be folded, or not all of it

@@ -40,9 +40,10 @@ class Again(Protocol):
 
     def graph(self, stage: str) -> fx.Graph: ...
 
+    def whole(self, stage: str) -> fx.Graph: ...
+
     def schedule(self, hardware: Hardware, *, stage: str) -> Schedule: ...
 
-    folded: Any
     again: Any  # (mesh, shapes of the inputs) -> the program there
 
 
@@ -71,8 +72,6 @@ def derive(program: Again, hardware: Hardware, dims: Dims | None = None) -> Cost
     Raises:
         PlanError: a formula does not hold at a size that it was not made from, or the program cannot be described so.
     """
-    if program.folded is not None:
-        raise PlanError("no formula: a folded program has no graph of all blocks", fix="lower it without fold")
     if program.again is None:
         raise PlanError("no formula: a program that was loaded cannot be made again", fix="compile the model")
     known = _named(program, dims)
@@ -175,7 +174,7 @@ def _verify_axis(
 
 
 def _sample(program: Again, hardware: Hardware) -> _Sample:
-    schedule, graph = program.schedule(hardware, stage="localize"), program.graph("collectives")
+    schedule, graph = program.schedule(hardware, stage="localize"), program.whole("collectives")
     operands = {
         ir.info(node).name: node.all_input_nodes[0]
         for node in graph.nodes

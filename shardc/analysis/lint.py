@@ -16,7 +16,7 @@ from torch import fx
 from shardc.analysis.export import layers_of
 from shardc.analysis.hardware import Route, price, route
 from shardc.analysis.kernels import flops_of
-from shardc.analysis.schedule import Collective, Run, Schedule
+from shardc.analysis.schedule import HOST, Collective, Run, Schedule
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
@@ -41,6 +41,7 @@ class Finding:
         bytes: wire bytes, or bytes of memory, a rank.
         message: what is wrong.
         change: what to change in the plan or the mesh.
+        count: how many collectives, ops or parameters it is about.
     """
 
     rule: str
@@ -52,6 +53,7 @@ class Finding:
     bytes: int
     message: str
     change: str
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,11 @@ class Subject:
     step: Schedule
 
     @cached_property
-    def rows(self) -> dict[str, Collective]:
-        """The collectives of the schedule by the name of their node in the global graph; those of forward first."""
-        out: dict[str, Collective] = {}
+    def rows(self) -> dict[str, list[Collective]]:
+        """The collectives of the schedule by the name of their node in the global graph; level 3 gathers twice."""
+        out: dict[str, list[Collective]] = {}
         for each in self.schedule.collectives:
-            out.setdefault(each.name.rpartition(".")[0], each)
+            out.setdefault(each.name.rpartition(".")[0], []).append(each)
         return out
 
     @cached_property
@@ -75,19 +77,27 @@ class Subject:
         return {run.kernel.name: run for run in self.schedule.runs}
 
     def finding(
-        self, rule: str, at: tuple[str, str, str], seconds: float, nbytes: int, message: str, change: str
+        self,
+        rule: str,
+        at: tuple[str, str, str],
+        seconds: float,
+        nbytes: int,
+        message: str,
+        change: str,
+        count: int = 1,
     ) -> Finding:
         """A finding about (subject, module, source), its severity by its cost."""
         share = seconds / self.step.seconds if self.step.seconds else 0.0
         severity = "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
-        return Finding(rule, severity, *at, seconds, nbytes, message, change)
+        return Finding(rule, severity, *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
         """A finding that ``part`` of the collective ``node`` is for nothing."""
-        row = self.rows.get(ir.info(node).name)
-        if row is not None:
-            at = (row.cause.tensor, row.cause.module, row.cause.source)
-            yield self.finding(rule, at, part * row.seconds, int(part * row.wire), message, change)
+        rows = self.rows.get(ir.info(node).name)
+        if rows is not None:
+            cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
+            at = (cause.tensor, cause.module, cause.source)
+            yield self.finding(rule, at, part * seconds, int(part * wire), message, change, len(rows))
 
 
 def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
@@ -155,8 +165,8 @@ def small_messages(subject: Subject) -> Iterator[Finding]:
         lost, wire = sum(idle for _, idle in small), sum(c.wire for c, _ in small)
         yield subject.finding(
             "small-messages", (f"{kind}({axis})", "", ""), lost, wire,
-            f"{len(small)} {kind}s over {axis} in {phase} take longer to start than to send",
-            "raise Options(bucket_size=...), or lower the number of ranks on the axis",
+            f"in {phase}, each takes longer to start than to send",
+            "raise Options(bucket_size=...), or lower the number of ranks on the axis", len(small),
         )  # fmt: skip
 
 
@@ -166,10 +176,13 @@ def exposed_axis(subject: Subject) -> Iterator[Finding]:
     for axis, total in schedule.totals("axis").items():
         if total.exposed > EXPOSED_SHARE * schedule.seconds:
             share = total.exposed / schedule.seconds
+            waited = sum(1 for c in schedule.transfers if c.axis == axis and c.exposed > 0)
+            change = f"make {axis} smaller, put it inside a node, or give each rank a larger batch"
+            if axis == HOST:
+                change = "keep fewer parameters on the host, or give each rank a larger batch"
             yield subject.finding(
                 "exposed-axis", (axis, "", ""), total.exposed, total.wire,
-                f"{share:.0%} of the step waits for {axis}",
-                f"make {axis} smaller, put it inside a node, or give each rank a larger batch",
+                f"{share:.0%} of the step waits for {axis}", change, waited,
             )  # fmt: skip
 
 
@@ -188,7 +201,7 @@ def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
             yield subject.finding(
                 "axis-across-nodes", (axis, "", ""), gain, total.wire,
                 f"{axis} crosses nodes and moves more than {', '.join(quieter)}, which stays inside",
-                f"put {axis} last in the mesh: the last axes vary fastest and stay inside a node",
+                f"put {axis} last in the mesh: the last axes vary fastest and stay inside a node", len(rows),
             )  # fmt: skip
 
 
@@ -233,8 +246,8 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
         of = [c for c in low if c.axis == axis]
         yield subject.finding(
             "low-precision-sum", (axis, "", ""), 0.0, sum(c.wire for c in of),
-            f"{len(of)} sums in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
-            "hold the parameters in float32: gradients are summed in their parameter's dtype",
+            f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
+            "hold the parameters in float32: gradients are summed in their parameter's dtype", len(of),
         )  # fmt: skip
 
 
@@ -248,19 +261,29 @@ RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 )  # fmt: skip
 
 
-def merged(findings: list[Finding]) -> list[tuple[int, Finding]]:
-    """Findings that differ only in the number of a repeated layer as one, with how many there are and their sum."""
+def merged(findings: list[Finding]) -> list[Finding]:
+    """Findings that differ only in the number of a repeated layer as one, about as many things as they are together."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for f in findings:
-        groups.setdefault((f.rule, layers_of(f.subject), f.source, f.severity), []).append(f)
+        groups.setdefault(
+            tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message))), []
+        ).append(f)
     out = []
     for of in groups.values():
         first = of[0]
-        named = first.subject, first.module
-        subject, module = named if len(of) == 1 else map(layers_of, named)
-        total = Finding(
-            first.rule, first.severity, subject, module, first.source, sum(f.seconds for f in of),
-            sum(f.bytes for f in of), first.message, first.change,
+        subject, module, message = (
+            _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")
+        )
+        out.append(
+            Finding(
+                first.rule, first.severity, subject, module, first.source, sum(f.seconds for f in of),
+                sum(f.bytes for f in of), message, first.change, sum(f.count for f in of),
+            )
         )  # fmt: skip
-        out.append((len(of), total))
     return out
+
+
+def _common(names: list[str]) -> str:
+    """Names that differ in numbers as one: ``layers.*.mm.1`` of ``layers.0.mm.1`` and ``layers.1.mm.1``."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

@@ -18,6 +18,7 @@ def add_parser(commands: Any) -> None:
     )
     target.add_arguments(parser)
     target.add_hardware(parser)
+    target.add_fold(parser)
     parser.add_argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster")
     parser.set_defaults(run=run)
 
@@ -36,7 +37,11 @@ def run(options: argparse.Namespace) -> None:
     for each in (mesh, other):
         if each is not None:
             described.check(each)
-    costs = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args).costs(described)
+    costs = (
+        shardc.compile(found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold))
+        .lower(*found.args)
+        .costs(described)
+    )
     values = costs.values()
     for axis in costs.axes:
         cost = costs.cost(axis)

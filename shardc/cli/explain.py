@@ -16,6 +16,7 @@ def add_parser(commands: Any) -> None:
     target.add_arguments(parser)
     parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
     target.add_hardware(parser)
+    target.add_fold(parser)
     parser.set_defaults(run=run)
 
 
@@ -23,5 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Prints layouts and who decided them, the strategies that there were, uses and collectives."""
     described = hardware.find(options.hardware)
     found, mesh, plan, loss = target.resolve(options)
-    program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
+    program = shardc.compile(found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)).lower(
+        *found.args
+    )
     print(explain(program, options.tensor, described).text(), end="")

@@ -24,8 +24,8 @@ def run(options: argparse.Namespace) -> int:
     program, _ = schedule.predict(options)
     found = program.lint(options.hardware, stage=options.stage)
     rows = [
-        (f.severity, f.rule, str(count), milliseconds(f.seconds), str(f.bytes), f.subject, f.source or "-", f.message)
-        for count, f in merged(found)
+        (f.severity, f.rule, str(f.count), milliseconds(f.seconds), str(f.bytes), f.subject, f.source or "-", f.message)
+        for f in merged(found)
     ]
     head = ("severity", "rule", "count", "ms", "B/rank", "subject", "source", "what")
     print(tabulate(rows, head, tablefmt="plain", disable_numparse=True) if rows else "nothing found")

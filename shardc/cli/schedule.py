@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stage", default="schedule", choices=("schedule", "localize"),
         help="the graphs that run, or the joint graph before it is cut (fast on large models)",
     )  # fmt: skip
+    target.add_fold(parser)
     parser.add_argument("--order", default="graph", choices=ORDERS, help="as the graph stands, or as dependences allow")
 
 
@@ -30,7 +31,7 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     described = hardware.find(options.hardware)
     found, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    made = shardc.Options(fold=getattr(options, "fold", False), direct=described.sends or None)
+    made = shardc.Options(fold=options.fold, direct=described.sends or None)
     program = shardc.compile(found.model, mesh, plan, loss=loss, options=made).lower(*found.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
@@ -38,8 +39,9 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
 def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser("schedule", help="predict a training step's communication")
     add_arguments(parser)
-    parser.add_argument("--fold", action="store_true", help="analyse repeated blocks on a few of them")
-    parser.add_argument("--rows", type=int, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all")
+    parser.add_argument(
+        "--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"
+    )
     parser.add_argument("--trace", metavar="FILE", help="write a Chrome trace, for Perfetto")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")

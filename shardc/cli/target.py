@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -59,9 +60,21 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_fold(parser: argparse.ArgumentParser) -> None:
+    """The argument that says to fold; see `shardc.fold`."""
+    parser.add_argument("--fold", action="store_true", help="analyse repeated blocks on a few of them")
+
+
 def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
     """The argument that says which stages to look at; see `stages_of`."""
     parser.add_argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
+
+
+def count_of(text: str) -> int:
+    """A number of things, for `argparse`: 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no count; write it as 40")
+    return int(text)
 
 
 def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
@@ -164,7 +177,11 @@ def _module(where: str) -> ModuleType:
 
 def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
     if not hasattr(module, name):
-        own = [key for key, made in vars(module).items() if callable(made) and not key.startswith("_")]
+        own = [
+            key
+            for key, made in vars(module).items()
+            if isfunction(made) and made.__module__ == module.__name__ and not key.startswith("_")
+        ]
         near = get_close_matches(name, own)
         fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no functions'}"
         raise InputError(f"{where} has no {what} {name!r}", fix=fix)

@@ -78,6 +78,7 @@ class Explanation:
         alternatives: for a value that an op makes, (seconds, layouts of operands, layout of the result) of the
             strategies that the operands suggest, the one chosen first, then the cheapest first.
         uses: in the order of the graph.
+        alike: of a tensor in one of several blocks of which a few were analysed for all, which these are.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Explanation:
     decisions: tuple[Decision, ...]
     alternatives: tuple[tuple[float, str, str], ...]
     uses: tuple[Use, ...]
+    alike: str = ""
 
     @property
     def wire(self) -> int:
@@ -100,6 +102,7 @@ class Explanation:
     def text(self) -> str:
         """As text: layouts, strategies, uses, collectives, a line of totals."""
         parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
+        parts[0] += f"\nthe same in each of {self.alike}" if self.alike else ""
         parts.append(_table(("", "lies as", "because"), [(d.what, d.type, d.who) for d in self.decisions]))
         if self.alternatives:
             rows = [
@@ -138,9 +141,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     Raises:
         InputError: the program has no such tensor.
     """
-    if program.folded is not None:
-        raise InputError("a folded program has no graph of all blocks to explain", fix="lower it without fold")
-    graph = program.graph("collectives")
+    graph, folded = program.whole("collectives"), program.folded
     by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
     node = by_name.get(tensor.removeprefix("%"))
     if node is None or not isinstance(ir.info(node).value, Value):
@@ -151,12 +152,15 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     for row in program.schedule(hardware, stage="localize").collectives:
         rows.setdefault(row.name.rpartition(".")[0], []).append(row)
     record = ir.info(node)
+    alike = "" if folded is None else folded.alike(record.name.removeprefix("d."))
     param = record.role is not None and record.role.kind == "param"
     uses = list(_uses(node, rows))
     decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]
     if param:
         computed = dict.fromkeys(use.takes for use in uses)
-        said = program.causes.get(record.name) or "no entry splits it for compute: it is whole there"
+        said = (program.causes if folded is None else folded.causes).get(
+            record.name
+        ) or "no entry splits it for compute: it is whole there"
         decisions += [Decision("compute", takes, said) for takes in computed]
         made = next((x for role, x in ir.outputs(graph) if role.kind == "grad" and role.name == record.name), None)
         if isinstance(made, fx.Node):
@@ -167,7 +171,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     source = record.origin.source or next((use.source for use in uses if use.source), "")
     return Explanation(
         record.name, _kind(record), record.origin.module, source, tuple(decisions),
-        tuple(_alternatives(program, node)), tuple(uses),
+        tuple(_alternatives(program, node)), tuple(uses), alike,
     )  # fmt: skip
 
 
@@ -182,7 +186,7 @@ def _who(program: Program, node: fx.Node) -> str:
     record = ir.info(node)
     origin = record.origin
     if record.role is not None:
-        level = program.levels.get(record.name, 0)
+        level = (program.levels if program.folded is None else program.folded.levels).get(record.name, 0)
         if record.role.kind == "param":
             said = origin.cause or "no entry speaks of it: whole on every rank"
             return f"{said}, level {level}" if level and "level" not in said else said
@@ -207,7 +211,7 @@ def _rule(node: fx.Node) -> str:
 def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str, str]]:
     """The priced strategies of the op that makes ``node``, read off the graph that `propagate` left."""
     name = ir.info(node).name
-    twin = next((x for x in program.graph("propagate").nodes if x.op != "output" and ir.info(x).name == name), None)
+    twin = next((x for x in program.whole("propagate").nodes if x.op != "output" and ir.info(x).name == name), None)
     needs = None if twin is None else ir.info(twin).needs
     if twin is None or needs is None or not hasattr(twin.target, "_schema"):
         return

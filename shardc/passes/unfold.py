@@ -333,6 +333,9 @@ class _Unfolding:
         return [self._one_output(role, node, block - self.names.last) for block in blocks for role, node in group]
 
     def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
+        copied = shift and self.names.own(role.name) == self.names.last
+        if copied and isinstance(node, fx.Node) and node not in self.places:
+            raise NotPeriodic(f"{ir.info(node).name}, which gives {role.name}, stands apart from its block")
         there = self._there(node, shift) if isinstance(node, fx.Node) else node
         if role.kind == "saved":
             return replace(role, name=there.name), there

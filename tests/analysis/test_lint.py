@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import shardc
+from examples.models import llama
 from shardc.__main__ import main
 from shardc.analysis.lint import SEVERITIES, Finding, merged
 from shardc.ir.mesh import Mesh
@@ -75,11 +78,31 @@ def test_findings_come_by_severity_and_merge_by_layer() -> None:
     ranks = [SEVERITIES.index(f.severity) for f in findings]
     assert ranks == sorted(ranks)
     first, second = (
-        Finding("repeated-gather", "low", f"layers.{n}.w", f"layers.{n}", "a.py:1", 1.0, 8, "twice", "pin it")
+        Finding(
+            "repeated-gather", "low", f"layers.{n}.w", f"layers.{n}", "a.py:1", 1.0, 8, f"as %layers.{n}.v", "pin it", 3
+        )
         for n in "01"
     )
-    both = Finding("repeated-gather", "low", "layers.*.w", "layers.*", "a.py:1", 2.0, 16, "twice", "pin it")
-    assert merged([first, second]) == [(2, both)] and merged([first]) == [(1, first)]
+    both = Finding("repeated-gather", "low", "layers.*.w", "layers.*", "a.py:1", 2.0, 16, "as %layers.*.v", "pin it", 6)
+    assert merged([first, second]) == [both] and merged([first]) == [first]
+    other = replace(second, message="else")
+    assert merged([first, other]) == [first, other]
+
+
+def test_small_messages_are_counted_once_and_by_phase() -> None:
+    """What a row counts is what it is about: the collectives of one kind, axis and phase in the step that runs."""
+    model, args = llama.tiny()
+    plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)
+    program = shardc.compile(model, Mesh(dp=2, tp=2), plan).lower(*args)
+    rows = [f for f in merged(program.lint()) if f.rule == "small-messages"]
+    all_of_them = program.schedule().collectives
+    for row in rows:
+        phase = row.message.split()[1].rstrip(",")
+        same = [c for c in all_of_them if f"{c.kind}({c.axis})" == row.subject and c.phase == phase]
+        assert row.count == len(same) and row.bytes == sum(c.wire for c in same)
+    assert {(row.subject, row.message.split(",")[0]) for row in rows} >= {
+        ("all_gather(tp)", "in forward"), ("all_gather(tp)", "in backward")
+    }  # fmt: skip
 
 
 def test_the_command_fails_on_what_is_severe(capsys: pytest.CaptureFixture[str]) -> None:
