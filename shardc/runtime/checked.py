@@ -9,7 +9,7 @@ run without it, and the arenas of `shardc.runtime.buffers` give nothing away tha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
@@ -35,6 +35,7 @@ class _Result:
     slot: Slot | None
     state: str
     made: list[Tensor]
+    sent_by: list[str] = field(default_factory=list)  # the collectives that send it on and were not waited for
 
 
 class Ledger:
@@ -77,16 +78,27 @@ class Ledger:
         if result.state == RELEASED:
             raise VerifyError(f"%{by} uses %{result.name} after its release", fix=_FIX)
 
+    def send(self, key: Any, by: str) -> None:
+        """``by`` starts to send the result on, which must stay as it is until it is waited for."""
+        self._results[key].sent_by.append(by)
+
+    def sent(self, by: str) -> None:
+        """What ``by`` sends has arrived."""
+        for result in self._results.values():
+            result.sent_by = [each for each in result.sent_by if each != by]
+
     def release(self, key: Any) -> None:
         """The result is used no more; its bytes are overwritten.
 
         Raises:
-            VerifyError: it was released before, or never taken.
+            VerifyError: it was released before, or never taken, or is still being sent on.
         """
         result = self._results.get(key)
         if result is None or result.state == RELEASED:
             what = f"slot {key}" if result is None else f"%{result.name}"
             raise VerifyError(f"{what} is released twice, or was never in use", fix=_FIX)
+        if result.sent_by:
+            raise VerifyError(f"%{result.name} is written over while %{result.sent_by[0]} sends it", fix=_FIX)
         result.state = RELEASED
         for made in result.made:
             poison(made)
@@ -126,6 +138,7 @@ class _Run:
         self.gm, self.plan, self.ledger = gm, plan, Ledger()
         self.values: dict[fx.Node, Any] = {}
         self.behind: dict[fx.Node, dict[int, Any]] = {}  # by storage, the result that lies there
+        self.waits: dict[fx.Node, int] = {}  # of each collective, how many are still to come
         self.results: Sequence[Any] = ()
         feed, last = list(inputs), _last_uses(gm.graph)
         inputs.clear()
@@ -165,15 +178,29 @@ class _Run:
                 raise
             raise VerifyError(error.what, fix=error.fix, program=op_line(self.gm, node)) from None
 
+    def _arrived(self, wait: fx.Node) -> None:
+        """What a collective sends may change when each of its results was waited for."""
+        start = wait.all_input_nodes[0]
+        start = start.all_input_nodes[0] if start.target is getitem else start
+        if start in self.waits:
+            self.waits[start] -= 1
+            if not self.waits[start]:
+                self.ledger.sent(ir.info(start).name)
+
     def _run(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if node.op == "output":
             self.results = args[0]
             return
+        if node.target is _WAIT:
+            self._arrived(node)
         target: Any = node.target
         made = self.values[node] = target(*args, **kwargs)
         tensors = made if isinstance(made, list | tuple) else [made]
         if collective_kind(node) is not None:
+            for sent in {k for read in node.all_input_nodes for k in self.behind.get(read, {}).values()}:
+                self.ledger.send(sent, ir.info(node).name)
+            self.waits[node] = _waits_on(node)
             self.behind[node] = {}
             numbers: Any = _slots_of(node)
             for at, x in enumerate(tensors):
@@ -193,6 +220,11 @@ def _slots_of(node: fx.Node) -> list[int]:
     names = [argument.name for argument in target._schema.arguments]
     numbers: Any = node.args[-1]
     return list(numbers) if names[-1] == "slots" and len(node.args) == len(names) else []
+
+
+def _waits_on(node: fx.Node) -> int:
+    """How many waits there are on what the collective ``node`` starts, through the items of one of several results."""
+    return sum(1 if user.target is _WAIT else _waits_on(user) for user in node.users if user.target in (_WAIT, getitem))
 
 
 def _storage(x: Tensor) -> int:

@@ -18,6 +18,7 @@ import shardc
 from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
+from shardc.ir.tally import arguments_of
 from shardc.runtime.checked import Ledger, poison
 from tests.passes.test_golden import MLP
 
@@ -111,6 +112,37 @@ def test_a_read_before_the_wait_is_found() -> None:
     with pytest.raises(VerifyError, match=found) as error:
         step(shardc.fsdp("dp"), plant)
     assert error.value.program is not None and error.value.program.startswith("%up.t: f32[8,32] = t(")
+
+
+def test_a_write_into_what_is_still_sent_on_is_found() -> None:
+    """A gathered weight is handed on to a collective that is waited for behind the release of its bytes."""
+
+    def plant(half: fx.GraphModule) -> None:
+        nodes = {ir.info(n).name: n for n in half.graph.nodes if n.op != "output"}
+        whole, gather = nodes["up.weight.full"], nodes["up.weight.full.all_gather_into_tensor"].args[0]
+        group = arguments_of(gather)["group_name"]
+        with half.graph.inserting_after(whole):
+            sum_of = half.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (whole, "sum", group))
+        with half.graph.inserting_before(ir.output_node(half.graph)):
+            wait = half.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (sum_of,))
+        for node, name in ((sum_of, "sum"), (wait, "sum.waited")):
+            node.meta.update(whole.meta)
+            ir.set_info(node, replace(ir.info(whole), name=name))
+        number = arguments_of(gather)["slots"][0]
+        places = {node: at for at, node in enumerate(half.graph.nodes)}
+        tampered(number, end=max(places[user] for user in whole.users if user is not sum_of))(half)
+
+    found = "%up.weight.full.all_gather_into_tensor is written over while %sum sends it"
+    with pytest.raises(VerifyError, match=found):
+        step(shardc.fsdp("dp"), plant)
+    ledger = Ledger()
+    ledger.take(0, "x", None, torch.zeros(4))
+    ledger.arrive(0)
+    ledger.send(0, "y")
+    with pytest.raises(VerifyError, match="%x is written over while %y sends it"):
+        ledger.release(0)
+    ledger.sent("y")
+    ledger.release(0)
 
 
 def test_released_bytes_are_poisoned() -> None:
