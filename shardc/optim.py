@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.adam import adam
 
 from shardc.errors import InputError
 from shardc.runtime.module import ShardedModule
@@ -78,11 +80,16 @@ class _OnShards(torch.optim.Optimizer):
     base: Any
     _names: dict[int, str]
     _shards: list[list[_Shard]]  # of each group, as the last step had them
+    _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # their parameters, and the local tensors of these
     _local: defaultdict[Any, Any]  # their state, as the base class keeps it
+    _calls: list[_AdamCall] | None  # what the last step came to, where it can be done again without the base class,
+    _held: list[dict[str, Any]]  # the state of each parameter then,
+    _values: list[Any]  # and all that was in them
 
     def bind(self, names: dict[int, str]) -> None:
         """Takes the names of the module's parameters by id."""
-        self._names, self._shards, self._local = names, [], defaultdict(dict)
+        self._names, self._local, self._calls = names, defaultdict(dict), None
+        self._shards, self._tensors = [], []
         for group in self.param_groups:
             for param in group["params"]:
                 if id(param) not in names:
@@ -95,15 +102,18 @@ class _OnShards(torch.optim.Optimizer):
         """One step. On all shards of a group it is one call of the fused kernel.
 
         Shards, and their state as the base class has it, are kept from step to step; what is looked at of each
-        parameter is whether its local tensor and the values of its state are the objects that they were.
+        parameter is whether its local tensor and the values of its state are the objects that they were. Adam's kernel,
+        on a CPU, is then called at once; else the step is the base class's.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         groups, state = self.param_groups, self.state
+        if self._again(groups, state):
+            return loss
         self._look(groups)
-        self.param_groups = [
+        self.param_groups = local = [
             _local_group(group, mine, [shard.take_grad() for shard in mine])
             for group, mine in zip(groups, self._shards, strict=True)
         ]
@@ -111,8 +121,11 @@ class _OnShards(torch.optim.Optimizer):
             for shard in mine:
                 shard.read(state.get(shard.param), bool(group.get("fused")), self._local)
         self.state = self._local
+        calls = None
         try:
             _plain_step(self.base)(self)
+            if _is_adam(self.base) and all(map(_AdamCall.can_be, local)):
+                calls = [_AdamCall(mine, self._local) for mine in self._shards]
         finally:
             self.param_groups, self.state = groups, state
             for mine in self._shards:
@@ -121,17 +134,49 @@ class _OnShards(torch.optim.Optimizer):
         for mine in self._shards:
             for shard in mine:
                 shard.write(self._local.get(shard.data), state)
+        self._calls = calls
+        self._held = list(state.values())
+        self._values = list(chain.from_iterable(map(dict.values, self._held)))
         return loss
+
+    def _again(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> bool:
+        """The calls of the last step once more, with the gradients and numbers of now; whether that could be."""
+        scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
+        if self._calls is None or scaled or not self._are_known(groups) or not self._is_as_left(state):
+            return False
+        given = [call.gradients(group) for call, group in zip(self._calls, groups, strict=True)]
+        if any(grads is None for grads in given):
+            return False
+        with torch.no_grad():
+            for call, group, grads in zip(self._calls, groups, given, strict=True):
+                call(group, grads or [])
+        return True
+
+    def _is_as_left(self, state: dict[Any, Any]) -> bool:
+        """Whether the state holds the very objects that the last step of the base class left in it."""
+        return (
+            len(state) == len(self._held)
+            and all(map(is_, state.values(), self._held))
+            and sum(map(len, self._held)) == len(self._values)
+            and all(map(is_, chain.from_iterable(map(dict.values, self._held)), self._values))
+        )
+
+    def _are_known(self, groups: list[dict[str, Any]]) -> bool:
+        """Whether groups, parameters and their local tensors are what they were."""
+        return len(groups) == len(self._tensors) and all(
+            len(group["params"]) == len(params)
+            and all(map(is_, group["params"], params))
+            and all(map(is_, map(attrgetter("_local_tensor"), params), local))
+            for group, (params, local) in zip(groups, self._tensors, strict=True)
+        )
 
     def _look(self, groups: list[dict[str, Any]]) -> None:
         """Makes the shards anew where groups, parameters or their local tensors are not what they were."""
-        if len(groups) == len(self._shards) and all(
-            len(group["params"]) == len(mine) and all(map(_Shard.is_of, mine, group["params"]))
-            for group, mine in zip(groups, self._shards, strict=True)
-        ):
+        if self._are_known(groups):
             return
         self._local = defaultdict(dict)
         self._shards = [[_Shard(p, self._names.get(id(p), "?")) for p in group["params"]] for group in groups]
+        self._tensors = [([x.param for x in mine], [x.local for x in mine]) for mine in self._shards]
 
 
 class _Shard:
@@ -142,28 +187,27 @@ class _Shard:
         self.local: Tensor = param._local_tensor  # type: ignore[attr-defined]
         self.data = nn.Parameter(self.local, requires_grad=self.local.is_floating_point() or self.local.is_complex())
         self.fuses = self.local.is_floating_point()
-        self._dtype = self.local.dtype
+        self.dtype = self.local.dtype
         self._known: list[Any] = []  # what the parameter's state held when it was last read or written,
         self._left: list[Any] = []  # and what the shard's did
 
-    def is_of(self, param: nn.Parameter) -> bool:
-        """Whether it still is the shard of ``param``."""
-        return self.param is param and param._local_tensor is self.local  # type: ignore[attr-defined]
-
     def take_grad(self) -> bool:
         """Takes the parameter's gradient; whether a fused kernel can take both."""
-        grad: Any = self.param.grad
+        grad = self.param.grad
         if grad is None:
             return self.fuses
-        if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
-            local = grad._local_tensor
-        else:
-            local = local_grad(self.name, self.param)
-        same = local.dtype == self._dtype
+        local = self.gradient(grad)
+        same = local.dtype == self.dtype
         if not same:
             self.data.grad_dtype = local.dtype
         self.data.grad = local
         return self.fuses and same
+
+    def gradient(self, grad: Any) -> Tensor:
+        """The local tensor of ``grad``, which is the parameter's."""
+        if type(grad) is DTensor and grad._spec is self.param._spec:  # type: ignore[attr-defined]
+            return grad._local_tensor
+        return local_grad(self.name, self.param)
 
     def read(self, state: dict[str, Any] | None, fused: bool, into: dict[Any, Any]) -> None:
         """The state of the parameter as the shard has it; a fused kernel wants the count of steps on its own device."""
@@ -198,6 +242,60 @@ class _Shard:
         return like_parameter(x, self.param)
 
 
+class _AdamCall:
+    """What a step of Adam or AdamW comes to on the shards of one group: one call of the fused kernel.
+
+    Args:
+        shards: of the group, with the gradients that they had.
+        state: of the shards, behind the step.
+    """
+
+    def __init__(self, shards: list[_Shard], state: dict[Any, Any]) -> None:
+        self._used = [shard for shard in shards if shard.data.grad is not None]
+        self._unused = [shard for shard in shards if shard.data.grad is None]
+        self._params: list[Tensor] = [shard.data for shard in self._used]
+        held = [state[param] for param in self._params]
+        self._averages, self._squares, self._steps = ([x[k] for x in held] for k in ("exp_avg", "exp_avg_sq", "step"))
+        self._largest: list[Tensor] = [x["max_exp_avg_sq"] for x in held if "max_exp_avg_sq" in x]
+
+    @staticmethod
+    def can_be(group: dict[str, Any]) -> bool:
+        """Whether a step of a group of shards was the fused kernel's, on a CPU."""
+        return bool(group["fused"]) and all(x.device.type == "cpu" for x in group["params"])
+
+    def gradients(self, group: dict[str, Any]) -> list[Tensor] | None:
+        """The shards' gradients, for a call; None where more than their values and the group's numbers is new."""
+        if _asks_for_another(group) or (bool(group["amsgrad"]) != bool(self._largest) and self._params):
+            return None
+        if any(shard.param.grad is not None for shard in self._unused):
+            return None
+        grads = []
+        for shard in self._used:
+            grad: Any = shard.param.grad
+            if grad is None:
+                return None
+            local = shard.gradient(grad)
+            if local.dtype is not shard.dtype or local.layout is not torch.strided:
+                return None
+            grads.append(local)
+        return grads
+
+    def __call__(self, group: dict[str, Any], grads: list[Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        numbers = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        adam(
+            self._params, grads, self._averages, self._squares, self._largest, self._steps, fused=True, beta1=beta1,
+            beta2=beta2, decoupled_weight_decay=group["decoupled_weight_decay"], **numbers,
+        )  # fmt: skip
+
+
+def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
+    """Whether a step of ``base`` is Adam's own."""
+    plain: Any = torch.optim.Adam
+    mine: Any = base
+    return _plain_step(base) is _plain_step(plain) and getattr(mine, "_init_group", None) is plain._init_group
+
+
 def _same(state: dict[str, Any], held: list[Any]) -> bool:
     """Whether ``state`` holds the very objects that it did."""
     return len(state) == len(held) and all(map(is_, state.values(), held))
@@ -206,10 +304,14 @@ def _same(state: dict[str, Any], held: list[Any]) -> bool:
 def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool]) -> dict[str, Any]:
     """The group with shards for parameters, to run fused if that can be and nothing else is asked for."""
     out = {**group, "params": [shard.data for shard in shards]}
-    asked = any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
-    if "fused" in group and not asked and all(fuses):
+    if "fused" in group and not _asks_for_another(group) and all(fuses):
         out["fused"] = True
     return out
+
+
+def _asks_for_another(group: dict[str, Any]) -> bool:
+    """Whether the options of a group ask for another implementation than the fused one."""
+    return any(group.get(name) for name in ("foreach", "differentiable", "capturable")) or group.get("fused") is False
 
 
 def _plain_step(base: type[torch.optim.Optimizer]) -> Callable[..., Any]:
