@@ -11,18 +11,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardc.runtime import shared
+
 _SELF = Path("/proc/self")
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has written so far; gloo's share of a training step's is all but a few."""
-    return _field("io", "wchar")
+    """Bytes that this process has written so far, gloo's share of a training step's is all but a few; and those that it
+    left for peers to read from memory that they share."""
+    return _field("io", "wchar") + shared.sent()
 
 
 def collectives_started() -> int:
-    """Collectives that this process has started so far, over all of its groups; a send and a receive count one each."""
+    """Collectives that this process has started so far, over all of its groups; a send and a receive count one each, an
+    exchange through shared memory one with all of its peers."""
     groups = [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    return sum(group._get_sequence_number_for_group() for group in groups) + shared.started()
 
 
 def restart_peak() -> None:

@@ -2,22 +2,25 @@
 
 A shard goes from where it lies to its place in the receiver's result. Gloo's own collectives copy a list of tensors
 into one buffer and out of it again, run a reduce-scatter as a whole all-reduce, and take several times as long for a
-gather (on one machine). A sum is taken when the result is waited for, in the ranks' order, so that replicas are equal
-bit for bit.
+gather (on one machine); ranks that run on one machine share memory for these messages (`shardc.runtime.shared`). A sum
+is taken when the result is waited for, in the ranks' order, so that replicas are equal bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import shardc.ir.comm  # noqa: F401  (defines the ops)
+from shardc.ir.tally import arguments_of
+from shardc.runtime import shared
 from shardc.runtime.buffers import empty
 from shardc.runtime.exchange import COMBINE
 
@@ -28,15 +31,42 @@ _REDUCE = {
     "product": dist.ReduceOp.PRODUCT,
 }  # fmt: skip
 
+_OPS = {
+    torch.ops.shardc.all_gather_into_tensor_coalesced.default,
+    torch.ops.shardc.reduce_scatter_tensor_coalesced.default, torch.ops.shardc.all_reduce_coalesced.default,
+}  # fmt: skip
+
 _library = torch.library.Library("shardc", "IMPL")
 
 
-class _Exchange(dist.Work):
-    """Messages on their way, and what is left to do once they are there."""
+def connect(graph: fx.Graph) -> None:
+    """Connects this rank with its peers of the groups over which ``graph`` sends messages, where they share memory.
 
-    def __init__(self, messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None] | None) -> None:
+    All of them call it with the same graph. What is not connected before is at its first collective.
+    """
+    for name in sorted({str(arguments_of(node)["group_name"]) for node in graph.nodes if node.target in _OPS}):
+        shared.channel(_group(name)[0])
+
+
+class _Exchange(dist.Work):
+    """Messages on their way, and what is left to do once they are there.
+
+    Args:
+        messages: to be waited for; none where the ranks share memory.
+        keep: what lives as long as the messages.
+        finish: what is done then.
+        close: what is done last, or when nobody waits.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Any],
+        keep: Sequence[Tensor],
+        finish: Callable[[], None] | None = None,
+        close: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._messages, self._keep, self._finish = messages, keep, finish
+        self._messages, self._keep, self._finish, self._close = messages, keep, finish, close
 
     def wait(self, timeout: Any = None) -> bool:
         messages, self._messages = self._messages, ()
@@ -46,39 +76,57 @@ class _Exchange(dist.Work):
         if finish is not None:
             finish()
         self._keep = ()
+        self.close()
         return True
+
+    def close(self) -> None:
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
-    group, rank = _group(group_name)
+    group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
     made = [
         empty(slots, at, x, (group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for at, x in enumerate(inputs)
     ]
     parts = [full.view(group_size, -1) for full in made]
-    rows = [x.view(1, -1).expand(group_size, -1) for x in inputs]
-    messages = _exchange(
-        group, rank, [(row.__getitem__, part.__getitem__) for row, part in zip(rows, parts, strict=True)]
-    )
-    for x, part in zip(inputs, parts, strict=True):
-        part[rank].copy_(x.view(-1))
-    return _started(made, messages, inputs)
+    flat = [x.view(-1) for x in inputs]
+    channel = shared.channel(group)
+    if channel is None:
+        rows = [x.expand(group_size, -1) for x in flat]
+        messages = _exchange(
+            group, rank, [(row.__getitem__, part.__getitem__) for row, part in zip(rows, parts, strict=True)]
+        )
+        torch._foreach_copy_([part[rank] for part in parts], flat)
+        return _started(made, _Exchange(messages, inputs))
+    exchange = channel.start([(peers, inputs)])
+    torch._foreach_copy_([part[rank] for part in parts], flat)
+
+    def finish() -> None:
+        for peer in peers:
+            torch._foreach_copy_([part[peer] for part in parts], channel.received(exchange, peer, inputs))
+
+    return _started(made, _Exchange((), inputs, finish, partial(channel.done, exchange)))
 
 
 def _reduce_scatter(
     inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
 ) -> list[Tensor]:
-    group, rank = _group(group_name)
     terms = [x.contiguous().view(group_size, -1) for x in inputs]
     shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
-    return _reduced(group, rank, terms, shapes, reduce_op, slots)
+    return _reduced(group_name, terms, shapes, reduce_op, slots)
 
 
 def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
-    group, rank = _group(group_name)
+    group, _, _ = _group(group_name)
     if group.size() == 2:
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
-        return _reduced(group, rank, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
+        return _reduced(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
     # Everything to everyone is 2(n-1)/n of the least that must be sent only where n is 2.
     flat = empty(slots, 0, inputs[0], (sum(x.numel() for x in inputs),))
     torch.cat([x.reshape(-1) for x in inputs], out=flat)
@@ -90,33 +138,45 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
         if reduce_op == "avg":
             flat.div_(group.size())
 
-    return _started(made, [group.allreduce([flat], options)], [flat], finish)
+    return _started(made, _Exchange([group.allreduce([flat], options)], [flat], finish))
 
 
 def _reduced(
-    group: dist.ProcessGroup,
-    rank: int,
-    terms: list[Tensor],
-    shapes: list[tuple[int, ...]],
-    op: str,
-    slots: Sequence[int],
+    group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
 ) -> list[Tensor]:
     """This rank's row of ``terms``, each [ranks, elements] with a row for each rank, reduced over the ranks."""
+    group, rank, peers = _group(group_name)
     ranks = group.size()
     made = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
-    peers = [peer for peer in range(ranks) if peer != rank]
-    # The first to come goes where the result will be, the others beside it.
-    came = []
-    for at, result in enumerate(made):
-        beside = empty(slots, len(made) + at, result, (ranks - 2, result.numel())) if ranks > 2 else ()
-        came.append(dict(zip(peers, [result.view(-1), *beside], strict=True)))
-    messages = _exchange(
-        group, rank, [(term.__getitem__, into.__getitem__) for term, into in zip(terms, came, strict=True)]
-    )
+    channel = shared.channel(group)
+    if channel is not None:
+        like = [term[rank] for term in terms]
+        exchange = channel.start([((peer,), [term[peer] for term in terms]) for peer in peers])
+
+        def came(peer: int) -> list[Tensor]:
+            return channel.received(exchange, peer, like)
+
+        started, close = [], partial(channel.done, exchange)
+    else:
+        # The first to come goes where the result will be, the others beside it.
+        into = []
+        for at, result in enumerate(made):
+            beside = empty(slots, len(made) + at, result, (ranks - 2, result.numel())) if ranks > 2 else ()
+            into.append(dict(zip(peers, [result.view(-1), *beside], strict=True)))
+
+        def came(peer: int) -> list[Tensor]:
+            return [rows[peer] for rows in into]
+
+        started, close = (
+            _exchange(
+                group, rank, [(term.__getitem__, rows.__getitem__) for term, rows in zip(terms, into, strict=True)]
+            ),
+            None,
+        )
 
     def finish() -> None:
-        for result, term, into in zip(made, terms, came, strict=True):
-            rows = [term[peer] if peer == rank else into[peer] for peer in range(ranks)]
+        given = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
+        for result, *rows in zip(made, *given, strict=True):
             total = result.view(-1)
             torch.add(rows[0], rows[1], out=total) if op in ("sum", "avg") else total.copy_(COMBINE[op](*rows[:2]))
             for row in rows[2:]:
@@ -124,12 +184,14 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(made, messages, terms, finish)
+    return _started(made, _Exchange(started, terms, finish, close))
 
 
-def _group(name: str) -> tuple[dist.ProcessGroup, int]:
+def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
+    """A group, this rank's place in it, and its peers' places."""
     group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str with a name of its own
-    return group, group.rank()
+    rank = group.rank()
+    return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
 Row = Callable[[int], Tensor]
@@ -150,11 +212,8 @@ def _exchange(group: dist.ProcessGroup, rank: int, tensors: Sequence[tuple[Row, 
     return messages
 
 
-def _started(
-    made: list[Tensor], messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None] | None = None
-) -> list[Tensor]:
-    """``made``, each to be waited for; ``keep`` lives as long as the messages."""
-    work = _Exchange(messages, keep, finish)
+def _started(made: list[Tensor], work: _Exchange) -> list[Tensor]:
+    """``made``, each to be waited for."""
     for storage in {x.untyped_storage().data_ptr(): x for x in made}.values():
         _register_work(storage, work)
     return made

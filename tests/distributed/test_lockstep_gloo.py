@@ -1,14 +1,17 @@
-"""Each collective, called on four gloo processes and in lockstep: the same tensors."""
+"""Each collective, called on four processes and in lockstep: the same tensors, over gloo and through shared memory."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardc.ir.comm import group_name
 from shardc.ir.layout import REDUCE_OPS
 from shardc.ir.mesh import Mesh
+from shardc.runtime import shared
 from shardc.runtime.eager import Eager
 from shardc.runtime.groups import Groups, device_mesh
 from shardc.runtime.lockstep import Lockstep, PerRank
@@ -24,6 +27,10 @@ def inputs(seed: int, *shape: int) -> PerRank:
     return PerRank(torch.randint(-9, 9, shape, generator=generator).float() for _ in range(MESH.ranks))
 
 
+def of_dtype(x: PerRank, dtype: torch.dtype = torch.float64) -> PerRank:
+    return PerRank(each.to(dtype) for each in x)
+
+
 def calls(axes: tuple[str, ...], size: int) -> list[tuple[Any, list[Any], dict[str, Any]]]:
     """(collective, arguments before the group's name, further tensors) on groups of ``size`` ranks along ``axes``."""
     x, y = inputs(1, 4, 3), inputs(2, 8)
@@ -34,6 +41,7 @@ def calls(axes: tuple[str, ...], size: int) -> list[tuple[Any, list[Any], dict[s
         (c10d.reduce_scatter_tensor_coalesced.default, [[x, y], "sum", size], {}),
         (c10d.all_reduce_coalesced.default, [[x, y], "sum"], {}),
         (direct.all_gather_into_tensor_coalesced.default, [[x, y, inputs(5), inputs(6, 0, 3)], size], {}),
+        (direct.all_gather_into_tensor_coalesced.default, [[of_dtype(x, torch.bool), y, of_dtype(x)], size], {}),
         (c10d.all_reduce_.default, [inputs(4, 5), "sum"], {}),
         (c10d.broadcast.default, [x, 1], {}),
         (c10d.all_to_all_single.default, [x, [4 // size] * size, [4 // size] * size], {}),
@@ -70,5 +78,18 @@ def collectives_do_what_lockstep_does() -> None:
                 assert torch.equal(c10d.wait_tensor(one), other), f"{op} over {axes}: {one}, lockstep {other}"
 
 
-def test_collectives_on_gloo_and_in_lockstep() -> None:
-    run_ranks(MESH.ranks, collectives_do_what_lockstep_does)
+def over_gloo() -> None:
+    """A rank that does not want to share memory, and all of its groups, since its peers go along."""
+    os.environ["SHARDC_SHARED_MEMORY"] = str(int(dist.get_rank() != 1))
+    collectives_do_what_lockstep_does()
+    assert dist.get_rank() != 1 or not shared.started()
+
+
+def in_shared_memory() -> None:
+    os.environ.pop("SHARDC_SHARED_MEMORY", None)
+    collectives_do_what_lockstep_does()
+    assert shared.started()
+
+
+def test_collectives_on_ranks_and_in_lockstep() -> None:
+    run_ranks(MESH.ranks, over_gloo, in_shared_memory)
