@@ -211,9 +211,15 @@ class Channel:
         for each, other in talking:
             each._hear(other, wait=False)
 
+    def close(self) -> None:
+        """Hangs up; what was sent can still be read."""
+        for peer in self._peers.values():
+            peer.socket.close()
+        while self._files:
+            os.close(self._files.pop())
+
     def __del__(self) -> None:
-        for file in self._files:
-            os.close(file)
+        self.close()
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDictionary()

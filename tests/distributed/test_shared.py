@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 from collections.abc import Callable
 
 import torch
@@ -91,11 +89,7 @@ def a_peer_may_leave_early() -> None:
     made = [direct.reduce_scatter_tensor_coalesced([torch.ones(RANKS)], "sum", RANKS, group.group_name) for _ in "ab"]
     dist.barrier()
     if dist.get_rank() == 1:
-        dist.destroy_process_group(group)
-        left = weakref.ref(group)
-        del group
-        gc.collect()
-        assert left() is None, "and its sockets with it"
+        shared.channel(group).close()  # type: ignore[union-attr]  # as its process's end does
     dist.barrier()
     if dist.get_rank() != 1:
         assert all(torch.equal(wait(x), torch.full((1,), float(RANKS))) for (x,) in made)
