@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 import time
@@ -17,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.analysis.cost import CostModel, Measured, Messages
+from shardc.analysis.cost import CostModel, Measured, Messages, Shared
 from shardc.analysis.hardware import CPU
 from shardc.errors import InputError
 from shardc.runtime.measure import measure_collectives, measure_compute, measure_messages
@@ -77,9 +78,10 @@ def _measure(runs: int, out: str) -> None:
     flops, attention, memory_bandwidth = measure_compute(runs)
     launch = measure_launch(runs)
     if dist.get_rank() == 0:
-        latency, call, message, bandwidth, share = sent[-1]
-        hop = max(latency - sent[0][0], 0.0) / max(sizes[-1] - 2, 1)
-        messages = Messages(sent[0][0], call, message, hop, bandwidth, share)
+        few, all_ = sent[0], sent[-1]
+        hop = max(all_.latency - few.latency, 0.0) / max(sizes[-1] - 2, 1)
+        shared = Shared(all_.latency, all_.staging, all_.reading) if math.isfinite(all_.staging) else None
+        messages = Messages(few.latency, all_.call, all_.message, hop, all_.bandwidth, all_.share, shared)
         cost = CostModel(
             latency=min(row.latency for row in rows), bandwidth=max(row.bandwidth for row in rows),
             flops=flops, memory_bandwidth=memory_bandwidth, kinds=tuple(rows),
@@ -114,10 +116,17 @@ def _print(cost: CostModel) -> None:
         print(f"{row.kind:15} {row.ranks} ranks {row.latency * 1e6:8.0f} us {row.bandwidth / 1e6:8.0f} MB/s")
     assert cost.messages is not None
     sent = cost.messages
-    print(
-        f"messages: {sent.latency * 1e6:.0f} us, {sent.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
-        f"{sent.call * 1e6:.0f} us, {sent.message * 1e6:.0f} us each, and {sent.share:.0%} of what runs beside them"
-    )
+    if (own := sent.shared) is not None:
+        print(
+            f"messages in shared memory: {own.latency * 1e6:.0f} us; of a rank's own time {sent.call * 1e6:.0f} us, "
+            f"{sent.message * 1e6:.0f} us each, at the start {own.staging / 1e6:.0f} MB/s, at the end "
+            f"{own.reading / 1e6:.0f} MB/s"
+        )
+    else:
+        print(
+            f"messages: {sent.latency * 1e6:.0f} us, {sent.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
+            f"{sent.call * 1e6:.0f} us, {sent.message * 1e6:.0f} us each, and {sent.share:.0%} of what runs beside them"
+        )
     print(
         f"compute: {cost.flops / 1e9:.1f} Gflop/s, {cost.attention:.0%} of that in attention, "
         f"{cost.memory_bandwidth / 1e9:.1f} GB/s, {cost.launch * 1e6:.0f} us a kernel"

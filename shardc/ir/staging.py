@@ -5,12 +5,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
+
+import torch
 
 ALIGNMENT = 64  # bytes
 _PAGE = 4096
 _LEAST = 1 << 16  # bytes of a segment
+
+
+class Part(NamedTuple):
+    """Tensors that lie one after the other.
+
+    Args:
+        offsets: of each, in bytes; aligned where they are of several dtypes.
+        size: bytes of all, so that what follows is aligned.
+    """
+
+    offsets: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Part:
+        """Of tensors by (dtype, bytes)."""
+        mixed = len({dtype for dtype, _ in tensors}) > 1
+        ends = [0, *accumulate(_up(size, ALIGNMENT) if mixed else size for _, size in tensors)]
+        return cls(tuple(ends[:-1]), _up(ends[-1], ALIGNMENT))
 
 
 class Block(NamedTuple):
@@ -27,9 +50,12 @@ class Staging:
 
     Attributes:
         segments: bytes of each segment.
+        used, peak: bytes in use, and the most that were.
     """
 
     segments: list[int] = field(default_factory=list)
+    used: int = 0
+    peak: int = 0
     _holes: list[Block] = field(default_factory=list)
 
     @property
@@ -56,10 +82,13 @@ class Staging:
             hole = Block(len(self.segments) - 1, 0, self.segments[-1])
         if hole.size > size:
             self._holes.append(Block(hole.segment, hole.offset + size, hole.size - size))
+        self.used += size
+        self.peak = max(self.peak, self.used)
         return Block(hole.segment, hole.offset, size)
 
     def give(self, block: Block) -> None:
         """``block`` is free again; holes that touch become one."""
+        self.used -= block.size
         segment, first, last = block.segment, block.offset, block.offset + block.size
         for hole in [hole for hole in self._holes if hole.segment == segment]:
             if hole.offset + hole.size == first or hole.offset == last:

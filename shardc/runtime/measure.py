@@ -6,10 +6,11 @@ does only ever adds.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 import shardc.runtime.direct  # noqa: F401  (collectives in messages)
 import shardc.runtime.permute  # noqa: F401  (one of the collectives)
 from shardc.ir.tally import wire_elements
+from shardc.runtime import shared
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
@@ -70,13 +72,28 @@ def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor
     return calls if ranks == 2 else {kind: calls[kind] for kind in ("all_gather", "reduce_scatter")}
 
 
-def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> tuple[float, float, float, float, float]:
-    """What collectives in messages take on ``group``, means of all kinds; see `shardc.analysis.cost.Messages`.
+class Sent(NamedTuple):
+    """What collectives in messages take, means of all kinds; see `shardc.analysis.cost.Messages`.
 
-    Returns:
-        Seconds of latency, of the rank's own time for a call and for each message; bytes per second; the share of
-        the time on the wire that compute beside it loses.
+    Args:
+        latency, call, message: seconds: until the first byte; of the rank's own time for a call, and for each message.
+        bandwidth: bytes per second.
+        share: of the time on the wire that compute beside it loses.
+        staging, reading: where the ranks share memory, bytes per second that a rank leaves, and takes, by itself; else
+            infinite.
     """
+
+    latency: float
+    call: float
+    message: float
+    bandwidth: float
+    share: float
+    staging: float
+    reading: float
+
+
+def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
+    """What collectives in messages take on ``group``."""
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
 
@@ -104,14 +121,30 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> tuple[float, f
     middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
     large = mean(lambda call, kind: fastest(call, kind, _LARGE))
     wire = sum(big - small for small, big in sizes.values()) / len(calls)
-    bandwidth = wire / max(large - middle, 1e-9)
-    return (
-        latency,
-        call_seconds,
-        message,
-        bandwidth,
-        mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, group)),
-    )
+    each = max(large - middle, 1e-9) / wire
+    if not shared.reaches(group):
+        share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, group))
+        return Sent(latency, call_seconds, message, 1 / each, share, math.inf, math.inf)
+    # To start is to copy to where peers read: all that it takes is a rank's own time.
+    starts = [
+        mean(lambda call, kind, n=n: _fastest_start(call, given(kind, n), runs, group))  # type: ignore[misc]
+        for n in (_MIDDLE, _LARGE)
+    ]
+    staged = min(max(starts[1] - starts[0], 1e-9) / wire, 0.9 * each)
+    return Sent(latency, call_seconds, message, 1 / each, 0.0, 1 / staged, 1 / (each - staged))
+
+
+def _fastest_start(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
+    """Seconds until the call of a collective returns, in the fastest of ``runs`` runs."""
+    best = float("inf")
+    for _ in range(10 * runs):
+        dist.barrier(group)
+        start = time.perf_counter()
+        made = call(xs)
+        best = min(best, time.perf_counter() - start)
+        for one in made:
+            c10d.wait_tensor(one)
+    return best
 
 
 def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:

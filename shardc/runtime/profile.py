@@ -72,14 +72,16 @@ def profile_step(step: Callable[[], Any]) -> Profiled:
     handed = (
         {id(call): event for call, event in zip(whole, backend, strict=False)} if len(whole) == len(backend) else {}
     )
+    waits = [event for event in events if event.name() == f"{NAMESPACE}::wait_tensor"]
     told = [event for event in events if event.name().startswith(f"{SENT} ")]
     read = {tuple(event.name().split()[1:]): event for event in events if event.name().startswith(f"{RECEIVED} ")}
     ran = []
     for event, kind in calls:
         own = next((each for each in told if _inside(each, event)), None)
-        if own is not None:  # through shared memory: on its way until the last peer has told that it is there
+        if own is not None:  # through shared memory: on its way until the rank has taken what came
             *exchange, count = own.name().split()[1:]
-            ended = max(_end(e) for e in (event, read.get(tuple(exchange), event)))
+            heard = read.get(tuple(exchange), event)
+            ended = max([_end(heard), *(_end(wait) for wait in waits if _inside(heard, wait))])
             ran.append(Ran(
                 kind, int(count), None, (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
                 event.duration_ns() / 1e9,
@@ -94,8 +96,7 @@ def profile_step(step: Callable[[], Any]) -> Profiled:
             kind, sent, None if mine else _held(native), (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
             event.duration_ns() / 1e9,
         ))  # fmt: skip
-    waits = sum(e.duration_ns() for e in events if e.name() == f"{NAMESPACE}::wait_tensor") / 1e9
-    return Profiled(tuple(ran), waits, _peak(events))
+    return Profiled(tuple(ran), sum(wait.duration_ns() for wait in waits) / 1e9, _peak(events))
 
 
 def _kind(name: str) -> str | None:

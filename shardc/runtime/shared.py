@@ -24,7 +24,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 
-from shardc.ir.staging import ALIGNMENT, Block, Staging
+from shardc.ir.staging import Block, Part, Staging
 
 SENT, RECEIVED = "shardc::sent", "shardc::received"  # what the profiler shows: with channel, exchange and bytes
 _SWITCH = "SHARDC_SHARED_MEMORY"
@@ -54,6 +54,11 @@ def channel(group: dist.ProcessGroup) -> Channel | None:
     if group not in _channels:
         _channels[group] = _connect(group)
     return _channels[group]
+
+
+def reaches(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of ``group`` share memory. All of them call this at once."""
+    return channel(group) is not None
 
 
 @dataclass
@@ -83,17 +88,12 @@ class Channel:
         self.number = next(_numbers)
         self._timeout = timeout
         self._peers = {rank: _Peer(rank, socket) for rank, socket in sockets.items()}
-        self._staging = Staging()
+        self.staging = Staging()
         self._memory: list[Tensor] = []
         self._files: list[int] = []
         self._unread: dict[int, tuple[Block, list[int]]] = {}  # exchange -> where it lies, how many have yet to read it
         self.started = 0
         self.sent = 0  # bytes, to all peers
-
-    @property
-    def staged(self) -> int:
-        """Bytes of staging memory on this rank."""
-        return self._staging.size
 
     def start(self, parts: Sequence[tuple[Sequence[int], Sequence[Tensor]]]) -> int:
         """Sends tensors, which are free to change afterwards.
@@ -104,10 +104,10 @@ class Channel:
         Returns:
             The number of the exchange.
         """
-        sizes = [_up(_places(tensors)[1]) for _, tensors in parts]
-        block = self._staging.take(sum(sizes))
+        sizes = [_part(tensors).size for _, tensors in parts]
+        block = self.staging.take(sum(sizes))
         if block.segment == len(self._memory):
-            self._add(self._staging.segments[block.segment])
+            self._add(self.staging.segments[block.segment])
         exchange, offset = self.started, block.offset
         self.started += 1
         count = sum(len(to) * sum(x.nbytes for x in tensors) for to, tensors in parts)
@@ -133,7 +133,7 @@ class Channel:
             while exchange not in peer.came:
                 self._hear(peer)
         segment, offset = peer.came[exchange]
-        return _pieces(peer.segments[segment][offset : offset + _places(like)[1]], like)
+        return _pieces(peer.segments[segment][offset : offset + _part(like).size], like)
 
     def done(self, exchange: int) -> None:
         """What the others sent in this exchange has been read, or never will be."""
@@ -193,7 +193,7 @@ class Channel:
             left[0] -= 1
             if not left[0]:
                 del self._unread[read]
-                self._staging.give(block)
+                self.staging.give(block)
 
     def _wait(self, peer: _Peer, poll: select.poll) -> None:
         """Until one of the events of ``poll`` is there; what it waits for is up to ``peer``."""
@@ -202,7 +202,7 @@ class Channel:
             raise RuntimeError(f"Timed out waiting for rank {peer.rank} of the group for {seconds:g} seconds")
 
     def _hear_all_until_free(self, peer: _Peer) -> None:
-        """Until ``peer`` may be told more, or somebody told something: ranks that all send hear each other meanwhile."""
+        """Until ``peer`` may be told more, or somebody told something: ranks that all send hear each other so."""
         talking = [(each, other) for each in _all() for other in each._peers.values()]
         poll = select.poll()
         for _, other in talking:
@@ -227,7 +227,18 @@ _channels: WeakKeyDictionary[dist.ProcessGroup, Channel | None] = WeakKeyDiction
 
 def staged() -> int:
     """Bytes of staging memory of this process, of all groups."""
-    return sum(each.staged for each in _all())
+    return sum(each.staging.size for each in _all())
+
+
+def restart_peak() -> None:
+    """Makes `peak` count from here on."""
+    for each in _all():
+        each.staging.peak = each.staging.used
+
+
+def peak() -> int:
+    """The most bytes of staging memory that were in use, summed over the groups."""
+    return sum(each.staging.peak for each in _all())
 
 
 def sent() -> int:
@@ -255,21 +266,15 @@ def _mapped(file: int, size: int) -> Tensor:
 def _pieces(memory: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Flat tensors of the sizes and dtypes of ``like``, one after the other in ``memory``."""
     dtypes = {x.dtype for x in like}
-    places, total = _places(like)
     if len(dtypes) == 1:
+        total = sum(x.nbytes for x in like)
         return list(memory[:total].view(dtypes.pop()).split([x.numel() for x in like]))
+    places = _part(like).offsets
     return [memory[at : at + x.nbytes].view(x.dtype) for at, x in zip(places, like, strict=True)]
 
 
-def _places(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """The offset of each tensor, and the end of the last. Those of several dtypes are aligned."""
-    mixed = len({x.dtype for x in tensors}) > 1
-    ends = [0, *accumulate(_up(x.nbytes) if mixed else x.nbytes for x in tensors)]
-    return ends[:-1], ends[-1]
-
-
-def _up(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _part(tensors: Sequence[Tensor]) -> Part:
+    return Part.of([(x.dtype, x.nbytes) for x in tensors])
 
 
 class _shown:
