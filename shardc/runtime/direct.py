@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 import shardc.ir.comm  # noqa: F401  (defines the ops)
+from shardc.ir.arena import PLAN
+from shardc.ir.graph import output_node
 from shardc.ir.tally import arguments_of
 from shardc.runtime import shared
 from shardc.runtime.buffers import empty
@@ -42,10 +44,17 @@ _library = torch.library.Library("shardc", "IMPL")
 def connect(graph: fx.Graph) -> None:
     """Connects this rank with its peers of the groups over which ``graph`` sends messages, where they share memory.
 
-    All of them call it with the same graph. What is not connected before is at its first collective.
+    All of them call it with the same graph. What is not connected before is at its first collective. In the graph's
+    memory plan there is no place any more for what peers send then: it is read where they leave it.
     """
-    for name in sorted({str(arguments_of(node)["group_name"]) for node in graph.nodes if node.target in _OPS}):
-        shared.channel(_group(name)[0])
+    calls = [arguments_of(node) for node in graph.nodes if node.target in _OPS]
+    reached = {name: shared.reaches(_group(name)[0]) for name in sorted({call["group_name"] for call in calls})}
+    unused = [
+        slot for call in calls if reached[call["group_name"]] for slot in call.get("slots", ())[len(call["inputs"]) :]
+    ]
+    end = output_node(graph)
+    if PLAN in end.meta:
+        end.meta[PLAN] = end.meta[PLAN].without(unused)
 
 
 class _Exchange(dist.Work):

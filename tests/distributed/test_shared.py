@@ -7,9 +7,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import shardc
 import shardc.runtime.direct  # noqa: F401  (the collectives)
+from shardc.analysis.hardware import CPU
+from shardc.analysis.staged import staged
 from shardc.runtime import shared
 from tests.ranks import run_ranks
 
@@ -45,7 +50,8 @@ def any_order_is_right() -> None:
                 continue  # nobody waits, on any rank
             for one, other in zip(made, right, strict=True):
                 assert torch.equal(wait(one), other)
-    assert shared.started() == 200
+    channel = shared.channel(dist.group.WORLD)  # type: ignore[arg-type]
+    assert channel is not None and channel.started == 200
 
 
 def what_is_sent_may_change_at_once() -> None:
@@ -105,7 +111,33 @@ def a_group_that_is_made_again_is_another() -> None:
         dist.destroy_process_group(group)
 
 
+def it_takes_what_is_predicted() -> None:
+    """The most bytes that messages take in a step, to the byte; of buckets, of several dtypes, over two axes."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    plans = [
+        shardc.ddp("dp"),
+        shardc.fsdp("dp", level=2),
+        shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32),
+    ]
+    for plan in plans:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(6)))
+        options = shardc.Options(direct=True, bucket_size=20000, max_in_flight=40000)
+        module = shardc.compile(model, mesh, plan, loss=F.mse_loss, options=options)
+        batch = (torch.rand(6, 48), torch.rand(6, 48))
+        predicted = staged(module.lower(*batch).schedule(CPU).step, shardc.Mesh(dp=RANKS))
+        assert (predicted > 0) == (plan is not plans[0]), "more than two ranks all-reduce through gloo"
+        for _ in range(3):
+            shared.restart_peak()
+            before = shared.peak()
+            module(*module.shard_inputs(*batch)).backward()
+            module.zero_grad()
+        assert shared.peak() == max(predicted, before), plan
+        assert module.memory().staged >= shared.peak()
+
+
 CHECKS: list[Callable[[], None]] = [
+    it_takes_what_is_predicted,  # first: what other groups still hold counts too
     any_order_is_right,
     what_is_sent_may_change_at_once,
     steps_use_the_same_memory,
