@@ -8,8 +8,11 @@ from there, a sum as it adds it up. What is told goes through Unix sockets, whic
             which of the receiver's exchanges the sender has read, whose memory is free again
 
 The sockets' names are abstract (unix(7)): only processes of the same network namespace reach them, nothing is left
-behind by a rank that is killed. Where some rank of a group cannot be reached, or ``SHARDC_SHARED_MEMORY=0`` on
-some rank, the group's messages go through gloo; the ranks find that out together, through the store, before their first
+behind by a rank that is killed.
+
+All this is only where it is asked for, by ``SHARDC_SHARED_MEMORY=1`` in the environment of every rank: by default what
+ranks send each other goes through `torch.distributed` alone. Where some rank of a group did not ask, or cannot be
+reached, the group's messages go through gloo; its ranks find that out together, through the store, before their first
 exchange.
 """
 
@@ -334,7 +337,7 @@ def _connect(group: dist.ProcessGroup) -> Channel | None:
 
 def _listener(name: str, backlog: int) -> socket.socket | None:
     """A socket that peers on this machine may connect to; None where the system has no such thing."""
-    if os.environ.get(_SWITCH) == "0" or not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED"):
+    if os.environ.get(_SWITCH) != "1" or not hasattr(os, "memfd_create") or not hasattr(socket, "SO_PEERCRED"):
         return None
     try:
         os.close(os.memfd_create("shardc-staging"))

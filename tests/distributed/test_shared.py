@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -147,5 +148,6 @@ CHECKS: list[Callable[[], None]] = [
 ]
 
 
-def test_shared_memory() -> None:
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDC_SHARED_MEMORY", "1")  # the ranks inherit it
     run_ranks(RANKS, *CHECKS)
