@@ -1,12 +1,13 @@
 """Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
 
-All ranks run each measurement at once, as they do in a step. Times are the fastest of some runs: what else the machine
-does only ever adds.
+All ranks run each measurement at once, as they do in a step. Times are the fastest of some runs, since what else the
+machine does only ever adds; the latency of messages is a median, since how ranks meet is a matter of chance.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from shardc.runtime import shared
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
 _MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
+_SEGMENT = 4e-3  # seconds of compute before a collective
 
 
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
@@ -115,7 +117,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
     message = max(many - one, 0.0) / ((_MANY - 1) * (ranks - 1))
     own = mean(lambda call, kind: _own(partial(whole, call, given(kind, _SMALL)), runs, group))
     call_seconds = max(own - message * (ranks - 1), 0.0)
-    latency = max(one - own, 0.0)
+    latency = max(mean(lambda call, kind: _after_compute(call, given(kind, _SMALL), runs, group)) - own, 0.0)
     sizes = {kind: [4 * wire_elements(kind, ranks, given(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
              for kind in calls}  # fmt: skip
     middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
@@ -145,6 +147,30 @@ def _fastest_start(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
         for one in made:
             c10d.wait_tensor(one)
     return best
+
+
+def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
+    """Seconds that a collective adds to the compute before it, in the middle of the runs.
+
+    That is what it takes in a step, where ranks meet after some milliseconds of compute: they are not equally fast, and
+    threads that sleep or yield have to get a core back. One collective right after another hides both.
+    """
+    x = torch.rand(256, 256)
+    count = max(int(_SEGMENT / _fastest(lambda: x @ x, runs, group, times=50)), 1)
+
+    def segment(sent: bool) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            x @ x
+        for made in call(xs) if sent else ():
+            c10d.wait_tensor(made)
+        return time.perf_counter() - start
+
+    seconds = {}
+    for sent in (False, True):
+        dist.barrier(group)
+        seconds[sent] = statistics.median(segment(sent) for _ in range(5 * runs))
+    return max(seconds[True] - seconds[False], 0.0)
 
 
 def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
