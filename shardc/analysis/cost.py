@@ -170,6 +170,8 @@ class CostModel:
         fix = "write it with python -m shardc calibrate"
         try:
             table = json.loads(Path(path).read_text())
+            if lacking := {"latency", "bandwidth", "flops", "memory_bandwidth"} - set(table):
+                raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
             table["kinds"] = tuple(Measured(**row) for row in table.get("kinds", ()))
             if (messages := table.get("messages")) is not None:
                 shared = messages.pop("shared", None)
