@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import statistics
 import tempfile
 import time
 import warnings
@@ -102,13 +103,13 @@ def measure_launch(runs: int) -> float:
     module = shardc.compile(model, mesh, shardc.ddp("dp"), options=shardc.Options(comm="none"))
     x = torch.rand(8, 16)
     kernels = len(module.lower(torch.empty(8 * sizes[0], 16)).schedule(CPU).runs)
-    best = float("inf")
-    for _ in range(5 * runs):
+    seconds = []
+    for _ in range(10 * runs):
         start = time.perf_counter()
         module(x).sum().backward()
-        best = min(best, time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
         module.zero_grad()
-    return best / kernels
+    return statistics.median(seconds) / kernels
 
 
 def _print(cost: CostModel) -> None:

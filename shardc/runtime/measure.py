@@ -1,7 +1,7 @@
 """Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
 
-All ranks run each measurement at once, as they do in a step. Times are the fastest of some runs, since what else the
-machine does only ever adds; the latency of messages is a median, since how ranks meet is a matter of chance.
+All ranks run each measurement at once, as they do in a step. Compute, and how ranks meet after it, is the median of
+some runs, as the step is that it predicts; the rest are the fastest, since what else the machine does only ever adds.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -197,34 +198,42 @@ def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: d
 def measure_compute(runs: int = 10) -> tuple[float, float, float]:
     """What float32 compute reaches on this rank: (operations a second of matrix products, and of attention; bytes a
     second of what Inductor makes of the ops between them, read and written)."""
-    products = [torch.rand(512, 512), torch.rand(512, 256), torch.rand(256, 768), torch.rand(768, 512)]
-    square, tall, wide, long = products
+    # Other tensors each time, since a step finds next to none of what it reads in a cache.
+    products = _in_turn(
+        lambda: [torch.rand(512, 512), torch.rand(512, 256), torch.rand(256, 768), torch.rand(768, 512)]
+    )
 
     def multiply() -> None:
+        square, tall, wide, long = next(products)
         square @ square, tall @ wide, long @ tall, wide @ long  # noqa: B018
 
     counted = 2 * (512**3 + 3 * 512 * 256 * 768)
-    heads = [torch.rand(4, 8, 128, 32) for _ in range(4)]
-    shape = heads[0].shape
+    shape = torch.Size([4, 8, 128, 32])
+    operands = _in_turn(lambda: [torch.rand(shape) for _ in range(4)])
     attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     back: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    made, sums = attend(*heads[:3], 0.0, True)
 
     def attention() -> None:
-        attend(*heads[:3], 0.0, True)
-        back(heads[3], *heads[:3], made, sums, 0.0, True)
+        *heads, tangent = next(operands)
+        back(tangent, *heads, *attend(*heads, 0.0, True), 0.0, True)
 
     forward: Any = sdpa_flop_count
     backward: Any = sdpa_backward_flop_count
     attended = forward(shape, shape, shape) + backward(shape, shape, shape, shape)
-    rows, weight = [torch.rand(2048, 512) for _ in range(4)], torch.rand(512)
+    tensors, weight = _in_turn(lambda: [torch.rand(2048, 512) for _ in range(4)]), torch.rand(512)
     fused: Any = torch.compile(_elementwise, fullgraph=True, dynamic=False)
-    fused(*rows, weight)
-    moved = 7 * rows[0].nbytes
+    moved = 7 * next(tensors)[0].nbytes
     return (
-        counted / _fastest(multiply, 3 * runs, times=3), attended / _fastest(attention, 3 * runs, times=10),
-        moved / _fastest(lambda: fused(*rows, weight), 3 * runs, times=20),
+        counted / _typical(multiply, 10 * runs), attended / _typical(attention, 10 * runs),
+        moved / _typical(lambda: fused(*next(tensors), weight), 20 * runs),
     )  # fmt: skip
+
+
+def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Lists of tensors, over and over, that take 64 MB and more together."""
+    first = make()
+    count = -(-(64 << 20) // sum(x.nbytes for x in first))
+    return cycle([first, *(make() for _ in range(count))])
 
 
 def _elementwise(
@@ -252,6 +261,17 @@ def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None
             call()
         best = min(best, (time.perf_counter() - start) / times)
     return best
+
+
+def _typical(call: Callable[[], Any], runs: int) -> float:
+    """Seconds of a call, the median of ``runs``, after one that warms up."""
+    call()
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def _own(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
