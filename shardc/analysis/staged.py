@@ -14,28 +14,25 @@ from torch import fx
 from shardc.analysis.sequence import START, WAIT, Sequence
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.comm import ALL_REDUCE, IN_MESSAGES, REDUCE_SCATTER
 from shardc.ir.mesh import Mesh
 from shardc.ir.staging import Block, Part, Staging
-
-_GATHER = torch.ops.shardc.all_gather_into_tensor_coalesced.default
-_SCATTER = torch.ops.shardc.reduce_scatter_tensor_coalesced.default
-_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
 
 
 def parts_of(node: fx.Node, mesh: Mesh) -> tuple[Part, ...] | None:
     """What a collective stages, or None where it does not go through shared memory."""
-    if node.target not in (_GATHER, _SCATTER, _REDUCE):
+    if node.target not in IN_MESSAGES:
         return None
     ranks = 1
     for axis in tally.group_axes(tally.arguments_of(node)["group_name"], mesh) or ():
         ranks *= mesh.size(axis)
-    if ranks == 1 or (node.target is _REDUCE and ranks > 2):
+    if ranks == 1 or (node.target is ALL_REDUCE and ranks > 2):
         return None
     operands: Any = node.args[0]
     values = [ir.value(x) for x in operands]
-    shrunk = ranks if node.target is _SCATTER else 1
+    shrunk = ranks if node.target is REDUCE_SCATTER else 1
     part = Part.of([(v.dtype, torch.Size(v.shape).numel() * v.itemsize // shrunk) for v in values])
-    return (part,) * (ranks - 1 if node.target is _SCATTER else 1)
+    return (part,) * (ranks - 1 if node.target is REDUCE_SCATTER else 1)
 
 
 def staged(step: Sequence, mesh: Mesh) -> int:

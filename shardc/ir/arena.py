@@ -140,19 +140,20 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     for k, slot in enumerate(given):
         if slot.region == KEPT:
             out[k] = replace(slot, offset=kept)
-            kept += _aligned(slot.size)
+            kept += aligned(slot.size)
     for k in order:
         if given[k].region != INSIDE or not given[k].size:
             continue
         offset = 0
         for other in sorted((p for p in placed if p.meets(given[k])), key=lambda p: p.offset):
-            if offset + _aligned(given[k].size) <= other.offset:
+            if offset + aligned(given[k].size) <= other.offset:
                 break
-            offset = max(offset, other.offset + _aligned(other.size))
+            offset = max(offset, other.offset + aligned(other.size))
         out[k] = replace(given[k], offset=offset)
         placed.append(out[k])
     return tuple(out)
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """``size`` rounded up, so that what follows is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT

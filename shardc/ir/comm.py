@@ -32,6 +32,12 @@ _library.define(
 _library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name, int[] slots=[]) -> Tensor[]")
 
 
+GATHER = torch.ops.shardc.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER = torch.ops.shardc.reduce_scatter_tensor_coalesced.default
+ALL_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
+IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+
 @torch.library.register_fake("shardc::permute_ranks")
 def _permute_ranks_fake(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
     return x.new_empty(x.shape)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-ALIGNMENT = 64  # bytes
+from shardc.ir.arena import ALIGNMENT, aligned
+
 _PAGE = 4096
 _LEAST = 1 << 16  # bytes of a segment
 
@@ -32,8 +33,8 @@ class Part(NamedTuple):
     def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Part:
         """Of tensors by (dtype, bytes)."""
         mixed = len({dtype for dtype, _ in tensors}) > 1
-        ends = [0, *accumulate(_up(size, ALIGNMENT) if mixed else size for _, size in tensors)]
-        return cls(tuple(ends[:-1]), _up(ends[-1], ALIGNMENT))
+        ends = [0, *accumulate(aligned(size) if mixed else size for _, size in tensors)]
+        return cls(tuple(ends[:-1]), aligned(ends[-1]))
 
 
 class Block(NamedTuple):
@@ -72,13 +73,13 @@ class Staging:
         >>> staging.take(90_000), staging.segments
         (Block(segment=0, offset=0, size=90048), [102400])
         """
-        size = max(_up(size, ALIGNMENT), ALIGNMENT)
+        size = max(aligned(size), ALIGNMENT)
         fitting = [hole for hole in self._holes if hole.size >= size]
         if fitting:
             hole = min(fitting, key=lambda hole: (hole.size, hole.segment, hole.offset))
             self._holes.remove(hole)
         else:
-            self.segments.append(max(_up(size, _PAGE), _LEAST))
+            self.segments.append(max(-(-size // _PAGE) * _PAGE, _LEAST))
             hole = Block(len(self.segments) - 1, 0, self.segments[-1])
         if hole.size > size:
             self._holes.append(Block(hole.segment, hole.offset + size, hole.size - size))
@@ -95,7 +96,3 @@ class Staging:
                 self._holes.remove(hole)
                 first, last = min(first, hole.offset), max(last, hole.offset + hole.size)
         self._holes.append(Block(segment, first, last - first))
-
-
-def _up(size: int, to: int) -> int:
-    return -(-size // to) * to

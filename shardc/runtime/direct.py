@@ -18,8 +18,8 @@ from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-import shardc.ir.comm  # noqa: F401  (defines the ops)
 from shardc.ir.arena import PLAN
+from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.graph import output_node
 from shardc.ir.tally import arguments_of
 from shardc.runtime import shared
@@ -33,11 +33,6 @@ _REDUCE = {
     "product": dist.ReduceOp.PRODUCT,
 }  # fmt: skip
 
-_OPS = {
-    torch.ops.shardc.all_gather_into_tensor_coalesced.default,
-    torch.ops.shardc.reduce_scatter_tensor_coalesced.default, torch.ops.shardc.all_reduce_coalesced.default,
-}  # fmt: skip
-
 _library = torch.library.Library("shardc", "IMPL")
 
 
@@ -47,7 +42,7 @@ def connect(graph: fx.Graph) -> None:
     All of them call it with the same graph. What is not connected before is at its first collective. In the graph's
     memory plan there is no place any more for what peers send then: it is read where they leave it.
     """
-    calls = [arguments_of(node) for node in graph.nodes if node.target in _OPS]
+    calls = [arguments_of(node) for node in graph.nodes if node.target in IN_MESSAGES]
     reached = {name: shared.reaches(_group(name)[0]) for name in sorted({call["group_name"] for call in calls})}
     unused = [
         slot for call in calls if reached[call["group_name"]] for slot in call.get("slots", ())[len(call["inputs"]) :]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardc.ir.staging import ALIGNMENT, Block, Staging
+from shardc.ir.arena import ALIGNMENT
+from shardc.ir.staging import Block, Staging
 
 SIZES = st.integers(0, 300_000)
 
