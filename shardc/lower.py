@@ -56,7 +56,11 @@ class Compiled:
     source_code: str = ""
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Any]:
-        return self.run(inputs)
+        if not self.source_code:
+            return self.run(inputs)
+        # Nothing in here is differentiated: no op has to look whether it is. Of a wait, that is most of its time.
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.run(inputs)
 
 
 def lower(

@@ -14,15 +14,11 @@ from torch import Tensor, fx
 from shardc.analysis.sequence import aliased, is_wait
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
 from shardc.ir.mesh import Mesh
+from shardc.ir.packing import Packing
 from shardc.ir.tally import arguments_of, group_axes
 from shardc.passes.starts import is_start, waits_of
-
-_REDUCES = (
-    torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
-    torch.ops.shardc.all_reduce_coalesced.default,
-)
-PLANNED = (torch.ops.shardc.all_gather_into_tensor_coalesced.default, *_REDUCES)
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,10 @@ class PlanMemory:
     from the start of its collective to the last op that reads it, through whatever views; what a collective sends,
     until that is waited for. Torch's own collectives make their own memory and are left alone.
 
-    A collective's slots: one for each result and, where it reduces over n > 2 ranks by messages, one for each result
-    of what comes from the other n - 2. An all-reduce over more than two ranks has one, for all its results.
+    A collective's slots: one for each result; where it reduces over n > 2 ranks by messages, one for each result of
+    what comes from the other n - 2; and where tensors share a message (`shardc.ir.packing`), one for these messages as
+    they come and one as they go; such a tensor needs no other for what comes. An all-reduce over more than two ranks
+    has one slot, for all its results.
     """
 
     mesh: Mesh
@@ -44,7 +42,7 @@ class PlanMemory:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         slots: list[Slot] = []
         for at, node in enumerate(gm.graph.nodes):
-            if node.target in PLANNED:
+            if node.target in IN_MESSAGES:
                 made = self._slots(node, at)
                 node.args = (*node.args[: len(node.target._schema.arguments) - 1], range_of(len(slots), len(made)))
                 slots += made
@@ -59,15 +57,22 @@ class PlanMemory:
         axes = group_axes(arguments_of(node)["group_name"], self.mesh)
         assert axes is not None, f"{node} is over no group of {self.mesh}"
         ranks = prod(self.mesh.size(axis) for axis in axes)
-        whole = node.target is torch.ops.shardc.all_reduce_coalesced.default and ranks != 2
-        if whole:
+        if node.target is ALL_REDUCE and ranks != 2:
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
         made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
-        if node.target in _REDUCES and ranks > 2:
-            made += [
-                Slot(f"{name}.wire", (ranks - 2) * _bytes(x), at, at) for name, x in zip(names, results, strict=True)
+        shrunk = ranks if node.target is GATHER else 1
+        packing = Packing.of([(x.dtype, _bytes(x) // shrunk) for x in results])
+        wires = []
+        if node.target is not GATHER and ranks > 2:
+            alone = [slot for number, slot in enumerate(made) if number not in packing.offsets]
+            wires += [Slot(f"{slot.name}.wire", (ranks - 2) * slot.size, at, at) for slot in alone]
+        if packing.offsets:
+            goes = ranks - 1 if node.target is REDUCE_SCATTER else 1
+            wires += [
+                Slot(f"{ir.info(node).name}.{way}.wire", count * packing.size, at, at)
+                for way, count in (("comes", ranks - 1), ("goes", goes))
             ]
-        return made
+        return made + wires
 
 
 def range_of(first: int, count: int) -> list[int]:
@@ -88,14 +93,14 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
         for slot in reads:
             ends[slot] = max(ends.get(slot, 0), until)
         behind[node] = reads if _is_view(node) else frozenset()
-        if node.target in PLANNED:
+        if node.target in IN_MESSAGES:
             numbers: Any = node.args[-1]
             count = len(node.meta["val"])
             behind[node] = frozenset(numbers[:count])
             first_wait = min((place_of[wait] for wait in waits_of(node)), default=at)
             ends.update({slot: max(at, first_wait) for slot in numbers[count:]})
             ends.update({slot: at for slot in numbers[:count]})
-        elif node.target is getitem and node.args[0].target in PLANNED:
+        elif node.target is getitem and node.args[0].target in IN_MESSAGES:
             numbers = node.args[0].args[-1]
             behind[node] = frozenset([numbers[node.args[1]] if node.args[1] < len(numbers) else numbers[0]])
     last = len(place_of) - 1

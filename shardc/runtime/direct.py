@@ -25,9 +25,9 @@ from shardc.ir.tally import arguments_of
 from shardc.runtime import shared
 from shardc.runtime.buffers import empty
 from shardc.runtime.exchange import COMBINE
+from shardc.runtime.mail import exchange as by_mail
+from shardc.runtime.mail import packing_of
 
-# Apart from the messages that a user may send on the same groups.
-_TAG = 0x5A
 _REDUCE = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
@@ -102,12 +102,17 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
     flat = [x.view(-1) for x in inputs]
     channel = shared.channel(group)
     if channel is None:
+        packing = packing_of(flat)
         rows = [x.expand(group_size, -1) for x in flat]
-        messages = _exchange(
-            group, rank, [(row.__getitem__, part.__getitem__) for row, part in zip(rows, parts, strict=True)]
-        )
+        mail = by_mail(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(made) :])
         torch._foreach_copy_([part[rank] for part in parts], flat)
-        return _started(made, _Exchange(messages, inputs))
+
+        def unpack() -> None:
+            for peer in peers if packing.offsets else ():
+                came = mail.packed(peer, flat)
+                torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
+
+        return _started(made, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
     exchange = channel.start([(peers, inputs)])
     torch._foreach_copy_([part[rank] for part in parts], flat)
 
@@ -160,23 +165,25 @@ def _reduced(
         def came(peer: int) -> list[Tensor]:
             return channel.received(exchange, peer, like)
 
-        started, close = [], partial(channel.done, exchange)
+        started, keep, close = [], terms, partial(channel.done, exchange)
     else:
-        # The first to come goes where the result will be, the others beside it.
-        into = []
-        for at, result in enumerate(made):
-            beside = empty(slots, len(made) + at, result, (ranks - 2, result.numel())) if ranks > 2 else ()
-            into.append(dict(zip(peers, [result.view(-1), *beside], strict=True)))
+        packing = packing_of([term[rank] for term in terms])
+        # The first to come goes where the result will be, the others beside it; not what comes in one message.
+        alone = [at for at in range(len(made)) if at not in packing.offsets]
+        into: dict[int, dict[int, Tensor]] = {}
+        for number, at in enumerate(alone if ranks > 2 else ()):
+            beside = empty(slots, len(made) + number, made[at], (ranks - 2, made[at].numel()))
+            into[at] = dict(zip(peers[1:], beside, strict=True))
+        for at in alone:
+            into.setdefault(at, {})[peers[0]] = made[at].view(-1)
+        wires = len(made) + (len(alone) if ranks > 2 else 0)
+        mail = by_mail(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
         def came(peer: int) -> list[Tensor]:
-            return [rows[peer] for rows in into]
+            packed = mail.packed(peer, terms) if packing.offsets else {}
+            return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
 
-        started, close = (
-            _exchange(
-                group, rank, [(term.__getitem__, rows.__getitem__) for term, rows in zip(terms, into, strict=True)]
-            ),
-            None,
-        )
+        started, keep, close = mail.messages, [*terms, *mail.packs], None
 
     def finish() -> None:
         given = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
@@ -188,7 +195,7 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(made, _Exchange(started, terms, finish, close))
+    return _started(made, _Exchange(started, keep, finish, close))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
@@ -196,24 +203,6 @@ def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
     group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str with a name of its own
     rank = group.rank()
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
-
-
-Row = Callable[[int], Tensor]
-
-
-def _exchange(group: dist.ProcessGroup, rank: int, tensors: Sequence[tuple[Row, Row]]) -> list[Any]:
-    """Starts, for each (what goes to a peer, where what comes from it belongs), the messages to and from all peers."""
-    peers = [(rank + step) % group.size() for step in range(1, group.size())]
-    messages = []
-    for peer in peers:
-        for _, into in tensors:
-            if (row := into(peer)).numel():
-                messages.append(group.recv([row], peer, _TAG))
-    for peer in peers:
-        for out, _ in tensors:
-            if (row := out(peer)).numel():
-                messages.append(group.send([row], peer, _TAG))
-    return messages
 
 
 def _started(made: list[Tensor], work: _Exchange) -> list[Tensor]:

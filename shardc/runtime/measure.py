@@ -20,11 +20,13 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 import shardc.runtime.direct  # noqa: F401  (collectives in messages)
 import shardc.runtime.permute  # noqa: F401  (one of the collectives)
+from shardc.ir.packing import LARGEST
 from shardc.ir.tally import wire_elements
 from shardc.runtime import shared
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
+_APART = LARGEST // 4 + 16  # elements of a tensor that shares no message
 _MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
 _SEGMENT = 4e-3  # seconds of compute before a collective
 
@@ -113,8 +115,10 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
     def fastest(call: Callable[..., Any], kind: str, elements: int, count: int = 1) -> float:
         return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times=10)
 
-    one = mean(lambda call, kind: fastest(call, kind, _SMALL))
-    many = mean(lambda call, kind: fastest(call, kind, _SMALL, _MANY))
+    # The same bytes in one message and in many.
+    part = _SMALL if shared.reaches(group) else _APART
+    one = mean(lambda call, kind: fastest(call, kind, _MANY * part))
+    many = mean(lambda call, kind: fastest(call, kind, part, _MANY))
     message = max(many - one, 0.0) / ((_MANY - 1) * (ranks - 1))
     own = mean(lambda call, kind: _own(partial(whole, call, given(kind, _SMALL)), runs, group))
     call_seconds = max(own - message * (ranks - 1), 0.0)

@@ -1,0 +1,51 @@
+"""Which tensors of a collective in messages share a message, and where each lies in it.
+
+A message takes a rank's core 0.1 to 0.2 ms over gloo, beside its bytes: what is put on the wire, what is told to the
+other side, threads that are woken. Where to copy a tensor takes less, it goes with others. On two cores, by the wall
+clock, 20 tensors of 16 KiB took 3.8 ms one by one and 1.3 ms in one message, of 128 KiB 4.8 and 2.8 ms, of 256 KiB 6.5
+and 6.6 ms, of 1 MiB 14 and 20 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+LARGEST = 128 << 10  # bytes of a tensor that shares a message
+
+
+class Packing(NamedTuple):
+    """The message that several tensors share.
+
+    Args:
+        offsets: by the number of a tensor, where it lies in the message, in bytes; a multiple of its element's size.
+        size: bytes of the message.
+    """
+
+    offsets: dict[int, int]
+    size: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Packing:
+        """Of what goes to one peer, as (dtype, bytes) of each tensor.
+
+        >>> Packing.of([(torch.bfloat16, 6), (torch.float32, 8), (torch.float32, 1 << 20)])
+        Packing(offsets={1: 0, 0: 8}, size=14)
+        >>> Packing.of([(torch.float32, 8)])
+        Packing(offsets={}, size=0)
+        """
+        small = [at for at, (_, size) in enumerate(tensors) if 0 < size <= LARGEST]
+        if len(small) < 2:
+            return cls({}, 0)
+        offsets, end = {}, 0
+        # The largest elements first, so that nothing lies between two tensors.
+        for at in sorted(small, key=lambda at: -tensors[at][0].itemsize):
+            offsets[at] = end
+            end += tensors[at][1]
+        return cls(offsets, end)
+
+    def messages(self, tensors: int) -> int:
+        """How many messages so many tensors make."""
+        return tensors - len(self.offsets) + bool(self.offsets)
