@@ -23,6 +23,7 @@ from shardc.runtime.census import Census
 from shardc.runtime.direct import connect
 from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
+from shardc.runtime.heap import keep_heap
 from shardc.runtime.host import settle
 from shardc.runtime.storage import grad_from_padded, padded_local
 from shardc.runtime.sync import Key, Sync
@@ -137,6 +138,7 @@ class Runner:
     def compiled(self, which: str) -> Compiled:
         """The lowered "forward", "backward" or "inference" graph."""
         if which not in self._compiled:
+            keep_heap()
             graph = getattr(self.program, which)
             if which != "backward":  # the forward's certificate has the backward in it
                 agree(self.groups, self.program.certificate(training=which == "forward").text())

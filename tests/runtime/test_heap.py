@@ -1,0 +1,49 @@
+"""What a step frees stays with the process, and the next step finds it there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource
+import torch
+from shardc.runtime.heap import keep_heap
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def step():
+    # Blocks that malloc takes from the heap, all free at the end; more of them than it keeps by itself.
+    blocks = [torch.ones(1 << 18) for _ in range(24)]
+
+torch.empty(1 << 20)  # as a program's own tensors: from here on blocks of 1 MiB come from the heap
+if KEPT:
+    keep_heap()
+for _ in range(3):
+    step()
+before = faults()
+for _ in range(10):
+    step()
+print((faults() - before) // 10)
+"""
+
+
+def _faults(kept: bool) -> int:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_"))}
+    ran = subprocess.run(
+        [sys.executable, "-c", f"KEPT = {kept}\n{STEPS}"],
+        check=True, capture_output=True, text=True, timeout=120, env=plain,
+    )  # fmt: skip
+    return int(ran.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_steps_do_not_get_their_pages_anew() -> None:
+    """24 MiB a step are 6144 pages: without it they are taken anew by every step, with it by the first."""
+    assert _faults(kept=False) > 3000
+    assert _faults(kept=True) < 100
