@@ -10,16 +10,23 @@ import sys
 import pytest
 
 STEPS = """
-import resource
+import ctypes, resource
 import torch
 from shardc.runtime.heap import keep_heap
 
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
 def step():
     # Blocks that malloc takes from the heap, all free at the end; more of them than it keeps by itself.
-    blocks = [torch.ones(1 << 18) for _ in range(24)]
+    blocks = [libc.malloc(1 << 20) for _ in range(24)]
+    for block in blocks:
+        ctypes.memset(block, 1, 1 << 20)
+    for block in blocks:
+        libc.free(block)
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 torch.empty(1 << 20)  # as a program's own tensors: from here on blocks of 1 MiB come from the heap
 if KEPT:
