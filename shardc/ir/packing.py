@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardc.ir.arena import aligned
+
 LARGEST = 128 << 10  # bytes of a tensor that shares a message
 
 
@@ -45,6 +47,11 @@ class Packing(NamedTuple):
             offsets[at] = end
             end += tensors[at][1]
         return cls(offsets, end)
+
+    @property
+    def room(self) -> int:
+        """Bytes from one such message to the next in memory."""
+        return aligned(self.size)
 
     def messages(self, tensors: int) -> int:
         """How many messages so many tensors make."""

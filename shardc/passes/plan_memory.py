@@ -69,7 +69,7 @@ class PlanMemory:
         if packing.offsets:
             goes = ranks - 1 if node.target is REDUCE_SCATTER else 1
             wires += [
-                Slot(f"{ir.info(node).name}.{way}.wire", count * packing.size, at, at)
+                Slot(f"{ir.info(node).name}.{way}.wire", count * packing.room, at, at)
                 for way, count in (("comes", ranks - 1), ("goes", goes))
             ]
         return made + wires

@@ -25,6 +25,7 @@ from shardc.ir.tally import arguments_of
 from shardc.runtime import shared
 from shardc.runtime.buffers import empty
 from shardc.runtime.exchange import COMBINE
+from shardc.runtime.loops import let_compute_first
 from shardc.runtime.mail import exchange as by_mail
 from shardc.runtime.mail import packing_of
 
@@ -43,6 +44,8 @@ def connect(graph: fx.Graph) -> None:
     memory plan there is no place any more for what peers send then: it is read where they leave it.
     """
     calls = [arguments_of(node) for node in graph.nodes if node.target in IN_MESSAGES]
+    if calls:
+        let_compute_first()
     reached = {name: shared.reaches(_group(name)[0]) for name in sorted({call["group_name"] for call in calls})}
     unused = [
         slot for call in calls if reached[call["group_name"]] for slot in call.get("slots", ())[len(call["inputs"]) :]

@@ -76,20 +76,23 @@ def exchange(
         parts = {peer: [rows[at][peer].view(torch.uint8) for at in packing.offsets] for peer in peers}
         kinds = 1 if all(row.stride(0) == 0 for row in rows) else len(peers)
         packs = tuple(
-            empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.size))
+            empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.room))
             for at, count in enumerate((len(peers), kinds))
         )
-        came = dict(zip(peers, packs[0], strict=True))
-        goes = dict(zip(peers, packs[1].expand(len(peers), -1), strict=True))
+        comes, go = (pack[:, : packing.size] for pack in packs)
+        came = dict(zip(peers, comes, strict=True))
+        goes = dict(zip(peers, go.expand(len(peers), -1), strict=True))
         for peer in peers[:kinds]:
             torch.cat(parts[peer], out=goes[peer])
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
+    # Out first: what a peer sends comes as soon as there is a place for it. A thread that sends holds a lock, and where
+    # something comes meanwhile, gloo's event loop tries for that without a pause and takes the core from who holds it.
     messages = []
+    for peer in peers:
+        messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
     for peer in peers:
         places = [into(at, peer) for at in alone]
         messages += [group.recv([x], peer, _TAG) for x in (*places, *_of(came, peer))]
-    for peer in peers:
-        messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
     return Mail(messages, packing, came, packs)
 
 

@@ -23,6 +23,7 @@ import shardc.runtime.permute  # noqa: F401  (one of the collectives)
 from shardc.ir.packing import LARGEST
 from shardc.ir.tally import wire_elements
 from shardc.runtime import shared
+from shardc.runtime.loops import let_compute_first
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
@@ -99,6 +100,7 @@ class Sent(NamedTuple):
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
     """What collectives in messages take on ``group``."""
+    let_compute_first()
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
 
