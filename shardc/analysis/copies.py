@@ -2,7 +2,8 @@
 
 A gather writes each shard to its place in the result, which its users read as it is, and reads its own shard where the
 parameter lies; so the one copy that it needs is that of the own shard. More are there where a layout splits a dim that
-is not the leading one: its digits are brought to the front to be sent, and back behind the wait.
+is not the leading one: its digits are brought to the front to be sent, and back behind the wait. And small tensors that
+share a message (`shardc.ir.packing`) are copied into it and, gathered, out of it, which takes less than messages.
 
 Casts and arithmetic are not counted, nor what a library copies inside of a collective of its own. Inductor may fuse a
 copy with what makes its value, so that there are at most these.
@@ -21,13 +22,17 @@ from torch import Tensor, fx
 
 from shardc.analysis.sequence import aliased, is_wait
 from shardc.ir import graph as ir
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
 from shardc.ir.mesh import Mesh
+from shardc.ir.packing import Packing
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
 
 aten = torch.ops.aten
 
 OWN_SHARD = "own shard to its place in the gathered result"
 TOGETHER = "terms of an all-reduce into one buffer"
+INTO_MESSAGE = "small tensors into the message that they share"
+OUT_OF_MESSAGE = "gathered small tensors out of the message that they share"
 CONTIGUOUS = "made contiguous to be sent"
 TO_SEND = "brought in the order in which it is sent"
 RECEIVED = "brought in order after it came"
@@ -88,8 +93,15 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
     if kind == "all_gather":
         for user, x in _named(node, made):
             yield Copy(user, OWN_SHARD, _bytes(x) // ranks)
-    elif node.target is torch.ops.shardc.all_reduce_coalesced.default and ranks != 2:
+    elif node.target is ALL_REDUCE and ranks != 2:
         yield Copy(name, TOGETHER, sum(map(_bytes, made)))
+        return
+    if node.target not in IN_MESSAGES or ranks == 1:
+        return
+    if size := Packing.of_results(node.target, [(x.dtype, _bytes(x)) for x in made], ranks).size:
+        yield Copy(name, INTO_MESSAGE, size * (ranks - 1 if node.target is REDUCE_SCATTER else 1))
+        if node.target is GATHER:
+            yield Copy(name, OUT_OF_MESSAGE, size * (ranks - 1))
 
 
 def _named(node: fx.Node, made: list[Tensor]) -> Iterator[tuple[str, Tensor]]:

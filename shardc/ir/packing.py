@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from shardc.ir.arena import aligned
+from shardc.ir.comm import GATHER
 
 LARGEST = 128 << 10  # bytes of a tensor that shares a message
 
@@ -47,6 +48,11 @@ class Packing(NamedTuple):
             offsets[at] = end
             end += tensors[at][1]
         return cls(offsets, end)
+
+    @classmethod
+    def of_results(cls, op: object, results: Sequence[tuple[torch.dtype, int]], ranks: int) -> Packing:
+        """Of a collective in messages over so many ranks, by what it makes, as (dtype, bytes)."""
+        return cls.of([(dtype, size // (ranks if op is GATHER else 1)) for dtype, size in results])
 
     @property
     def room(self) -> int:

@@ -60,8 +60,7 @@ class PlanMemory:
         if node.target is ALL_REDUCE and ranks != 2:
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
         made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
-        shrunk = ranks if node.target is GATHER else 1
-        packing = Packing.of([(x.dtype, _bytes(x) // shrunk) for x in results])
+        packing = Packing.of_results(node.target, [(x.dtype, _bytes(x)) for x in results], ranks)
         wires = []
         if node.target is not GATHER and ranks > 2:
             alone = [slot for number, slot in enumerate(made) if number not in packing.offsets]

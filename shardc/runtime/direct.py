@@ -1,9 +1,10 @@
 """Collectives in messages from each rank straight to each other rank: ``shardc::*_coalesced`` (see `shardc.ir.comm`).
 
-A shard goes from where it lies to its place in the receiver's result. Gloo's own collectives copy a list of tensors
-into one buffer and out of it again, run a reduce-scatter as a whole all-reduce, and take several times as long for a
-gather (on one machine); ranks that run on one machine share memory for these messages (`shardc.runtime.shared`). A sum
-is taken when the result is waited for, in the ranks' order, so that replicas are equal bit for bit.
+A shard goes from where it lies to its place in the receiver's result; small ones share a message
+(`shardc.runtime.mail`). Gloo's own collectives copy a list of tensors into one buffer and out of it again, run a
+reduce-scatter as a whole all-reduce, and take several times as long for a gather (on one machine). Ranks of one machine
+may share memory for these messages (`shardc.runtime.shared`). A sum is taken when the result is waited for, in the
+ranks' order, so that replicas are equal bit for bit.
 """
 
 from __future__ import annotations

@@ -9,7 +9,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardc
 from examples.models import llama
-from shardc.analysis.copies import CONTIGUOUS, OWN_SHARD, RECEIVED, TO_SEND, TOGETHER, Copy, copies, table
+from shardc.analysis.copies import (
+    CONTIGUOUS,
+    INTO_MESSAGE,
+    OUT_OF_MESSAGE,
+    OWN_SHARD,
+    RECEIVED,
+    TO_SEND,
+    TOGETHER,
+    Copy,
+    copies,
+    table,
+)
 from shardc.ir import graph as ir
 from tests.passes.test_golden import MLP
 
@@ -32,8 +43,11 @@ def test_fsdp_copies_each_rank_s_own_shard_and_nothing_else() -> None:
     gathered = sorted(one.bytes for one in found if one.reason == OWN_SHARD)
     assert gathered == sorted([*sizes, sizes[2]]), "forward gathers all, backward what it reads"
     rest = [one for one in found if one.reason != OWN_SHARD]
-    # The loss's terms, over four ranks.
-    assert [(one.reason, one.bytes) for one in rest] == [(TOGETHER, 4)]
+    # The forward's gathers share a message, and so do the gradients' terms, another to each of three ranks; backward
+    # gathers one weight alone. The loss's terms are over four ranks.
+    assert sorted((one.reason, one.bytes) for one in rest) == sorted(
+        [(INTO_MESSAGE, sum(sizes)), (OUT_OF_MESSAGE, 3 * sum(sizes)), (INTO_MESSAGE, 3 * sum(sizes)), (TOGETHER, 4)]
+    )
     assert of_step(MLP(), {"dp": 1}, shardc.fsdp("dp"), 16, 8) == []
 
 
@@ -52,7 +66,7 @@ def test_a_dim_inside_is_brought_to_the_front_and_back() -> None:
     gathered = text.count(" = shardc.all_gather")
     assert scattered == 1 + 2 * 2 + 1 + 2 * 2 and gathered > 0
     assert counts == {TO_SEND: scattered, RECEIVED: gathered, OWN_SHARD: gathered}, "one copy each way"
-    assert {one.bytes for one in found if one.reason != OWN_SHARD} == {activation}
+    assert {one.bytes for one in found if one.reason in (TO_SEND, RECEIVED)} == {activation}
     assert {one.bytes for one in found if one.reason == OWN_SHARD} == {activation // 2}
     assert table(found).splitlines()[-1] == f"copies: x{len(found)} {sum(one.bytes for one in found)} B/rank"
 

@@ -18,10 +18,11 @@ from tests import golden
 from tests.passes.test_golden import MLP, TP
 
 DIRECT = shardc.Options(direct=True, bucket_size=0, max_in_flight=600)
+BUCKETS = shardc.Options(direct=True)  # in which small tensors share messages
 
 
-def compiled(mesh: dict[str, int], plan: shardc.Plan) -> shardc.Program:
-    module = shardc.compile(MLP(), shardc.Mesh(mesh), plan, loss=F.mse_loss, options=DIRECT)
+def compiled(mesh: dict[str, int], plan: shardc.Plan, options: shardc.Options = DIRECT) -> shardc.Program:
+    module = shardc.compile(MLP(), shardc.Mesh(mesh), plan, loss=F.mse_loss, options=options)
     return module.lower(torch.empty(16, 8), torch.empty(16, 8))
 
 
@@ -31,15 +32,16 @@ def plan_of(program: shardc.Program, stage: str) -> MemoryPlan:
 
 @pytest.mark.parametrize("half", ["", ".backward"])
 @pytest.mark.parametrize(
-    ("case", "mesh", "plan"),
+    ("case", "mesh", "plan", "options"),
     [
-        ("mlp_fsdp", {"dp": 2}, shardc.fsdp("dp")),
-        ("mlp_fsdp_kept", {"dp": 2}, shardc.fsdp("dp", level=2)),
-        ("mlp_fsdp4_tp", {"dp": 4, "tp": 2}, shardc.fsdp("dp") | TP),
+        ("mlp_fsdp", {"dp": 2}, shardc.fsdp("dp"), DIRECT),
+        ("mlp_fsdp_kept", {"dp": 2}, shardc.fsdp("dp", level=2), DIRECT),
+        ("mlp_fsdp4_tp", {"dp": 4, "tp": 2}, shardc.fsdp("dp") | TP, DIRECT),
+        ("mlp_fsdp4_buckets", {"dp": 4}, shardc.fsdp("dp"), BUCKETS),
     ],
 )
-def test_text(case: str, mesh: dict[str, int], plan: shardc.Plan, half: str) -> None:
-    program = compiled(mesh, plan)
+def test_text(case: str, mesh: dict[str, int], plan: shardc.Plan, options: shardc.Options, half: str) -> None:
+    program = compiled(mesh, plan, options)
     stage = f"plan_memory{half}"
     text = program.text(stage) + "\n" + plan_of(program, stage).text()
     golden.check(text, f"plan_memory/{case}{half.replace('.', '_')}")
