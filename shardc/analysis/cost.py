@@ -53,8 +53,8 @@ class Messages(NamedTuple):
     Args:
         latency: seconds from a collective's start to its first byte that a rank could compute meanwhile.
         call: seconds of a rank's own time, whatever is sent.
-        message: seconds of its own time more for each message, that is to each peer for each tensor, or for all that share
-            one (`shardc.ir.packing`).
+        message: seconds of its own time more for each message, that is to each peer for each tensor, or for those that
+            share one (`shardc.ir.packing`).
         hop: seconds more of latency for each peer after the first.
         bandwidth: bytes per second that a rank receives while it sends as many.
         share: of the time that bytes are on their way, how much of a rank's core they take.
