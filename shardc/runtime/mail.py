@@ -85,14 +85,14 @@ def exchange(
         for peer in peers[:kinds]:
             torch.cat(parts[peer], out=goes[peer])
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
-    # Out first: what a peer sends comes as soon as there is a place for it. A thread that sends holds a lock, and where
-    # something comes meanwhile, gloo's event loop tries for that without a pause and takes the core from who holds it.
+    # Places first: what tells a peer that there is one would else wait behind all that goes to it, and a link would carry
+    # one direction after the other.
     messages = []
-    for peer in peers:
-        messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
     for peer in peers:
         places = [into(at, peer) for at in alone]
         messages += [group.recv([x], peer, _TAG) for x in (*places, *_of(came, peer))]
+    for peer in peers:
+        messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
     return Mail(messages, packing, came, packs)
 
 
