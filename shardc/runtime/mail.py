@@ -85,8 +85,8 @@ def exchange(
         for peer in peers[:kinds]:
             torch.cat(parts[peer], out=goes[peer])
     alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
-    # Places first: what tells a peer that there is one would else wait behind all that goes to it, and a link would carry
-    # one direction after the other.
+    # Places first: what tells a peer of them would else wait behind all that goes to it, and a link would carry one
+    # direction after the other.
     messages = []
     for peer in peers:
         places = [into(at, peer) for at in alone]
