@@ -267,12 +267,17 @@ def build(
     moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
     prices = {at: _price(hardware, mesh, m) for at, m in moved.items()}
     shared = {at: m for at, m in moved.items() if hardware.shared is not None and m.staged}
+
+    def starting(at: int, m: _Moved) -> float:
+        """Seconds of the rank's own time."""
+        if m.axes == (HOST,):
+            return 0.0
+        return hardware.start_seconds(m.tensors if at in shared else m.messages) + hardware.staging_seconds(m.staged)
+
     times = simulate(
         step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
-        {at: _streams(m) for at, m in moved.items()},
-        {at: p.seconds for at, p in prices.items()}, order,
-        {at: 0.0 if m.axes == (HOST,) else hardware.start_seconds(m.messages) + hardware.staging_seconds(m.staged)
-         for at, m in moved.items()},
+        {at: _streams(m) for at, m in moved.items()}, {at: p.seconds for at, p in prices.items()}, order,
+        {at: starting(at, m) for at, m in moved.items()},
         0.0 if shared else hardware.share, {at: hardware.reading_seconds(m.wire) for at, m in shared.items()},
     )  # fmt: skip
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
@@ -302,6 +307,7 @@ class _Moved:
     bytes: int
     wire: int
     messages: int
+    tensors: int  # to all peers: messages where ranks share memory
     staged: int
 
 
@@ -323,7 +329,7 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         size = torch.Size(value.shape).numel() * value.itemsize
-        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0, 0)
+        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0, 0, 0)
     kind = tally.collective_kind(node)
     axes = tally.group_axes(tally.arguments_of(node)["group_name"], mesh)
     assert kind is not None and axes is not None, f"{node} is no collective over a group of {mesh}"
@@ -338,6 +344,7 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
         sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
         sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
         _messages(kind, ranks, values) * (ranks - 1),
+        len(values) * (ranks - 1),
         sum(part.size for part in parts_of(node, mesh) or ()),
     )  # fmt: skip
 

@@ -36,12 +36,15 @@ def test_a_step_is_compute_and_what_communication_takes(program: shardc.Program,
     assert schedule.compute_seconds + schedule.exposed == pytest.approx(schedule.seconds)
 
 
-def test_a_rank_computes_nothing_while_it_starts_a_collective(program: shardc.Program) -> None:
-    free = replace(CPU, start=0.0, inside=replace(CPU.inside, bandwidth=1e18, ring=0.0))
-    messages = sum(len(step.node.args[0]) for step in program.schedule(free).step.ops if step.kind == "start")  # type: ignore[arg-type]
-    assert messages > len(program.schedule(free).collectives), "there are buckets"
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_rank_computes_nothing_while_it_starts_a_collective(program: shardc.Program, shared: bool) -> None:
+    """Tensors of 16 KiB share a message through gloo; through shared memory each is one."""
+    memory = Shared(0.0, math.inf, math.inf) if shared else None
+    free = replace(CPU, start=0.0, inside=replace(CPU.inside, bandwidth=1e18, ring=0.0), shared=memory)
     before, after = (program.schedule(one) for one in (free, replace(free, call=1e-3, message=1e-4)))
-    spent = 1e-3 * len(after.collectives) + 1e-4 * messages
+    tensors = sum(len(step.node.args[0]) for step in before.step.ops if step.kind == "start")  # type: ignore[arg-type]
+    assert tensors > len(after.collectives), "there are buckets"
+    spent = 1e-3 * len(after.collectives) + 1e-4 * (tensors if shared else len(after.collectives))
     assert after.seconds - before.seconds == pytest.approx(spent)
     assert after.exposed == pytest.approx(spent)
 
