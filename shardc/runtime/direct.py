@@ -184,7 +184,7 @@ def _reduced(
         mail = by_mail(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
         def came(peer: int) -> list[Tensor]:
-            packed = mail.packed(peer, terms) if packing.offsets else {}
+            packed = mail.packed(peer, terms)
             return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
 
         started, keep, close = mail.messages, [*terms, *mail.packs], None
