@@ -13,9 +13,10 @@ def let_compute_first() -> None:
     """Lets gloo's event loops wait for a core's next tick where compute has it, instead of taking it at once.
 
     A loop that wakes while another thread of its rank holds the lock of a connection asks for it again and again
-    (gloo/transport/tcp/pair.cc, Pair::handleEvents). Where it took that thread's core to do so, both stand still until the slice is over, 2 to 3 ms;
-    that happens where ranks have as many threads as there are cores. In the class SCHED_BATCH (sched(7)) a loop has the
-    share of a core that it had, and takes one that is idle at once, but none from a thread that runs.
+    (gloo/transport/tcp/pair.cc, Pair::handleEvents). Where it took that thread's core to do so, both stand still until
+    the slice is over, 2 to 3 ms; that happens where ranks have as many threads as there are cores. In the class
+    SCHED_BATCH (sched(7)) a loop has the share of a core that it had, and takes one that is idle at once, but none from
+    a thread that runs.
 
     It is for loops that are there when it is called, and only those in the default class. Elsewhere than on Linux, and
     where the system allows no change, it does nothing.
