@@ -7,6 +7,7 @@ from shardc.ir import local
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
+from shardc.links import measure_links
 from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
 from shardc.precompiled import load
 from shardc.program import Options, Program
@@ -31,6 +32,7 @@ __all__ = [
     "load",
     "local",
     "local_map",
+    "measure_links",
     "offload",
     "optim",
     "precision",

@@ -39,6 +39,7 @@ ALLOWED = {
     "runtime": {"errors", "ir", "_compat"},
     "optim": {"errors", "runtime"},
     "train": {"errors", "runtime"},
+    "links": {"errors", "analysis", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
     "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
 }

@@ -1,4 +1,4 @@
-"""`shardc.compile`, with the plan that matches each peer, and `shardc.optim.wrap`."""
+"""`shardc.compile`, with the plan that matches each peer and buckets for the links, and `shardc.optim.wrap`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from shardc.ir.tally import collective_kind
 def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan]) -> Step:
     assert mesh.mesh_dim_names is not None
     (axis,) = mesh.mesh_dim_names
-    module = shardc.compile(work.model(), mesh, plan(axis), loss=loss)
+    options = shardc.Options(cost=shardc.measure_links(mesh))
+    module = shardc.compile(work.model(), mesh, plan(axis), loss=loss, options=options)
 
     def collectives() -> int:
         (program,) = module.shardc.programs.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import statistics
 import tempfile
@@ -19,9 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.analysis.cost import CostModel, Measured, Messages, Shared
+from shardc.analysis.cost import CostModel, Measured
 from shardc.analysis.hardware import CPU
 from shardc.errors import InputError
+from shardc.links import messages
 from shardc.runtime.measure import measure_collectives, measure_compute, measure_messages
 
 DEFAULT_PATH = "shardc-cost.json"
@@ -79,14 +79,10 @@ def _measure(runs: int, out: str) -> None:
     flops, attention, memory_bandwidth = measure_compute(runs)
     launch = measure_launch(runs)
     if dist.get_rank() == 0:
-        few, all_ = sent[0], sent[-1]
-        hop = max(all_.latency - few.latency, 0.0) / max(sizes[-1] - 2, 1)
-        shared = Shared(all_.latency, all_.staging, all_.reading) if math.isfinite(all_.staging) else None
-        messages = Messages(few.latency, all_.call, all_.message, hop, all_.bandwidth, all_.share, shared)
         cost = CostModel(
             latency=min(row.latency for row in rows), bandwidth=max(row.bandwidth for row in rows),
             flops=flops, memory_bandwidth=memory_bandwidth, kinds=tuple(rows),
-            attention=attention / flops, launch=launch, messages=messages,
+            attention=attention / flops, launch=launch, messages=messages(sent[-1], sent[0], sizes[-1]),
         )  # fmt: skip
         cost.save(out)
         _print(cost)

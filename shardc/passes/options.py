@@ -20,13 +20,12 @@ class Options:
         strict: an op without a sharding rule is an error instead of a warning.
         cost: the cost model that layouts and algorithms are chosen by.
         verify: check the graph after every pass.
-        bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for what the cost
-            model takes for large.
+        bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for one of
+            which a tenth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for that of real links).
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
-            two buckets.
+            two buckets, 16 MiB at least.
         memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; those
             that save most time per byte come first, and -1 is enough for all.
-
         overlap: collectives run beside compute; False waits for each where it starts.
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
@@ -62,13 +61,16 @@ class Options:
         """The size of a bucket: by default where latency is a tenth of a collective's time, 8 MiB at most."""
         if self.bucket_size is not None:
             return self.bucket_size
-        return min(int(10 * self.cost.latency * self.cost.bandwidth), 8 << 20)
+        latency, bandwidth = self.cost.latency, self.cost.bandwidth
+        if (sent := self.cost.messages) is not None and self.direct is not False:
+            latency, bandwidth = sent.latency + sent.call + sent.message, sent.bandwidth
+        return min(int(10 * latency * bandwidth), 8 << 20)
 
     def in_flight_bytes(self) -> int:
         """How much may be started ahead."""
         if self.max_in_flight is not None:
             return self.max_in_flight
-        return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 1 << 20)
+        return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def said(self, plan: Plan) -> Options:
         """These options, where they do not say it themselves, with what ``plan`` says of collectives."""

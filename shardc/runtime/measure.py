@@ -98,8 +98,8 @@ class Sent(NamedTuple):
     reading: float
 
 
-def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
-    """What collectives in messages take on ``group``."""
+def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
+    """What collectives in messages take on ``group``: of ``runs`` runs, each of so many ``times`` one collective."""
     let_compute_first()
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
@@ -115,7 +115,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
         return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
 
     def fastest(call: Callable[..., Any], kind: str, elements: int, count: int = 1) -> float:
-        return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times=10)
+        return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times)
 
     # The same bytes in one message and in many.
     part = _SMALL if shared.reaches(group) else _APART
@@ -132,7 +132,7 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10) -> Sent:
     wire = sum(big - small for small, big in sizes.values()) / len(calls)
     each = max(large - middle, 1e-9) / wire
     if not shared.reaches(group):
-        share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, group))
+        share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, times, group))
         return Sent(latency, call_seconds, message, 1 / each, share, math.inf, math.inf)
     # To start is to copy to where peers read: all that it takes is a rank's own time.
     starts = [
@@ -180,10 +180,10 @@ def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
     return max(seconds[True] - seconds[False], 0.0)
 
 
-def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
+def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
     """How much of the time that a collective takes alone is lost to compute that runs beside it."""
     x = torch.rand(256, 256)
-    alone = _fastest(lambda: [c10d.wait_tensor(made) for made in call(xs)], runs, group, times=10)
+    alone = _fastest(lambda: [c10d.wait_tensor(made) for made in call(xs)], runs, group, times)
     product = _fastest(lambda: x @ x, runs, group, times=50)
     count = max(int(2 * alone / product), 1)
 
@@ -197,7 +197,8 @@ def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: d
         for one in made:
             c10d.wait_tensor(one)
 
-    lost = _fastest(both, runs, group, times=5) - _fastest(compute, runs, group, times=5)
+    half = -(-times // 2)
+    lost = _fastest(both, runs, group, half) - _fastest(compute, runs, group, half)
     return min(max(lost / alone, 0.0), 0.95)
 
 
