@@ -24,7 +24,7 @@ from shardc.analysis.sequence import aliased, is_wait
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
 from shardc.ir.mesh import Mesh
-from shardc.ir.packing import Packing
+from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
         return
     if node.target not in IN_MESSAGES or ranks == 1:
         return
-    if size := Packing.of_results(node.target, [(x.dtype, _bytes(x)) for x in made], ranks).size:
+    if size := Packing.of(rows_of(node, ranks)).size:
         yield Copy(name, INTO_MESSAGE, size * (ranks - 1 if node.target is REDUCE_SCATTER else 1))
         if node.target is GATHER:
             yield Copy(name, OUT_OF_MESSAGE, size * (ranks - 1))

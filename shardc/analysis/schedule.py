@@ -27,7 +27,7 @@ from shardc.ir import tally
 from shardc.ir.garbage import uncollected
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh, split_part
-from shardc.ir.packing import Packing
+from shardc.ir.packing import Packing, rows_of
 
 if TYPE_CHECKING:
     from shardc.analysis.formulas import Cost, Costs
@@ -338,22 +338,15 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
     ranks = 1
     for axis in axes:
         ranks *= mesh.size(axis)
-    sizes = [torch.Size(v.shape).numel() for v in values]
+    sizes, rows = [torch.Size(v.shape).numel() for v in values], rows_of(node, ranks)
     return _Moved(
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
         sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
         sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
-        _messages(kind, ranks, values) * (ranks - 1),
+        Packing.of(rows).messages(len(rows)) * (ranks - 1),
         len(values) * (ranks - 1),
         sum(part.size for part in parts_of(node, mesh) or ()),
     )  # fmt: skip
-
-
-def _messages(kind: str, ranks: int, values: list[ir.Value]) -> int:
-    """How many messages to one peer a collective of these operands is."""
-    shrunk = ranks if kind == "reduce_scatter" else 1
-    parts = [(v.dtype, torch.Size(v.shape).numel() * v.itemsize // shrunk) for v in values]
-    return Packing.of(parts).messages(len(parts))
 
 
 def _rows(

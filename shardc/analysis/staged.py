@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.analysis.sequence import START, WAIT, Sequence
-from shardc.ir import graph as ir
 from shardc.ir import tally
 from shardc.ir.comm import ALL_REDUCE, IN_MESSAGES, REDUCE_SCATTER
 from shardc.ir.mesh import Mesh
+from shardc.ir.packing import rows_of
 from shardc.ir.staging import Block, Part, Staging
 
 
@@ -28,10 +27,7 @@ def parts_of(node: fx.Node, mesh: Mesh) -> tuple[Part, ...] | None:
         ranks *= mesh.size(axis)
     if ranks == 1 or (node.target is ALL_REDUCE and ranks > 2):
         return None
-    operands: Any = node.args[0]
-    values = [ir.value(x) for x in operands]
-    shrunk = ranks if node.target is REDUCE_SCATTER else 1
-    part = Part.of([(v.dtype, torch.Size(v.shape).numel() * v.itemsize // shrunk) for v in values])
+    part = Part.of(rows_of(node, ranks))
     return (part,) * (ranks - 1 if node.target is REDUCE_SCATTER else 1)
 
 

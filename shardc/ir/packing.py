@@ -9,14 +9,24 @@ and 6.6 ms, of 1 MiB 14 and 20 ms.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from math import prod
+from typing import NamedTuple, cast
 
 import torch
+from torch import fx
 
+from shardc.ir import graph as ir
+from shardc.ir import tally
 from shardc.ir.arena import aligned
-from shardc.ir.comm import GATHER
 
 LARGEST = 128 << 10  # bytes of a tensor that shares a message
+
+
+def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
+    """What a collective over so many ranks sends to one peer, as (dtype, bytes) of each operand."""
+    operands = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
+    parts = ranks if tally.collective_kind(node) == "reduce_scatter" else 1
+    return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, cast(list[fx.Node], operands))]
 
 
 class Packing(NamedTuple):
@@ -48,11 +58,6 @@ class Packing(NamedTuple):
             offsets[at] = end
             end += tensors[at][1]
         return cls(offsets, end)
-
-    @classmethod
-    def of_results(cls, op: object, results: Sequence[tuple[torch.dtype, int]], ranks: int) -> Packing:
-        """Of a collective in messages over so many ranks, by what it makes, as (dtype, bytes)."""
-        return cls.of([(dtype, size // (ranks if op is GATHER else 1)) for dtype, size in results])
 
     @property
     def room(self) -> int:

@@ -16,7 +16,7 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
 from shardc.ir.mesh import Mesh
-from shardc.ir.packing import Packing
+from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import arguments_of, group_axes
 from shardc.passes.starts import is_start, waits_of
 
@@ -60,7 +60,7 @@ class PlanMemory:
         if node.target is ALL_REDUCE and ranks != 2:
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
         made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
-        packing = Packing.of_results(node.target, [(x.dtype, _bytes(x)) for x in results], ranks)
+        packing = Packing.of(rows_of(node, ranks))
         wires = []
         if node.target is not GATHER and ranks > 2:
             alone = [slot for number, slot in enumerate(made) if number not in packing.offsets]
