@@ -65,3 +65,9 @@ def _field(file: str, name: str) -> int:
         if line.startswith(name + ":"):
             return int(line.split()[1])
     raise KeyError(f"/proc/self/{file} has no {name}")
+
+
+def available() -> int:
+    """Bytes of this machine's memory that programs may still take."""
+    words = Path("/proc/meminfo").read_text().split()
+    return int(words[words.index("MemAvailable:") + 1]) * 1024

@@ -8,8 +8,9 @@ Every row (see benchmarks/peers/) trains the same model on the same batches: Ada
 rank. Each has worker processes of its own; the rows of a family take turns step by step, so that what else the
 machine does falls on all alike, and only the row whose turn it is has work to do. Families run one after another,
 each with the limit (every rank alone on its share of the batch) beside it. All rows of a family are in memory at
-once, 0.4 GiB a process and more; `--rows` picks fewer, and `--at-once` cuts large families into parts, each with the
-limit and shardc's rows. A row that cannot run says why and the others go on.
+once, as far as it has room for them by what one device took; larger families are cut into parts, each with the limit
+and shardc's rows (`--at-once` says how many rows, `--rows` picks fewer). A row that cannot run says why and the others
+go on. What was measured of a family is in the files as soon as the family is through.
 
 Started by itself it runs two ranks on this machine; under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT set, it is one of the hosts of a run.
@@ -34,12 +35,13 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from benchmarks import chart, report  # noqa: E402
+from benchmarks import chart, meters, report  # noqa: E402
 from benchmarks.peers import groups  # noqa: E402
 from benchmarks.stage import perform, together  # noqa: E402
-from benchmarks.work import SIZES, single_device_loss  # noqa: E402
+from benchmarks.work import SIZES, train_alone  # noqa: E402
 
 RANKS = 2
+_SHARE = 0.85  # of the memory that is there, for the rows of a family on all ranks
 
 
 def main() -> None:
@@ -52,10 +54,9 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
     leads = dist.get_rank() == 0
     conditions = _conditions(options)
-    single, results = {}, []
-    chosen = groups(options.rows, options.at_once)
-    turns = (options.warmup + options.steps) * len(options.size) * sum(map(len, chosen.values()))
-    with tqdm(total=turns, disable=not leads) as bar, _cache(options.cache) as cache:
+    single: dict[str, float] = {}
+    results: list[report.Result] = []
+    with tqdm(total=0, disable=not leads) as bar, _cache(options.cache) as cache:
 
         def progress(name: str) -> None:
             bar.set_description(name)
@@ -63,21 +64,25 @@ def main() -> None:
 
         for size in options.size:
             work = SIZES[size]
+            room: int | None = None
             if leads:
                 bar.set_description("one device")
-                single[size] = single_device_loss(work, options.warmup + options.steps, dist.get_world_size())
+                single[size], taken = train_alone(work, options.warmup + options.steps, dist.get_world_size())
+                room = options.at_once or int(_SHARE * meters.available() / taken / dist.get_world_size())
+            chosen = groups(options.rows, together(room)[0])
+            bar.total += (options.warmup + options.steps) * sum(map(len, chosen.values()))
             for family, rows in chosen.items():
                 results += perform(
                     size, work, family, rows,
                     steps=options.steps, warmup=options.warmup, trace=options.trace, cache=cache,
                     progress=progress,
                 )  # fmt: skip
+                if leads and options.json:
+                    Path(options.json).write_text(report.to_json(results, single, conditions))
+                if leads and options.png:
+                    chart.draw(results, options.png)
     if leads:
         print(report.markdown(results, single, conditions))
-        if options.json:
-            Path(options.json).write_text(report.to_json(results, single, conditions))
-        if options.png:
-            chart.draw(results, options.png)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -88,7 +93,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rows", default="*", help="globs over row names, joined by commas")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each row")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, compilation included")
-    parser.add_argument("--at-once", type=int, help="rows in memory at once; larger families are cut (default: all)")
+    parser.add_argument("--at-once", type=int, help="rows in memory at once (default: as memory allows)")
     parser.add_argument("--json", help="write all numbers to this file")
     parser.add_argument("--png", help="draw a bar chart to this file")
     parser.add_argument("--cache", help="keep what is compiled here, for later runs (default: start from nothing)")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import resource
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -91,11 +94,18 @@ def model_loss(model: Callable[[Tensor], Tensor]) -> Step:
     return lambda tokens, targets: loss(model(tokens), targets)
 
 
-def single_device_loss(work: Work, steps: int, ranks: int) -> float:
-    """The loss of the last of ``steps`` steps over the global batch, on one device."""
+def train_alone(work: Work, steps: int, ranks: int) -> tuple[float, int]:
+    """What one device makes of the global batches, in a process of its own: the loss of the last of ``steps``, and
+    the bytes that the process takes at most."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
+        return other.submit(_train_alone, work, steps, ranks).result()
+
+
+def _train_alone(work: Work, steps: int, ranks: int) -> tuple[float, int]:
+    torch.set_num_threads(1)
     model = work.model()
     step = train_step(model_loss(model), model.parameters())
     value = torch.empty(())
     for at in range(steps):
         value = step(*work.data(at, ranks))
-    return value.item()
+    return value.item(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

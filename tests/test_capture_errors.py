@@ -1,0 +1,183 @@
+# ruff: noqa: E501
+"""Models that are not one graph, and calls that they do not take: the message of each error, and nothing changed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardc
+from shardc import fsdp
+from shardc.errors import CaptureError, InputError, MeshError, PlanError
+from tests.test_errors import MESH, Net, fails, lowers_not
+from tests.unchanged import snapshot
+
+# --- the model
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.step(self.a(x))
+
+    def step(self, y: Tensor) -> Tensor:
+        return y if y.sum() > 0 else -y
+
+
+class Filter(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        return y[y > 0]
+
+
+class Raises(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        raise ValueError(f"{y.ndim} dims")
+
+
+class Mismatch(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        return y @ y
+
+
+class ChangesInput(Branch):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x.mul_(2))
+
+
+class ChangesParameter(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.a.bias.mul_(0.5)
+        return y
+
+
+def line_of(function: Callable[..., Any], text: str) -> str:
+    """``file:line`` of the first line of ``function`` that holds ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    at = next(at for at, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(function)}:{first + at}"
+
+
+@pytest.mark.parametrize(
+    ("model", "what", "line", "fix"),
+    [
+        (
+            Branch(),
+            r"Branch cannot be traced to one graph: Data-dependent branching \(Detected data-dependent branching .*",
+            line_of(Branch.step, "y.sum() > 0"),
+            r".+",
+        ),
+        (
+            Filter(),
+            r"Filter cannot be traced to one graph: DynamicOutputShapeException: aten\.nonzero\.default",
+            line_of(Filter.step, "y[y > 0]"),
+            "write this line with tensor operations whose shapes do not depend on values",
+        ),
+        (
+            Raises(),
+            r"Raises cannot be traced to one graph: .*raised exception ValueError\('2 dims'\).*",
+            line_of(Raises.step, "raise"),
+            r".+",
+        ),
+        (
+            Mismatch(),
+            r"Mismatch cannot be traced to one graph: .*must have same reduction dim, but got \[4, 8\] X \[4, 8\].*",
+            line_of(Mismatch.step, "y @ y"),
+            r".+",
+        ),
+        (
+            ChangesInput(),
+            "the model changes its input 'x' in place",
+            line_of(ChangesInput.forward, "mul_"),
+            "compute a new tensor from it, and return it",
+        ),
+        (
+            ChangesParameter(),
+            "the model changes its parameter 'a.bias' in place",
+            line_of(ChangesParameter.step, "mul_"),
+            "compute a new tensor from it, or register it as a buffer",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_a_model_that_is_not_one_graph(model: nn.Module, what: str, line: str, fix: str) -> None:
+    """Dynamo words its reasons differently from version to version; the line is always the user's own."""
+    module = shardc.compile(model, MESH, fsdp("dp"), backend="eager")
+    before = snapshot(model), snapshot(module)
+    with pytest.raises(CaptureError) as caught:
+        module.lower(torch.empty(4, 8))
+    assert re.fullmatch(what, caught.value.what)
+    assert caught.value.source == line
+    assert re.fullmatch(fix, caught.value.fix or "")
+    assert (snapshot(model), snapshot(module)) == before
+
+
+# --- the call
+
+
+def test_arguments_that_forward_does_not_take() -> None:
+    x = torch.empty(4, 8)
+    lowers_not(
+        fsdp("dp"),
+        InputError,
+        "Net.forward(x: 'Tensor') -> 'Tensor': missing a required argument: 'x'\n  fix: pass what forward takes",
+    )
+    lowers_not(
+        fsdp("dp"),
+        InputError,
+        "Net.forward(x: 'Tensor') -> 'Tensor': too many positional arguments\n  fix: pass what forward takes",
+        x,
+        x,
+    )
+    module = shardc.compile(Net(), MESH, fsdp("dp"), loss=F.mse_loss, backend="eager")
+    fails(
+        module,
+        lambda: module.lower(x, x, x),
+        InputError,
+        """\
+Net.forward(x: 'Tensor') -> 'Tensor': too many positional arguments
+  fix: pass what forward takes, and after these 1 for the loss, by position""",
+    )
+
+
+def test_an_input_that_is_neither_tensor_nor_constant() -> None:
+    lowers_not(
+        fsdp("dp"),
+        InputError,
+        """\
+input 'x' is a ndarray, neither a tensor nor a constant that can be compared
+  fix: pass a tensor, or a number, a string or None (in lists, tuples and dicts, if need be)""",
+        torch.ones(4, 8).numpy(),
+    )
+
+
+def test_an_unknown_stage() -> None:
+    program = shardc.compile(Net(), MESH, fsdp("dp"), backend="eager").lower(torch.empty(4, 8))
+    with pytest.raises(PlanError) as caught:
+        program.text("reshrad")
+    assert str(caught.value) == "there is no stage 'reshrad'\n  fix: did you mean 'reshard'?"
+    with pytest.raises(PlanError) as caught:
+        program.text("inline")
+    assert str(caught.value) == f"there is no stage 'inline'\n  fix: use one of {', '.join(program.stages)}"
+
+
+def test_a_call_without_a_process_group() -> None:
+    module = shardc.compile(Net(), MESH, fsdp("dp"), backend="eager")
+    fails(
+        module,
+        lambda: module(torch.empty(4, 8)),
+        MeshError,
+        """\
+the module was compiled for the abstract mesh dp=2 tp=2 and cannot run
+  fix: pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)""",
+    )
