@@ -13,13 +13,13 @@ from torch.distributed import distributed_c10d
 
 from shardc.runtime import shared
 
-_SELF = Path("/proc/self")
+_PROC = Path("/proc")
 
 
 def bytes_sent() -> int:
     """Bytes that this process has written so far, gloo's share of a training step's is all but a few; and those that it
     left for peers to read from memory that they share."""
-    return _field("io", "wchar") + shared.sent()
+    return _field("self/io", "wchar") + shared.sent()
 
 
 def collectives_started() -> int:
@@ -31,12 +31,12 @@ def collectives_started() -> int:
 
 def restart_peak() -> None:
     """Makes `peak_memory` count from here on."""
-    (_SELF / "clear_refs").write_text("5")
+    (_PROC / "self/clear_refs").write_text("5")
 
 
 def peak_memory() -> int:
     """The most resident bytes of this process since `restart_peak`."""
-    return _field("status", "VmHWM") * 1024
+    return _field("self/status", "VmHWM") * 1024
 
 
 def memory_left() -> int:
@@ -56,18 +56,17 @@ def memory_left() -> int:
                 with contextlib.suppress(RuntimeError):
                     storages[storage.data_ptr()] = storage.nbytes()
     ctypes.CDLL(None).malloc_trim(0)
-    return _field("status", "VmRSS") * 1024 - sum(storages.values())
-
-
-def _field(file: str, name: str) -> int:
-    """The number after ``name:`` in a file of ``/proc/self``."""
-    for line in (_SELF / file).read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise KeyError(f"/proc/self/{file} has no {name}")
+    return _field("self/status", "VmRSS") * 1024 - sum(storages.values())
 
 
 def available() -> int:
     """Bytes of this machine's memory that programs may still take."""
-    words = Path("/proc/meminfo").read_text().split()
-    return int(words[words.index("MemAvailable:") + 1]) * 1024
+    return _field("meminfo", "MemAvailable") * 1024
+
+
+def _field(file: str, name: str) -> int:
+    """The number after ``name:`` in a file of ``/proc``."""
+    for line in (_PROC / file).read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    raise KeyError(f"/proc/{file} has no {name}")

@@ -18,7 +18,7 @@ def measure_links(mesh: DeviceMesh) -> CostModel:
 
     A bucket of the default size is then one of which a tenth is latency on these links: a fast link takes large
     buckets, on a slow one small buckets hide more of their bytes behind compute. Every rank of the mesh calls this, and
-    all get the same numbers: the first rank's, of its slowest axis. It takes 2 s, and some more where a link is slow.
+    all get the same numbers: the first rank's, of its slowest axis. It takes a second, some more on a slow link.
     ``python -m shardc calibrate`` measures more, which layouts are chosen by and schedules predicted.
 
     Args:

@@ -16,8 +16,8 @@ def keep_heap() -> None:
 
     Glibc gives the top of its heap back to the system where more than a threshold of it is free: at the end of a
     backward, when the activations are gone. The next step then takes every page by a fault (on small models thousands
-    a step). The threshold follows the program: it is twice the largest block that was freed,
-    up to 64 MiB (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD). This frees such a block, once for a process, and
-    touches none of it. Where the thresholds are set by hand, or another malloc is in use, it changes nothing.
+    a step). The threshold follows the program: it is twice the largest block that was freed, up to 64 MiB (mallopt(3),
+    M_MMAP_THRESHOLD and M_TRIM_THRESHOLD). This frees such a block, once for a process, and touches none of it. Where
+    the thresholds are set by hand, or another malloc is in use, it changes nothing.
     """
     torch.empty(_BLOCK, dtype=torch.uint8)
