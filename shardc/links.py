@@ -16,7 +16,7 @@ from shardc.runtime.measure import Sent, measure_messages
 def measure_links(mesh: DeviceMesh) -> CostModel:
     """The default cost model with what messages take between the ranks of ``mesh``, for ``Options(cost=...)``.
 
-    A bucket of the default size is then one of which a tenth is latency on these links: a fast link takes large
+    A bucket of the default size is then one of which a twentieth is latency on these links: a fast link takes large
     buckets, on a slow one small buckets hide more of their bytes behind compute. Every rank of the mesh calls this, and
     all get the same numbers: the first rank's, of its slowest axis. It takes a second, some more on a slow link.
     ``python -m shardc calibrate`` measures more, which layouts are chosen by and schedules predicted.

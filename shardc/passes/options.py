@@ -21,7 +21,7 @@ class Options:
         cost: the cost model that layouts and algorithms are chosen by.
         verify: check the graph after every pass.
         bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for one of
-            which a tenth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for that of real links).
+            which a twentieth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for that of real links).
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets, 16 MiB at least.
         memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; those
@@ -58,13 +58,13 @@ class Options:
             raise InputError(f"unknown debug={self.debug!r}", fix='use "buffers" or None')
 
     def bucket_bytes(self) -> int:
-        """The size of a bucket: by default where latency is a tenth of a collective's time, 8 MiB at most."""
+        """The size of a bucket: by default where latency is a twentieth of a collective's time, 8 MiB at most."""
         if self.bucket_size is not None:
             return self.bucket_size
         latency, bandwidth = self.cost.latency, self.cost.bandwidth
         if (sent := self.cost.messages) is not None and self.direct is not False:
             latency, bandwidth = sent.latency + sent.call + sent.message, sent.bandwidth
-        return min(int(10 * latency * bandwidth), 8 << 20)
+        return min(int(20 * latency * bandwidth), 8 << 20)
 
     def in_flight_bytes(self) -> int:
         """How much may be started ahead."""

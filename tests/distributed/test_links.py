@@ -22,7 +22,7 @@ def link(bandwidth: float) -> CostModel:
     return CostModel(messages=Messages(8e-4, 1.5e-4, 5e-5, 0.0, bandwidth, 0.2))
 
 
-@pytest.mark.parametrize("bandwidth, size", [(118e6, int(10 * 1e-3 * 118e6)), (1.4e9, 8 * MIB)])
+@pytest.mark.parametrize("bandwidth, size", [(118e6, int(20 * 1e-3 * 118e6)), (1.4e9, 8 * MIB)])
 @pytest.mark.parametrize("direct", [None, True])
 def test_a_slow_link_takes_small_buckets(bandwidth: float, size: int, direct: bool | None) -> None:
     options = shardc.Options(cost=link(bandwidth), direct=direct)
