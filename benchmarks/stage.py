@@ -19,6 +19,13 @@ from benchmarks.worker import Failed, Place, Stepped, run
 # Inductor's compile workers would be a pool of processes for every row.
 WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
+_SHARE = 0.85  # of the memory that is there, for the workers of all rows that take turns
+
+
+def room(available: int, taken: int, ranks: int) -> int:
+    """How many rows may take turns: ``ranks`` workers each, of ``taken`` bytes, in ``available`` bytes."""
+    return int(_SHARE * available / (taken * ranks))
+
 
 def together(mine: Any) -> list[Any]:
     """What each host brings, by rank; no host goes on before all have come."""

@@ -37,11 +37,10 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import chart, meters, report  # noqa: E402
 from benchmarks.peers import groups  # noqa: E402
-from benchmarks.stage import perform, together  # noqa: E402
+from benchmarks.stage import perform, room, together  # noqa: E402
 from benchmarks.work import SIZES, train_alone  # noqa: E402
 
 RANKS = 2
-_SHARE = 0.85  # of the memory that is there, for the rows of a family on all ranks
 
 
 def main() -> None:
@@ -64,12 +63,12 @@ def main() -> None:
 
         for size in options.size:
             work = SIZES[size]
-            room: int | None = None
+            at_once: int | None = None
             if leads:
                 bar.set_description("one device")
                 single[size], taken = train_alone(work, options.warmup + options.steps, dist.get_world_size())
-                room = options.at_once or int(_SHARE * meters.available() / taken / dist.get_world_size())
-            chosen = groups(options.rows, together(room)[0])
+                at_once = options.at_once or room(meters.available(), taken, dist.get_world_size())
+            chosen = groups(options.rows, together(at_once)[0])
             bar.total += (options.warmup + options.steps) * sum(map(len, chosen.values()))
             for family, rows in chosen.items():
                 results += perform(

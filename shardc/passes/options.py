@@ -21,7 +21,7 @@ class Options:
         cost: the cost model that layouts and algorithms are chosen by.
         verify: check the graph after every pass.
         bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for one of
-            which a twentieth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for that of real links).
+            which a twentieth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for real links).
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets, 16 MiB at least.
         memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; those

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks.peers import groups
+from benchmarks.stage import room
 
 ROOT = Path(__file__).parents[2]
 GLOBS = ["limit", "ddp/*", "shardc/ddp"]
@@ -22,6 +25,12 @@ def test_a_family_is_cut_to_the_rows_that_memory_holds() -> None:
         cut = groups(GLOBS, at_once)
         assert list(cut) == [f"ddp {n} of {len(peers)}" for n in range(1, len(peers) + 1)]
         assert [[row.name for row in rows] for rows in cut.values()] == [["limit", p, "shardc/ddp"] for p in peers]
+
+
+@pytest.mark.parametrize("available, rows", [(24_000, 10), (4_800, 2), (1_000, 0)])
+def test_all_workers_of_the_rows_fit_into_memory(available: int, rows: int) -> None:
+    assert room(available, taken=1_000, ranks=2) == rows
+    assert rows * 2 * 1_000 < 0.9 * available
 
 
 def test_rows_train_as_one_device(tmp_path: Path) -> None:

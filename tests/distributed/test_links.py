@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from shardc.errors import MeshError
 from tests.ranks import run_ranks
 
 MIB = 1 << 20
+WEIGHTS = 12
 
 
 def link(bandwidth: float) -> CostModel:
@@ -48,11 +49,15 @@ def all_have_the_same() -> None:
     everyone: list[object] = [None] * 4
     dist.all_gather_object(everyone, asdict(cost))
     assert everyone == [asdict(cost)] * 4
-    # It is what a program may be compiled by: the ranks agree on its buckets.
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)).double()
-    x, y = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 4, dtype=torch.float64)
+    # It is what a program may be compiled by: the ranks agree on its buckets. On a link of these latencies and a
+    # bandwidth that makes them 512 KiB, the weights, 128 KiB each, fill several.
+    sent = cost.messages
+    latency = sent.latency + sent.call + sent.message
+    slow = replace(cost, messages=sent._replace(bandwidth=2**19 / (20 * latency)))
+    model = nn.Sequential(*(nn.Linear(128, 128, dtype=torch.float64) for _ in range(WEIGHTS)))
+    x, y = torch.randn(2, 8, 128, dtype=torch.float64)
     module = shardc.compile(
-        model, mesh, shardc.fsdp("dp"), loss=nn.functional.mse_loss, backend="eager", options=shardc.Options(cost=cost)
+        model, mesh, shardc.fsdp("dp"), loss=nn.functional.mse_loss, backend="eager", options=shardc.Options(cost=slow)
     )
     loss, expected = module(*module.shard_inputs(x, y)), nn.functional.mse_loss(model(x), y)
     loss.backward()
@@ -60,6 +65,9 @@ def all_have_the_same() -> None:
     torch.testing.assert_close(loss, expected)
     for name, p in model.named_parameters():
         torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), p.grad)
+    (program,) = module.shardc.programs.values()
+    gathers = [node for node in program.forward.graph.nodes if "all_gather" in str(node.target)]
+    assert 1 < len(gathers) < WEIGHTS, gathers
 
 
 def a_mesh_of_one_has_no_links() -> None:
