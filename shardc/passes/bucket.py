@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-import shardc.ir.comm  # noqa: F401  (defines the direct collectives)
 from shardc.ir import graph as ir
+from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.graph import NameScope
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
@@ -25,9 +25,9 @@ _NATIVE = {
     c10d.all_reduce.default: c10d.all_reduce_coalesced.default,
 }
 _DIRECT = {
-    c10d.all_gather_into_tensor.default: torch.ops.shardc.all_gather_into_tensor_coalesced.default,
-    c10d.reduce_scatter_tensor.default: torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
-    c10d.all_reduce.default: torch.ops.shardc.all_reduce_coalesced.default,
+    c10d.all_gather_into_tensor.default: GATHER,
+    c10d.reduce_scatter_tensor.default: REDUCE_SCATTER,
+    c10d.all_reduce.default: ALL_REDUCE,
 }
 
 
