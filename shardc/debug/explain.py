@@ -50,7 +50,7 @@ class Use:
         op, phase, module, source: of the op.
         rule: its rule as a person reads it; "" where it has none.
         takes: the layout at which it takes the tensor (at which it makes the gradient, for that).
-        moves: the collectives on the way; several uses may share one.
+        moves: the collectives on the way, each by itself, before buckets and overlap; several uses may share one.
     """
 
     op: str
@@ -115,16 +115,16 @@ class Explanation:
         uses = [(u.phase, u.op, u.takes, u.rule or "-", _short(u.source), str(u.wire)) for u in self.uses]
         parts.append(_table(("phase", "used by", "taken as", "rule", "source", "B/rank"), uses))
         moves = [
-            (m.kind, m.axis, m.phase, str(m.wire), milliseconds(m.seconds), milliseconds(m.exposed),
+            (m.kind, m.axis, m.phase, str(m.wire), milliseconds(m.seconds),
              m.cause.entry or m.cause.reason or "-", _short(m.cause.source))
             for m in self._moves()
         ]  # fmt: skip
+        total = f"{len(moves)} collectives, {self.wire} B/rank"
         if moves:
-            parts.append(_table(("kind", "axis", "phase", "B/rank", "ms", "exposed", "cause", "source"), moves))
-        seconds, exposed = (sum(getattr(m, of) for m in self._moves()) for of in ("seconds", "exposed"))
-        parts.append(
-            f"{len(moves)} collectives, {self.wire} B/rank, {milliseconds(seconds)} ms, {milliseconds(exposed)} exposed"
-        )
+            parts.append(_table(("kind", "axis", "phase", "B/rank", "ms alone", "cause", "source"), moves))
+            alone = milliseconds(sum(m.seconds for m in self._moves()))
+            total += f"; {alone} ms if each ran alone, before they share buckets and run beside compute"
+        parts.append(total)
         return "\n\n".join(parts) + "\n"
 
     def _at(self) -> str:
