@@ -53,6 +53,23 @@ def emitted(inference: bool) -> tuple[fx.GraphModule, str]:
         return gm, lower(gm, "inductor", inference=inference).source_code  # type: ignore[attr-defined]
 
 
+def test_results_have_the_strides_that_they_were_traced_with() -> None:
+    """Inductor computes convolutions with channels last; what the backward half saves of them it is compiled for."""
+
+    def convolved(x: Tensor, weight: Tensor) -> list[Tensor]:
+        y = torch.ops.aten.convolution.default(x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        return [y, y.relu()]
+
+    with FakeTensorMode():
+        gm = make_fx(convolved)(torch.empty(2, 8, 8, 8), torch.empty(16, 8, 3, 3))
+    x, weight = torch.randn(2, 8, 8, 8), torch.randn(16, 8, 3, 3)
+    with inductor_config.patch(force_disable_caches=True):
+        made = lower(gm, "inductor")([x, weight])
+    for result, expected in zip(made, convolved(x, weight), strict=True):
+        assert result.stride() == expected.stride()
+        torch.testing.assert_close(result, expected)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_order_and_waits_are_kept(inference: bool) -> None:
     gm, source = emitted(inference)

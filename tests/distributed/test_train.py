@@ -88,6 +88,7 @@ def test_two_ranks_through_inductor() -> None:
         check("mlp", "fsdp3", {"dp": 2}, "inductor"),
         check("llama", "fsdp3", {"dp": 2}, "inductor"),
         check("gpt2", "tp+sp", {"tp": 2}, "inductor"),
+        check("convnet", "fsdp3", {"dp": 2}, "inductor"),
     )
 
 
