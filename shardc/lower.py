@@ -191,8 +191,8 @@ def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.no_grad():
         made = make_fx(gm, decomposition_table=select_decomp_table())(*inputs)
-    # What is not visible to the user may come out in other strides, as convolutions prefer them, but the backward half
-    # is compiled for those that it was traced with.
+    # Results that are not the user's Inductor may give other strides, as convolutions prefer them, but the backward
+    # half is compiled for those of the trace.
     last = output_node(made.graph)
     last.meta["user_visible_output_idxs"] = [at for at, x in enumerate(last.args[0]) if isinstance(x, fx.Node)]
     return made
