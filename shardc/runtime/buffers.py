@@ -8,6 +8,7 @@ own for this once, which `Buffers.strays` counts.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -169,6 +170,19 @@ def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> 
         return like.new_empty(shape)
     buffers, plan = stack[-1]
     return buffers.take(plan.slots[slots[at]], like, shape)
+
+
+def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """A tensor on the memory of a contiguous ``tensor``, and what is to be called once nothing uses that memory.
+
+    From then on it does not keep the memory of ``tensor``, however long it lives itself. It is for threads that hold
+    what they were handed for a while after they have said that they are done with it, as those of gloo's collectives.
+    """
+    if not tensor.nbytes:
+        return tensor, lambda: None
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.lender = tensor  # type: ignore[attr-defined]  # kept by the buffer, which the tensor made of it keeps
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape), lambda: delattr(memory, "lender")
 
 
 def _watch(made: Tensor, gone: Callable[[Any], None]) -> None:

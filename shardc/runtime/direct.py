@@ -24,7 +24,7 @@ from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.graph import output_node
 from shardc.ir.tally import arguments_of
 from shardc.runtime import shared
-from shardc.runtime.buffers import empty
+from shardc.runtime.buffers import empty, lend
 from shardc.runtime.exchange import COMBINE
 from shardc.runtime.loops import let_compute_first
 from shardc.runtime.mail import exchange as by_mail
@@ -147,11 +147,14 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
     made = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
 
+    lent, returned = lend(flat)
+
     def finish() -> None:
+        returned()
         if reduce_op == "avg":
             flat.div_(group.size())
 
-    return _started(made, _Exchange([group.allreduce([flat], options)], [flat], finish))
+    return _started(made, _Exchange([group.allreduce([lent], options)], [flat], finish))
 
 
 def _reduced(
