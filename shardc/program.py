@@ -386,11 +386,12 @@ def build_program(
         hook,
     )  # fmt: skip
     program.deferred, program.reduce_sums = deferred, reduction
+    again, said = {n: p.again for n, p in params.items()}, options.said(plan)
     program.finish(
         local,
-        keep_within(local.graph, mesh, {n: p.again for n, p in params.items()}, options.memory_budget, options.cost),
+        keep_within(local.graph, mesh, again, options.memory_budget, options.cost, said.bucket_bytes()),
         {name: p.compute_cause for name, p in params.items()},
-        passes.halves(mesh, options.said(plan)),
+        passes.halves(mesh, said),
     )
     if options.dump:
         program.write_stages(options.dump)

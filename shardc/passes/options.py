@@ -24,8 +24,8 @@ class Options:
             which a twentieth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for real links).
         max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
             two buckets, 16 MiB at least.
-        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; those
-            that save most time per byte come first, and -1 is enough for all.
+        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward, -1 for
+            all; those that save most time per byte come first, and of equal ones those that the forward uses last.
         overlap: collectives run beside compute; False waits for each where it starts.
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.

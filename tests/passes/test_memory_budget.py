@@ -17,8 +17,8 @@ GIVEN = llama.batch(llama.LlamaConfig(), size=4, length=8)
 MESH = shardc.Mesh(dp=4)
 
 
-def _module(model: Any, budget: int, level: int = 3) -> Any:
-    options = shardc.Options(memory_budget=budget, bucket_size=0)
+def _module(model: Any, budget: int, level: int = 3, bucket_size: int | None = 0) -> Any:
+    options = shardc.Options(memory_budget=budget, bucket_size=bucket_size)
     return shardc.compile(
         model, MESH, shardc.fsdp("dp", level=level), loss=llama.loss, backend="eager", options=options
     )
@@ -61,6 +61,22 @@ def test_what_saves_most_time_per_byte_is_kept_first(model: Any) -> None:
     kept = [sizes[name] for name, level in program.levels.items() if level == 2]
     left = [sizes[name] for name, level in program.levels.items() if level == 3]
     assert kept and max(kept) <= min(left)
+
+
+def test_in_buckets_what_backward_uses_first_is_kept_first(model: Any) -> None:
+    """Where a bucket's latency is shared, a byte of one parameter costs what a byte of another does."""
+    sizes = {name: 4 * p.numel() for name, p in model.named_parameters()}
+    late = {name for name in sizes if name.startswith(("layers.1.", "norm.", "head."))}
+    program = _module(model, sum(sizes[name] for name in late), bucket_size=None).lower(*GIVEN)
+    assert {name for name, level in program.levels.items() if level == 2} == late
+
+
+def test_what_no_gradient_needs_takes_nothing_of_it(model: Any) -> None:
+    """An embedding is not gathered again anyhow."""
+    embedding = 4 * model.embed.weight.numel()
+    for size in (0, None):
+        program = _module(model, embedding, bucket_size=size).lower(*GIVEN)
+        assert program.levels["embed.weight"] == 3 and _kept(program) > 0
 
 
 def test_results_do_not_depend_on_it(model: Any) -> None:
