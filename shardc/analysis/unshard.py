@@ -66,7 +66,7 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: CostModel, bucket: int
 ) -> list[Gathered]:
-    """The parameters of level 3."""
+    """The parameters of level 3, but for empty ones."""
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
     made_of: dict[fx.Node, set[str]] = {}
     found: dict[str, Gathered] = {}
@@ -80,7 +80,7 @@ def _gathered_again(
         elif node.op == "call_function" and ir.info(node).origin.phase == "backward":
             for name in {name for read in node.all_input_nodes if read in whole for name in made_of[read]}:
                 found[name].again = min(found[name].again, at)
-    return list(found.values())
+    return [one for one in found.values() if one.held]
 
 
 def _parameters(node: fx.Node, known: dict[fx.Node, set[str]]) -> set[str]:
