@@ -146,7 +146,6 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
     made = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
-
     lent, returned = lend(flat)
 
     def finish() -> None:

@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -72,13 +73,11 @@ def small_ones_share_a_message() -> None:
         sent.append(tensors[0].nbytes)
         return real.__get__(self)(tensors, *rest)
 
-    type(group).send = counted  # type: ignore[method-assign, assignment]
-    try:
-        xs = [torch.ones(n) for n in (1, 7, LARGEST // 4, LARGEST // 4 + 1)] + [torch.ones(3, dtype=torch.bfloat16)]
+    xs = [torch.ones(n) for n in (1, 7, LARGEST // 4, LARGEST // 4 + 1)] + [torch.ones(3, dtype=torch.bfloat16)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(group), "send", counted)
         for one in direct.all_gather_into_tensor_coalesced(xs, 2, group.group_name):
             wait(one)
-    finally:
-        type(group).send = real
     packing = Packing.of([(x.dtype, x.nbytes) for x in xs])
     assert len(sent) == packing.messages(len(xs)) == 2
     assert sorted(sent) == sorted([LARGEST + 4, 4 + 28 + LARGEST + 6])
@@ -94,11 +93,9 @@ def memory_is_free_once_waited_for() -> None:
         kept.extend(tensors)
         return real.__get__(self)(tensors, *rest)
 
-    type(group).allreduce = held  # type: ignore[method-assign, assignment]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(group), "allreduce", held)
         made = direct.all_reduce_coalesced([torch.ones(5), torch.ones(0), torch.ones(2, 3)], "sum", group.group_name)
-    finally:
-        type(group).allreduce = real
     memory = weakref.ref(made[0].untyped_storage())
     assert kept and [wait(one).unique().tolist() for one in made] == [[3.0], [], [3.0]]
     del made
