@@ -11,22 +11,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardc.runtime import shared
-
 _PROC = Path("/proc")
 
 
 def bytes_sent() -> int:
-    """Bytes that this process has written so far, gloo's share of a training step's is all but a few; and those that it
-    left for peers to read from memory that they share."""
-    return _field("self/io", "wchar") + shared.sent()
+    """Bytes that this process has written so far, gloo's share of a training step's is all but a few."""
+    return _field("self/io", "wchar")
 
 
 def collectives_started() -> int:
-    """Collectives that this process has started so far, over all of its groups; a send and a receive count one each, an
-    exchange through shared memory one with all of its peers."""
+    """Collectives that this process has started so far, over all of its groups; a send and a receive count one each."""
     groups = [group for group in distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
-    return sum(group._get_sequence_number_for_group() for group in groups) + shared.started()
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def restart_peak() -> None:

@@ -139,10 +139,7 @@ def _conditions(options: argparse.Namespace) -> list[str]:
     if rate := os.environ.get("RULER_LINK"):
         link += f", limited to {rate}"
     return [
-        f"{now}; torch {torch.__version__}; {dist.get_world_size()} ranks on {os.cpu_count()} cores; gloo over {link}"
-        + (
-            "; messages of shardc's rows through shared memory" if os.environ.get("SHARDC_SHARED_MEMORY") == "1" else ""
-        ),
+        f"{now}; torch {torch.__version__}; {dist.get_world_size()} ranks on {os.cpu_count()} cores; gloo over {link}",
         f"load averages before: {load} (the run itself makes about {dist.get_world_size()})",
         f"AdamW, float32, one thread a rank; {options.steps} timed steps after {options.warmup}, "
         "rows of a family in turn",

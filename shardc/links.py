@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.analysis.cost import CostModel, Messages, Shared
+from shardc.analysis.cost import CostModel, Messages
 from shardc.errors import MeshError
 from shardc.runtime.measure import Sent, measure_messages
 
@@ -53,5 +51,4 @@ def messages(sent: Sent, pair: Sent | None = None, ranks: int = 2) -> Messages:
     """
     pair = pair or sent
     hop = max(sent.latency - pair.latency, 0.0) / max(ranks - 2, 1)
-    shared = Shared(sent.latency, sent.staging, sent.reading) if math.isfinite(sent.staging) else None
-    return Messages(pair.latency, sent.call, sent.message, hop, sent.bandwidth, sent.share, shared)
+    return Messages(pair.latency, sent.call, sent.message, hop, sent.bandwidth, sent.share)

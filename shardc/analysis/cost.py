@@ -33,20 +33,6 @@ class Measured(NamedTuple):
     bandwidth: float
 
 
-class Shared(NamedTuple):
-    """What messages take between ranks that share memory (`shardc.runtime.shared`); a rank's own core moves them.
-
-    Args:
-        latency: seconds from the last rank's start until all know of it.
-        staging: bytes per second that a rank copies to where its peers read them, when it starts.
-        reading: bytes per second that it takes from there, when it waits: copies to a result, or adds up.
-    """
-
-    latency: float
-    staging: float
-    reading: float
-
-
 class Messages(NamedTuple):
     """What collectives take that go in messages from rank to rank (`shardc.runtime.direct`).
 
@@ -58,7 +44,6 @@ class Messages(NamedTuple):
         hop: seconds more of latency for each peer after the first.
         bandwidth: bytes per second that a rank receives while it sends as many.
         share: of the time that bytes are on their way, how much of a rank's core they take.
-        shared: where the ranks share memory; ``call`` and ``message`` are what they are there, the others of gloo.
     """
 
     latency: float
@@ -67,7 +52,6 @@ class Messages(NamedTuple):
     hop: float
     bandwidth: float
     share: float
-    shared: Shared | None = None
 
 
 @dataclass(frozen=True)
@@ -155,9 +139,8 @@ class CostModel:
     def save(self, path: str | Path) -> None:
         """Writes the numbers as JSON; makes the folder."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
-        if (sent := self.messages) is not None:
-            shared = None if sent.shared is None else sent.shared._asdict()
-            table["messages"] = sent._asdict() | {"shared": shared}
+        if self.messages is not None:
+            table["messages"] = self.messages._asdict()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(table, indent=2) + "\n")
 
@@ -175,8 +158,7 @@ class CostModel:
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
             table["kinds"] = tuple(Measured(**row) for row in table.get("kinds", ()))
             if (messages := table.get("messages")) is not None:
-                shared = messages.pop("shared", None)
-                table["messages"] = Messages(**messages, shared=None if shared is None else Shared(**shared))
+                table["messages"] = Messages(**messages)
             return cls(**table)
         except OSError as error:
             raise InputError(f"cost model {path} cannot be read: {error.strerror}", fix=fix) from error

@@ -14,7 +14,7 @@ from math import ceil, log2
 
 import torch
 
-from shardc.analysis.cost import CostModel, Messages, Shared
+from shardc.analysis.cost import CostModel, Messages
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh, split_part
 
@@ -58,7 +58,6 @@ class Hardware:
         call, message: seconds that a rank computes nothing because it starts a collective, and for each message of it.
         share: of the time that something is on its way, how much the rank's own core works on it: what compute beside
             it loses. 0 where other hardware sends.
-        shared: of collectives in messages, where the ranks share memory; then nothing else of their time counts.
     """
 
     name: str
@@ -82,7 +81,6 @@ class Hardware:
     call: float = 0.0
     message: float = 0.0
     share: float = 0.0
-    shared: Shared | None = None
 
     def peak(self, dtype: torch.dtype) -> float:
         """Peak operations per second of a matrix product in ``dtype``; of float32 for dtypes that are not listed."""
@@ -103,14 +101,6 @@ class Hardware:
     def start_seconds(self, messages: int) -> float:
         """Seconds of a rank's own time that starting a collective of so many messages takes."""
         return self.call + self.message * messages
-
-    def staging_seconds(self, nbytes: int) -> float:
-        """Seconds of a rank's own time that putting so many bytes where its peers read them takes."""
-        return nbytes / self.shared.staging if self.shared is not None else 0.0
-
-    def reading_seconds(self, nbytes: int) -> float:
-        """Seconds of a rank's own time that taking so many bytes from there takes."""
-        return nbytes / self.shared.reading if self.shared is not None else 0.0
 
     def move(self, nbytes: int) -> Price:
         """Seconds of a copy of ``nbytes`` between device and (pinned) host memory."""
@@ -297,7 +287,6 @@ def calibrated(cost: CostModel) -> Hardware:
         host=Link("memory", cost.memory_bandwidth / 2, 0.0, 0.0),
         start=sent.latency, kernel=0.0, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
         attention=cost.attention, launch=cost.launch, call=sent.call, message=sent.message, share=sent.share,
-        shared=sent.shared,
     )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Memory of one rank over a step: who holds how much, and when most is held.
 
-Where the results of collectives lie in an arena (on CPU ranks), it is counted for the whole step, as communication; so
-is the most that messages through shared memory take.
+Where the results of collectives lie in an arena (on CPU ranks), it is counted for the whole step, as communication.
 Caching-allocator rounding, fragmentation, workspaces of libraries and the optimizer's own temporaries are not counted.
 """
 
@@ -60,13 +59,11 @@ def memory_of(
     made: list[tuple[Buffer | None, ...]],
     kernels: Mapping[int, Kernel],
     optimizer_copies: float,
-    staged: int = 0,
 ) -> Memory:
     """The memory of a step.
 
     Args:
         optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
-        staged: bytes of messages to peers that share memory (`shardc.analysis.staged`).
     """
     turn = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
     kept = {id(b) for _, at in step.outputs for b in made[at] if b is not None}
@@ -85,8 +82,8 @@ def memory_of(
         host[owner] = host.get(owner, 0) + size
 
     whole_step = len(step.ops)
-    if step.arena or staged:
-        hold("communication", step.arena + staged, 0, whole_step)
+    if step.arena:
+        hold("communication", step.arena, 0, whole_step)
     for at, op in enumerate(step.ops):
         placed = step.placed.get(at, ())
         for number, buffer in enumerate(made[at]):

@@ -20,7 +20,6 @@ from shardc.analysis.kernels import Kernel, buffers, flops_of, kernels
 from shardc.analysis.memory import Memory, memory_of
 from shardc.analysis.sequence import START, Sequence
 from shardc.analysis.simulate import ORDERS, Span, Timeline, simulate
-from shardc.analysis.staged import parts_of, staged
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import tally
@@ -266,19 +265,12 @@ def build(
     work = kernels(step, made)
     moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
     prices = {at: _price(hardware, mesh, m) for at, m in moved.items()}
-    shared = {at: m for at, m in moved.items() if hardware.shared is not None and m.staged}
-
-    def starting(at: int, m: _Moved) -> float:
-        """Seconds of the rank's own time."""
-        if m.axes == (HOST,):
-            return 0.0
-        return hardware.start_seconds(m.tensors if at in shared else m.messages) + hardware.staging_seconds(m.staged)
 
     times = simulate(
         step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
         {at: _streams(m) for at, m in moved.items()}, {at: p.seconds for at, p in prices.items()}, order,
-        {at: starting(at, m) for at, m in moved.items()},
-        0.0 if shared else hardware.share, {at: hardware.reading_seconds(m.wire) for at, m in shared.items()},
+        {at: 0.0 if m.axes == (HOST,) else hardware.start_seconds(m.messages) for at, m in moved.items()},
+        hardware.share,
     )  # fmt: skip
     runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
     by_dtype: dict[torch.dtype, int] = {}
@@ -286,7 +278,7 @@ def build(
         by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
     return Schedule(
         mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
-        memory_of(step, made, work, optimizer_copies, staged(step, mesh) if shared else 0), times.clock, times.seconds,
+        memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
         symbols,
@@ -307,15 +299,11 @@ class _Moved:
     bytes: int
     wire: int
     messages: int
-    tensors: int  # to all peers: messages where ranks share memory
-    staged: int
 
 
 def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
     if moved.axes == (HOST,):
         return hardware.move(moved.wire)
-    if hardware.shared is not None and moved.staged:
-        return Price(hardware.shared.latency, "shared", "memory")
     return price(hardware, moved.kind, route(mesh, moved.axes, hardware.node), moved.wire)
 
 
@@ -329,7 +317,7 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         size = torch.Size(value.shape).numel() * value.itemsize
-        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0, 0, 0)
+        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0)
     kind = tally.collective_kind(node)
     axes = tally.group_axes(tally.arguments_of(node)["group_name"], mesh)
     assert kind is not None and axes is not None, f"{node} is no collective over a group of {mesh}"
@@ -344,8 +332,6 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
         sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
         sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
         Packing.of(rows).messages(len(rows)) * (ranks - 1),
-        len(values) * (ranks - 1),
-        sum(part.size for part in parts_of(node, mesh) or ()),
     )  # fmt: skip
 
 

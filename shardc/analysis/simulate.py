@@ -7,8 +7,7 @@
 The order of the collectives of one axis is that of the graph either way. Links that two axes share are not contended.
 
 Where the ranks' cores do the sending (`shardc.analysis.hardware.Hardware.share`), a collective also takes time from the
-rank: at its start, from the kernels beside it, which lose that share of the time that it is on its way, and where the
-rank first needs it, when it takes what came.
+rank: at its start, and from the kernels beside it, which lose that share of the time that it is on its way.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ def simulate(
     order: str,
     start_seconds: Mapping[int, float] | None = None,
     share: float = 0.0,
-    finish_seconds: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Runs a step.
 
@@ -60,7 +58,6 @@ def simulate(
         order: "graph" or "earliest".
         start_seconds: for each collective the rank's own time that its start takes, which counts as exposed.
         share: of the time that collectives are on their way, what kernels lose of it; below 1.
-        finish_seconds: for some collectives the rank's own time, once they are there, before they are of use.
     """
     eager = order == "earliest"
     clock = 0.0
@@ -72,8 +69,6 @@ def simulate(
     runs: dict[int, Span] = {}
     began: dict[str, float] = {}
 
-    unfinished = dict(finish_seconds or {})
-
     def stall(read: int) -> None:
         nonlocal clock
         source = owed[read]
@@ -81,10 +76,6 @@ def simulate(
             if source is not None:
                 spans[source].exposed += ready[read] - clock
             clock = ready[read]
-        if source is not None and (own := unfinished.pop(source, 0.0)):
-            clock += own
-            spans[source].exposed += own
-            spans[source].end = clock
 
     member = {at: last for last, kernel in kernels.items() for at in kernel.ops}
     for at, op in enumerate(step.ops):

@@ -113,17 +113,10 @@ def _print(cost: CostModel) -> None:
         print(f"{row.kind:15} {row.ranks} ranks {row.latency * 1e6:8.0f} us {row.bandwidth / 1e6:8.0f} MB/s")
     assert cost.messages is not None
     sent = cost.messages
-    if (own := sent.shared) is not None:
-        print(
-            f"messages in shared memory: {own.latency * 1e6:.0f} us; of a rank's own time {sent.call * 1e6:.0f} us, "
-            f"{sent.message * 1e6:.0f} us each, at the start {own.staging / 1e6:.0f} MB/s, at the end "
-            f"{own.reading / 1e6:.0f} MB/s"
-        )
-    else:
-        print(
-            f"messages: {sent.latency * 1e6:.0f} us, {sent.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
-            f"{sent.call * 1e6:.0f} us, {sent.message * 1e6:.0f} us each, and {sent.share:.0%} of what runs beside them"
-        )
+    print(
+        f"messages: {sent.latency * 1e6:.0f} us, {sent.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
+        f"{sent.call * 1e6:.0f} us, {sent.message * 1e6:.0f} us each, and {sent.share:.0%} of what runs beside them"
+    )
     print(
         f"compute: {cost.flops / 1e9:.1f} Gflop/s, {cost.attention:.0%} of that in attention, "
         f"{cost.memory_bandwidth / 1e9:.1f} GB/s, {cost.launch * 1e6:.0f} us a kernel"

@@ -19,7 +19,6 @@ from shardc.analysis.hardware import Hardware
 from shardc.analysis.schedule import Collective, Schedule
 from shardc.cli import target
 from shardc.ir.tally import wire_elements
-from shardc.runtime import shared
 from shardc.runtime.profile import Profiled, Ran, profile_step
 
 WARM_UP = 2  # steps before those that count; the first compiles
@@ -165,14 +164,10 @@ def _timed(step: Callable[[], None]) -> float:
 def _compared(one: _Training, timed: tuple[float, ...]) -> Comparison:
     dist.barrier()
     module, schedule = one.module, one.schedule
-    one.step()  # what peers have yet to read is this plan's own, in front of the step that counts
-    one.optimizer.zero_grad()
-    dist.barrier()
-    shared.restart_peak()
     held = _alive([*module.parameters(), *module.buffers(), *one.inputs, *_state(one.optimizer)])
     seen: Profiled = profile_step(one.step)
     one.optimizer.zero_grad()
-    memory = held + seen.allocated + module.memory().arena + shared.peak()
+    memory = held + seen.allocated + module.memory().arena
     pairs = [_pair(c, r) for c, r in zip(schedule.collectives, seen.collectives, strict=False)]
     waited = seen.waited + sum(each.called for each in seen.collectives)
     return Comparison(

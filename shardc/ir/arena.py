@@ -102,12 +102,6 @@ class MemoryPlan:
         names = (name for name, _ in self.given)
         return MemoryPlan(place(slots), tuple(zip(names, given, strict=True)))
 
-    def without(self, numbers: Iterable[int]) -> MemoryPlan:
-        """The plan where the slots of these numbers are never made."""
-        gone = set(numbers)
-        slots = (replace(s, size=0, region=OUTSIDE) if k in gone else s for k, s in enumerate(self.slots))
-        return replace(self, slots=place(slots)) if gone else self
-
     def text(self) -> str:
         """A line for each slot, then what it comes to."""
         rows = [("slot", "bytes", "from", "to", "offset", "result")]

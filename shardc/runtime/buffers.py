@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan, Slot
-from shardc.runtime.shared import staged
 
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
@@ -79,15 +78,12 @@ class MemoryUse:
         observed: the most that was in use at once, of all steps so far.
         arena: what is allocated for results, once for all steps.
         strays: results that got memory of their own since their place in the arena was in use.
-        staged: what is allocated, of all modules of the process, for messages to peers on this machine until they have
-            read them (`shardc.runtime.shared`); not part of the others.
     """
 
     planned: dict[str, int]
     observed: int
     arena: int
     strays: int
-    staged: int
 
     @property
     def planned_peak(self) -> int:
@@ -121,7 +117,7 @@ class Buffers:
         return sum(arena.size for arena in self.arenas.values())
 
     def use(self, planned: dict[str, int]) -> MemoryUse:
-        return MemoryUse(planned, self.peak, self.allocated, self.strays, staged())
+        return MemoryUse(planned, self.peak, self.allocated, self.strays)
 
     @contextmanager
     def planned(self, plan: MemoryPlan) -> Iterator[None]:

@@ -2,15 +2,13 @@
 
 A shard goes from where it lies to its place in the receiver's result; small ones share a message
 (`shardc.runtime.mail`). Gloo's own collectives copy a list of tensors into one buffer and out of it again, run a
-reduce-scatter as a whole all-reduce, and take several times as long for a gather (on one machine). Ranks of one machine
-may share memory for these messages (`shardc.runtime.shared`). A sum is taken when the result is waited for, in the
-ranks' order, so that replicas are equal bit for bit.
+reduce-scatter as a whole all-reduce, and take several times as long for a gather (on one machine). A sum is taken when
+the result is waited for, in the ranks' order, so that replicas are equal bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +17,11 @@ from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from shardc.ir.arena import PLAN
 from shardc.ir.comm import IN_MESSAGES
-from shardc.ir.graph import output_node
-from shardc.ir.tally import arguments_of
-from shardc.runtime import shared
 from shardc.runtime.buffers import empty, lend
 from shardc.runtime.exchange import COMBINE
 from shardc.runtime.loops import let_compute_first
-from shardc.runtime.mail import exchange as by_mail
-from shardc.runtime.mail import packing_of
+from shardc.runtime.mail import exchange, packing_of
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
@@ -38,43 +31,25 @@ _REDUCE = {
 _library = torch.library.Library("shardc", "IMPL")
 
 
-def connect(graph: fx.Graph) -> None:
-    """Connects this rank with its peers of the groups over which ``graph`` sends messages, where they share memory.
-
-    All of them call it with the same graph. What is not connected before is at its first collective. In the graph's
-    memory plan there is no place any more for what peers send then: it is read where they leave it.
-    """
-    calls = [arguments_of(node) for node in graph.nodes if node.target in IN_MESSAGES]
-    if calls:
+def prepare(graph: fx.Graph) -> None:
+    """Makes the threads that send ready for ``graph``, if it sends messages; called before it runs."""
+    if any(node.target in IN_MESSAGES for node in graph.nodes):
         let_compute_first()
-    reached = {name: shared.reaches(_group(name)[0]) for name in sorted({call["group_name"] for call in calls})}
-    unused = [
-        slot for call in calls if reached[call["group_name"]] for slot in call.get("slots", ())[len(call["inputs"]) :]
-    ]
-    end = output_node(graph)
-    if PLAN in end.meta:
-        end.meta[PLAN] = end.meta[PLAN].without(unused)
 
 
 class _Exchange(dist.Work):
     """Messages on their way, and what is left to do once they are there.
 
     Args:
-        messages: to be waited for; none where the ranks share memory.
+        messages: to be waited for.
         keep: what lives as long as the messages.
         finish: what is done then.
-        close: what is done last, or when nobody waits.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Any],
-        keep: Sequence[Tensor],
-        finish: Callable[[], None] | None = None,
-        close: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None]) -> None:
         super().__init__()
-        self._messages, self._keep, self._finish, self._close = messages, keep, finish, close
+        self._messages, self._keep = messages, keep
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self, timeout: Any = None) -> bool:
         messages, self._messages = self._messages, ()
@@ -84,16 +59,7 @@ class _Exchange(dist.Work):
         if finish is not None:
             finish()
         self._keep = ()
-        self.close()
         return True
-
-    def close(self) -> None:
-        close, self._close = self._close, None
-        if close is not None:
-            close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
@@ -104,27 +70,17 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
     ]
     parts = [full.view(group_size, -1) for full in made]
     flat = [x.view(-1) for x in inputs]
-    channel = shared.channel(group)
-    if channel is None:
-        packing = packing_of(flat)
-        rows = [x.expand(group_size, -1) for x in flat]
-        mail = by_mail(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(made) :])
-        torch._foreach_copy_([part[rank] for part in parts], flat)
-
-        def unpack() -> None:
-            for peer in peers if packing.offsets else ():
-                came = mail.packed(peer, flat)
-                torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
-
-        return _started(made, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
-    exchange = channel.start([(peers, inputs)])
+    packing = packing_of(flat)
+    rows = [x.expand(group_size, -1) for x in flat]
+    mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(made) :])
     torch._foreach_copy_([part[rank] for part in parts], flat)
 
-    def finish() -> None:
-        for peer in peers:
-            torch._foreach_copy_([part[peer] for part in parts], channel.received(exchange, peer, inputs))
+    def unpack() -> None:
+        for peer in peers if packing.offsets else ():
+            came = mail.packed(peer, flat)
+            torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
-    return _started(made, _Exchange((), inputs, finish, partial(channel.done, exchange)))
+    return _started(made, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
 
 
 def _reduce_scatter(
@@ -163,33 +119,21 @@ def _reduced(
     group, rank, peers = _group(group_name)
     ranks = group.size()
     made = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
-    channel = shared.channel(group)
-    if channel is not None:
-        like = [term[rank] for term in terms]
-        exchange = channel.start([((peer,), [term[peer] for term in terms]) for peer in peers])
+    packing = packing_of([term[rank] for term in terms])
+    # The first to come goes where the result will be, the others beside it; not what comes in one message.
+    alone = [at for at in range(len(made)) if at not in packing.offsets]
+    into: dict[int, dict[int, Tensor]] = {}
+    for number, at in enumerate(alone if ranks > 2 else ()):
+        beside = empty(slots, len(made) + number, made[at], (ranks - 2, made[at].numel()))
+        into[at] = dict(zip(peers[1:], beside, strict=True))
+    for at in alone:
+        into.setdefault(at, {})[peers[0]] = made[at].view(-1)
+    wires = len(made) + (len(alone) if ranks > 2 else 0)
+    mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
-        def came(peer: int) -> list[Tensor]:
-            return channel.received(exchange, peer, like)
-
-        started, keep, close = [], terms, partial(channel.done, exchange)
-    else:
-        packing = packing_of([term[rank] for term in terms])
-        # The first to come goes where the result will be, the others beside it; not what comes in one message.
-        alone = [at for at in range(len(made)) if at not in packing.offsets]
-        into: dict[int, dict[int, Tensor]] = {}
-        for number, at in enumerate(alone if ranks > 2 else ()):
-            beside = empty(slots, len(made) + number, made[at], (ranks - 2, made[at].numel()))
-            into[at] = dict(zip(peers[1:], beside, strict=True))
-        for at in alone:
-            into.setdefault(at, {})[peers[0]] = made[at].view(-1)
-        wires = len(made) + (len(alone) if ranks > 2 else 0)
-        mail = by_mail(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
-
-        def came(peer: int) -> list[Tensor]:
-            packed = mail.packed(peer, terms)
-            return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
-
-        started, keep, close = mail.messages, [*terms, *mail.packs], None
+    def came(peer: int) -> list[Tensor]:
+        packed = mail.packed(peer, terms)
+        return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
 
     def finish() -> None:
         given = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
@@ -201,7 +145,7 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(made, _Exchange(started, keep, finish, close))
+    return _started(made, _Exchange(mail.messages, [*terms, *mail.packs], finish))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:

@@ -6,7 +6,6 @@ some runs, as the step is that it predicts; the rest are the fastest, since what
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ import shardc.runtime.direct  # noqa: F401  (collectives in messages)
 import shardc.runtime.permute  # noqa: F401  (one of the collectives)
 from shardc.ir.packing import LARGEST
 from shardc.ir.tally import wire_elements
-from shardc.runtime import shared
 from shardc.runtime.loops import let_compute_first
 
 c10d = torch.ops._c10d_functional
@@ -85,8 +83,6 @@ class Sent(NamedTuple):
         latency, call, message: seconds: until the first byte; of the rank's own time for a call, and for each message.
         bandwidth: bytes per second.
         share: of the time on the wire that compute beside it loses.
-        staging, reading: where the ranks share memory, bytes per second that a rank leaves, and takes, by itself; else
-            infinite.
     """
 
     latency: float
@@ -94,8 +90,6 @@ class Sent(NamedTuple):
     message: float
     bandwidth: float
     share: float
-    staging: float
-    reading: float
 
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
@@ -118,9 +112,8 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times)
 
     # The same bytes in one message and in many.
-    part = _SMALL if shared.reaches(group) else _APART
-    one = mean(lambda call, kind: fastest(call, kind, _MANY * part))
-    many = mean(lambda call, kind: fastest(call, kind, part, _MANY))
+    one = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
+    many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
     message = max(many - one, 0.0) / ((_MANY - 1) * (ranks - 1))
     own = mean(lambda call, kind: _own(partial(whole, call, given(kind, _SMALL)), runs, group))
     call_seconds = max(own - message * (ranks - 1), 0.0)
@@ -131,29 +124,8 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
     large = mean(lambda call, kind: fastest(call, kind, _LARGE))
     wire = sum(big - small for small, big in sizes.values()) / len(calls)
     each = max(large - middle, 1e-9) / wire
-    if not shared.reaches(group):
-        share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, times, group))
-        return Sent(latency, call_seconds, message, 1 / each, share, math.inf, math.inf)
-    # To start is to copy to where peers read: all that it takes is a rank's own time.
-    starts = [
-        mean(lambda call, kind, n=n: _fastest_start(call, given(kind, n), runs, group))  # type: ignore[misc]
-        for n in (_MIDDLE, _LARGE)
-    ]
-    staged = min(max(starts[1] - starts[0], 1e-9) / wire, 0.9 * each)
-    return Sent(latency, call_seconds, message, 1 / each, 0.0, 1 / staged, 1 / (each - staged))
-
-
-def _fastest_start(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
-    """Seconds until the call of a collective returns, in the fastest of ``runs`` runs."""
-    best = float("inf")
-    for _ in range(10 * runs):
-        dist.barrier(group)
-        start = time.perf_counter()
-        made = call(xs)
-        best = min(best, time.perf_counter() - start)
-        for one in made:
-            c10d.wait_tensor(one)
-    return best
+    share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, times, group))
+    return Sent(latency, call_seconds, message, 1 / each, share)
 
 
 def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from shardc.ir.tally import KINDS, NAMESPACE, OWN_NAMESPACE
-from shardc.runtime.shared import RECEIVED, SENT
 
 _SIZES = {
     "double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
@@ -24,8 +23,7 @@ class Ran:
 
     Args:
         kind: as in `shardc.ir.ops`.
-        sent: bytes of the messages that it sent, through the backend or shared memory; None where the backend sends by
-            itself.
+        sent: bytes of the messages that it sent; None where the backend sends by itself.
         held: (elements, bytes of each) of what the backend was handed then; None where the profiler does not tell.
         start, end: seconds from the start of the step to the call, and to the end of its last message.
         called: seconds that the call itself took.
@@ -73,20 +71,8 @@ def profile_step(step: Callable[[], Any]) -> Profiled:
         {id(call): event for call, event in zip(whole, backend, strict=False)} if len(whole) == len(backend) else {}
     )
     waits = [event for event in events if event.name() == f"{NAMESPACE}::wait_tensor"]
-    told = [event for event in events if event.name().startswith(f"{SENT} ")]
-    read = {tuple(event.name().split()[1:]): event for event in events if event.name().startswith(f"{RECEIVED} ")}
     ran = []
     for event, kind in calls:
-        own = next((each for each in told if _inside(each, event)), None)
-        if own is not None:  # through shared memory: on its way until the rank has taken what came
-            *exchange, count = own.name().split()[1:]
-            heard = read.get(tuple(exchange), event)
-            ended = max([_end(heard), *(_end(wait) for wait in waits if _inside(heard, wait))])
-            ran.append(Ran(
-                kind, int(count), None, (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
-                event.duration_ns() / 1e9,
-            ))  # fmt: skip
-            continue
         mine = [m for s, m in zip(sends, messages, strict=True) if _inside(s, event)]
         theirs = [m for s, m in zip(receives, arrivals, strict=True) if _inside(s, event)]
         native = handed.get(id(event), event)

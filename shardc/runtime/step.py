@@ -20,7 +20,7 @@ from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
 from shardc.runtime.buffers import Buffers
 from shardc.runtime.census import Census
-from shardc.runtime.direct import connect
+from shardc.runtime.direct import prepare
 from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import keep_heap
@@ -143,7 +143,7 @@ class Runner:
             if which != "backward":  # the forward's certificate has the backward in it
                 agree(self.groups, self.program.certificate(training=which == "forward").text())
             use_groups(graph, self.groups)
-            connect(graph.graph)
+            prepare(graph.graph)
             self._compiled[which] = self.lower(
                 graph, backward=which == "backward", inference=which == "inference", cached=self.program.cached
             )
@@ -156,7 +156,7 @@ class Runner:
             made, certificate = self.program.reduction(key)
             agree(self.groups, certificate.text())
             use_groups(made, self.groups)
-            connect(made.graph)
+            prepare(made.graph)
             self._reductions[key] = self.lower(made, backward=True, inference=False), made
         compiled, gm = self._reductions[key]
         graph = gm.graph

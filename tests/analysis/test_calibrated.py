@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from shardc.analysis.cost import CostModel, Messages, Shared
+from shardc.analysis.cost import CostModel, Messages
 from shardc.analysis.hardware import CPU, calibrated, find
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
@@ -36,15 +35,13 @@ def test_a_step_is_compute_and_what_communication_takes(program: shardc.Program,
     assert schedule.compute_seconds + schedule.exposed == pytest.approx(schedule.seconds)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_rank_computes_nothing_while_it_starts_a_collective(program: shardc.Program, shared: bool) -> None:
-    """Tensors of 16 KiB share a message through gloo; through shared memory each is one."""
-    memory = Shared(0.0, math.inf, math.inf) if shared else None
-    free = replace(CPU, start=0.0, inside=replace(CPU.inside, bandwidth=1e18, ring=0.0), shared=memory)
+def test_a_rank_computes_nothing_while_it_starts_a_collective(program: shardc.Program) -> None:
+    """Tensors of 16 KiB share a message."""
+    free = replace(CPU, start=0.0, inside=replace(CPU.inside, bandwidth=1e18, ring=0.0))
     before, after = (program.schedule(one) for one in (free, replace(free, call=1e-3, message=1e-4)))
     tensors = sum(len(step.node.args[0]) for step in before.step.ops if step.kind == "start")  # type: ignore[arg-type]
     assert tensors > len(after.collectives), "there are buckets"
-    spent = 1e-3 * len(after.collectives) + 1e-4 * (tensors if shared else len(after.collectives))
+    spent = 1e-3 * len(after.collectives) + 1e-4 * len(after.collectives)
     assert after.seconds - before.seconds == pytest.approx(spent)
     assert after.exposed == pytest.approx(spent)
 
@@ -60,24 +57,6 @@ def test_compute_loses_the_share_of_what_is_on_its_way(program: shardc.Program) 
     sent = sum(each.seconds for each in alone.collectives)
     assert steps[1] - steps[0] <= 0.2 * sent + 1e-9
     assert steps[-1] <= alone.compute_seconds + sent
-
-
-SHARED = replace(CPU, call=1e-5, message=1e-6, share=0.5, shared=Shared(latency=5e-5, staging=4e9, reading=2e9))
-
-
-@pytest.mark.parametrize("order", ["graph", "earliest"])
-def test_what_goes_through_shared_memory_is_all_the_rank_s_own_time(program: shardc.Program, order: str) -> None:
-    at_once = replace(SHARED, shared=Shared(0.0, math.inf, math.inf))
-    schedule, free = (program.schedule(one, order=order) for one in (SHARED, at_once))
-    assert schedule.compute_seconds + schedule.exposed == pytest.approx(schedule.seconds)
-    assert {each.algorithm for each in schedule.collectives} == {"shared"}
-    late = replace(SHARED, shared=SHARED.shared._replace(latency=1.0))  # type: ignore[union-attr]
-    waited = program.schedule(late, order=order).exposed - schedule.exposed
-    assert 1.0 <= waited <= len(schedule.collectives) + 1e-9, "some may be on their way at once"
-    if order == "graph":  # in 2 ranks what is left for peers is what they take
-        spent = schedule.exposed - free.exposed
-        own = schedule.wire / 4e9 + schedule.wire / 2e9
-        assert own - 1e-9 <= spent <= own + 5e-5 * len(schedule.collectives) + 1e-9
 
 
 def test_each_kernel_costs_a_launch() -> None:
@@ -103,7 +82,7 @@ def test_attention_has_a_rate_of_its_own() -> None:
 def test_a_calibrated_machine_is_hardware_by_the_name_of_its_file(tmp_path: Path) -> None:
     cost = CostModel(
         flops=5e10, memory_bandwidth=1e10, attention=0.6, launch=2e-5,
-        messages=Messages(1e-4, 5e-5, 2e-5, 0.0, 1e9, 0.5, Shared(3e-5, 8e9, 5e9)),
+        messages=Messages(1e-4, 5e-5, 2e-5, 0.0, 1e9, 0.5),
     )  # fmt: skip
     cost.save(tmp_path / "cost.json")
     found = find(str(tmp_path / "cost.json"))
@@ -111,6 +90,5 @@ def test_a_calibrated_machine_is_hardware_by_the_name_of_its_file(tmp_path: Path
     assert found.compute_seconds(5e10, 0, torch.float32) == pytest.approx(1 + 2e-5)
     assert found.compute_seconds(3e10, 0, torch.float32, attention=True) == pytest.approx(1 + 2e-5)
     assert found.start_seconds(3) == pytest.approx(5e-5 + 3 * 2e-5)
-    assert found.staging_seconds(8_000_000) == pytest.approx(1e-3) == found.reading_seconds(5_000_000)
     with pytest.raises(InputError, match="cannot be read"):
         find(str(tmp_path / "other.json"))

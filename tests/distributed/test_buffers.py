@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -130,11 +129,6 @@ def test_plans_hold_on_two_ranks() -> None:
     checks = [partial(plans_hold, level, 2, "eager") for level in (1, 2, 3)]
     debugged = [partial(debug_mode_finds_nothing, 2, level) for level in (2, 3)]
     run_ranks(2, *checks, *debugged, partial(arenas_are_safe, 2), partial(evaluation_has_no_backward, 2))
-
-
-def test_plans_hold_in_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHARDC_SHARED_MEMORY", "1")
-    run_ranks(3, partial(plans_hold, 3, 3, "eager"), partial(plans_hold, 2, 3, "eager"))
 
 
 def test_plans_hold_on_three_ranks_and_through_inductor() -> None:

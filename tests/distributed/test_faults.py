@@ -88,7 +88,7 @@ def source_line() -> str:
     return f"{__file__}:{first + next(at for at, line in enumerate(lines) if 'tanh' in line)}"
 
 
-# What gloo says of it, and what is said where the ranks share memory.
+# What gloo says of it.
 SAYS = {
     die: "Connection (closed|reset) by peer|Read error",
     stall: "Timed out waiting",
@@ -110,14 +110,6 @@ def expected(fault: Callable[[], None], text: str) -> None:
 
 @pytest.mark.parametrize("fault", [die, stall, pytest.param(fail, marks=pytest.mark.long)])
 def test_the_other_rank_names_the_collective(fault: Callable[[], None], tmp_path: Path) -> None:
-    expected(fault, seen(fault, "eager", tmp_path))
-
-
-@pytest.mark.parametrize("fault", [die, stall, pytest.param(fail, marks=pytest.mark.long)])
-def test_the_other_rank_names_it_in_shared_memory(
-    fault: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDC_SHARED_MEMORY", "1")
     expected(fault, seen(fault, "eager", tmp_path))
 
 

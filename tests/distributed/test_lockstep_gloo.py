@@ -1,17 +1,14 @@
-"""Each collective, called on four processes and in lockstep: the same tensors, over gloo and through shared memory."""
+"""Each collective, called on four processes and in lockstep: the same tensors."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardc.ir.comm import group_name
 from shardc.ir.layout import REDUCE_OPS
 from shardc.ir.mesh import Mesh
-from shardc.runtime import shared
 from shardc.runtime.eager import Eager
 from shardc.runtime.groups import Groups, device_mesh
 from shardc.runtime.lockstep import Lockstep, PerRank
@@ -78,18 +75,5 @@ def collectives_do_what_lockstep_does() -> None:
                 assert torch.equal(c10d.wait_tensor(one), other), f"{op} over {axes}: {one}, lockstep {other}"
 
 
-def over_gloo() -> None:
-    """A rank that does not want to share memory, and all of its groups, since its peers go along."""
-    os.environ["SHARDC_SHARED_MEMORY"] = str(int(dist.get_rank() != 1))
-    collectives_do_what_lockstep_does()
-    assert dist.get_rank() != 1 or not shared.started()
-
-
-def in_shared_memory() -> None:
-    os.environ["SHARDC_SHARED_MEMORY"] = "1"
-    collectives_do_what_lockstep_does()
-    assert shared.started()
-
-
 def test_collectives_on_ranks_and_in_lockstep() -> None:
-    run_ranks(MESH.ranks, over_gloo, in_shared_memory)
+    run_ranks(MESH.ranks, collectives_do_what_lockstep_does)

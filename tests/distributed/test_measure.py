@@ -45,11 +45,7 @@ def check(made: dict[str, object]) -> None:
     assert [(p["ran"], p["bytes"]) for p in pairs] == [(p["kind"], p["predicted_bytes"]) for p in pairs]
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
-def test_two_ranks_send_what_is_predicted(
-    target: str, shared: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHARDC_SHARED_MEMORY", shared)
+def test_two_ranks_send_what_is_predicted(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = measured(f"{target}:real", "--nproc", "2", "--plan", 'fsdp("dp")', "--loss", "loss")
     check(made)
     lines = capsys.readouterr().out.splitlines()
