@@ -1,6 +1,6 @@
-"""Functions of ``torch.nn.functional`` that are traced in another form than their own, which could not be sharded.
+"""Functions of torch that are traced in another form than their own, which could not be sharded or not be traced.
 
-A bag of embeddings is a kernel over all bags at once; some losses look at values to check them, or are decomposed
+A bag of embeddings is a kernel over all bags at once; some functions look at values to check them, or are decomposed
 wrongly by torch. What stands here gives the same results and gradients.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import combinations as chosen
 from math import log, pi
 from typing import Any
 
@@ -17,7 +18,13 @@ from torch import Tensor
 from torch._decomp import decompositions
 from torch.nn import _reduction as _Reduction
 
-_embedding_bag = F.embedding_bag
+try:
+    from torch.nn.modules import linear_cross_entropy
+except ImportError:
+    linear_cross_entropy = None  # type: ignore[assignment]
+
+_embedding_bag, _bags, _combinations = F.embedding_bag, torch.embedding_bag, torch.combinations
+_MODES = ("sum", "mean", "max")
 
 
 def embedding_bag(
@@ -36,7 +43,7 @@ def embedding_bag(
     """Bags of one size, a row of ``input`` each, as lookups that are added up; they split over bags and over rows."""
     even = input.dim() == 2 and not input.is_nested and input.shape[1] > 0
     plain = offsets is None and max_norm is None and not sparse and not scale_grad_by_freq
-    if not even or not plain or mode not in ("sum", "mean", "max"):
+    if not even or not plain or mode not in _MODES:
         return _embedding_bag(
             input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, per_sample_weights,
             include_last_offset, padding_idx,
@@ -53,6 +60,101 @@ def embedding_bag(
         return rows.masked_fill(pad, float("-inf")).max(1).values.masked_fill(pad.all(1), 0.0)
     total = rows.masked_fill(pad, 0.0).sum(1)
     return total if mode == "sum" else total / pad.logical_not().sum(1).clamp(min=1)
+
+
+def bags(
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Bags of any sizes, each from its offset on: lookups that are added up where the offsets say."""
+    if sparse or scale_grad_by_freq or indices.dim() != 1:
+        return _bags(
+            weight, indices, offsets, scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset,
+            padding_idx,
+        )  # fmt: skip
+    starts = offsets[:-1] if include_last_offset else offsets
+    places = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
+    bag = torch.searchsorted(starts, places, right=True) - 1
+    rows = F.embedding(indices, weight)
+    counted = torch.ones_like(indices, dtype=torch.bool)
+    if padding_idx is not None and padding_idx != -1:
+        counted = indices != padding_idx % weight.shape[0]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(1)
+    sizes = torch.zeros(starts.shape[0], dtype=rows.dtype, device=rows.device).index_add(0, bag, counted.to(rows.dtype))
+    shape = (starts.shape[0], weight.shape[1])
+    if _MODES[mode] == "max":
+        rows = rows.masked_fill(~counted.unsqueeze(1), float("-inf"))
+        empty = torch.full(shape, float("-inf"), dtype=rows.dtype, device=rows.device)
+        out = empty.scatter_reduce(0, bag.unsqueeze(1).expand(rows.shape), rows, "amax")
+        out = out.masked_fill((sizes == 0).unsqueeze(1), 0.0)
+    else:
+        rows = rows.masked_fill(~counted.unsqueeze(1), 0.0)
+        out = torch.zeros(shape, dtype=rows.dtype, device=rows.device).index_add(0, bag, rows)
+        out = out / sizes.clamp(min=1).unsqueeze(1) if _MODES[mode] == "mean" else out
+    return out, bag, sizes.to(indices.dtype), bag
+
+
+def cov(
+    input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
+) -> Tensor:
+    """Without the look at how much the weights are worth; what the divisor may not be below is a clamp."""
+    rows = input.view(1, -1) if input.dim() < 2 else input
+    weights = aweights if fweights is None else fweights if aweights is None else fweights * aweights
+    total: Any = rows.shape[1] if weights is None else weights.sum()
+    centered = rows - ((rows if weights is None else rows * weights).sum(1) / total).unsqueeze(1)
+    product = centered.mm((centered if weights is None else centered * weights).t().conj())
+    taken = correction if weights is None or aweights is None else correction * (weights * aweights).sum() / total
+    free = total - taken
+    return (product / (free.clamp(min=0) if isinstance(free, Tensor) else max(free, 0))).squeeze()
+
+
+def corrcoef(input: Tensor) -> Tensor:
+    """Of `cov` above."""
+    c = cov(input)
+    if c.dim() == 0:
+        return c / c
+    deviation = (c.diag().real if c.is_complex() else c.diag()).sqrt()
+    c = c / deviation.view(-1, 1) / deviation.view(1, -1)
+    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+
+
+def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    """By places, of which there are as many whatever the values."""
+    if input.dim() != 1 or r < 1:
+        return _combinations(input, r, with_replacement)
+    again = r - 1 if with_replacement else 0  # of places that may repeat: those of more places, drawn together again
+    every = list(chosen(range(input.shape[0] + again), r))
+    places = torch.tensor(every, device=input.device, dtype=torch.int64).view(-1, r)
+    return input[places - torch.arange(r, device=input.device) if again else places]
+
+
+def chunked_cross_entropy(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    reduction: str, ignore_index: int, label_smoothing: float, *_: Any,
+) -> tuple[Tensor, None, None, None]:  # fmt: skip
+    """All rows at once: the kernel over chunks of rows is one op, which could not be sharded."""
+    logits = F.linear(input, linear_weight, linear_bias)
+    loss = F.cross_entropy(
+        logits, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+    )
+    return loss, None, None, None
+
+
+def chunked_cross_entropies(
+    input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, weight: Tensor | None,
+    ignore_index: int, *_: Any,
+) -> Tensor:  # fmt: skip
+    """`chunked_cross_entropy` row by row."""
+    logits = F.linear(input, linear_weight, linear_bias)
+    return F.cross_entropy(logits, target, weight, ignore_index=ignore_index, reduction="none")
 
 
 def gaussian_nll_loss(
@@ -101,20 +203,28 @@ def _one_layer_lstm(*_: Any) -> Callable[..., Any]:
 # Where it is looked up, by which name, what stands there meanwhile.
 _OTHER_FORMS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (F, "embedding_bag", embedding_bag),
+    (torch, "embedding_bag", bags),
+    *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef)),
+    (torch, "combinations", combinations),
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
     (decompositions, "select_one_layer_lstm_function", _one_layer_lstm),
 )
+if linear_cross_entropy is not None:  # from torch 2.13 on
+    _OTHER_FORMS += (
+        (linear_cross_entropy, "_linear_cross_entropy_batch_chunked", chunked_cross_entropy),
+        (linear_cross_entropy, "_linear_cross_entropy_batch_chunked_no_reduction", chunked_cross_entropies),
+    )
 
 
 @contextmanager
 def other_forms() -> Iterator[None]:
     """Puts the functions of this file in the place of torch's."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _OTHER_FORMS]
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _OTHER_FORMS]
     try:
         for owner, name, function in _OTHER_FORMS:
             setattr(owner, name, function)
         yield
     finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
+        for owner, name, held in before:
+            delattr(owner, name) if held is None else setattr(owner, name, held)  # inherited methods come back by it

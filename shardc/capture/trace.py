@@ -285,10 +285,10 @@ def _settings() -> dict[str, Any]:
 
 
 def _logging() -> set[Any]:
-    """What logs a message, those methods that a library added to loggers too: a program does without."""
+    """What logs or warns, those methods that a library added to loggers too: a program does without."""
     levels = ("debug", "info", "warn", "error", "exception", "critical", "fatal", "log")
     added = {method for name, method in vars(logging.Logger).items() if name.startswith(levels)}
-    return added | set(torch._dynamo.config.ignore_logging_functions)
+    return added | {warnings.warn} | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

@@ -228,6 +228,19 @@ def _sorted(call: Call) -> Spec:
     )
 
 
+# --- among some elements
+
+
+def _isin(call: Call) -> Spec:
+    """Each rank looks among the elements that it holds; one finds an element where any does."""
+    loops, kind = Loops(call), "min" if call["invert"] else "max"
+    made = loops.dims("d", loops.made[0])
+    tests = [
+        loops.dims("t", shape, kind) for name, shape in zip(loops.names, loops.shapes, strict=True) if name[0] == "t"
+    ]
+    return loops.spec([made, *tests] if "elements" in loops.names else tests, [made])
+
+
 _ADDS = "v ..., k ..., k ... -> v ...    k: sum    linear in both"
 _REPLACES = "v ..., k ..., k ... -> v ...    k: whole    linear in both"
 
@@ -250,4 +263,5 @@ TABLE = table(
     Rule("aten.index_fill", lambda call: _index_write(call, WHOLE), _REPLACES, _write_local),
     Rule("aten.bucketize", _sorted, "..., n -> ...    n: whole"),
     Rule("aten.searchsorted", _sorted, "... n, ... m -> ... m    n: whole"),
+    Rule("aten.isin", _isin, "..., t -> ...    t: max, or min where inverted"),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardc.rules.loops import WHOLE, Loops, mixed
+from shardc.rules.loops import FREE, WHOLE, Loops, mixed
 from shardc.rules.notation import rule
 from shardc.rules.rule import Call, Rule, table
 from shardc.rules.spec import Dims, Spec
@@ -50,6 +50,22 @@ def _parts(call: Call) -> Spec:
     return loops.spec([x], [y], linear=[{0}])
 
 
+def _trilinear(call: Call) -> Spec:
+    """Three tensors, each with dims of one place put in, multiplied and summed up over some dims."""
+    loops = Loops(call)
+    summed, shapes = set(call["sumdim"]), [list(shape) for shape in loops.shapes]
+    for shape, places in zip(shapes, (call["expand1"], call["expand2"], call["expand3"]), strict=True):
+        for place in sorted(places):
+            shape.insert(place, -1)  # none of its own
+    operands: list[Dims] = [
+        tuple(loops.dim(f"d{i}", n, "sum" if i in summed else FREE) for i, n in enumerate(shape) if n >= 0)
+        for shape in shapes
+    ]
+    sizes = enumerate(zip(*shapes, strict=True))
+    result = tuple(loops.dim(f"d{i}", max(over)) for i, over in sizes if i not in summed)
+    return loops.spec(operands, [result], linear=[{0}, {1}, {2}], flops=3)
+
+
 TABLE = table(
     matrices(
         "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse "
@@ -60,5 +76,7 @@ TABLE = table(
     *(Rule(f"aten.{op}", _parts, "... -> ... 2    2: whole") for op in ("view_as_real", "view_as_real_copy")),
     *(Rule(f"aten.{op}", _parts, "... 2 -> ...    2: whole") for op in ("view_as_complex", "view_as_complex_copy")),
     rule("_cdist_forward", "... i k, ... j k -> ... i j", k="whole", flops=3),
+    rule("_cdist_backward", "... i j, ... i k, ... j k, ... i j -> ... i k", j="sum", linear="0", flops=3),
+    Rule("aten._trilinear", _trilinear, "... a, ... b, o a b -> ... o    a b: sum    linear in each"),
     rule("_int_mm", "i k, k j -> i j", k="sum", linear="0|1", flops=2),
 )

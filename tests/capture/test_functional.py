@@ -36,6 +36,20 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     ),
     "bags, offsets": ("embedding_bag", lambda: (ids(8), draw(6, 2), torch.tensor([0, 3, 3])), {}),
     "bags, by frequency": ("embedding_bag", lambda: (ids(3, 5), draw(6, 2)), {"scale_grad_by_freq": True}),
+    **{
+        f"bags of any sizes, {mode}, padding {pad}": (
+            "embedding_bag",
+            lambda: (ids(9), draw(6, 2), torch.tensor([0, 3, 3, 8, 9])),
+            {"mode": mode, "padding_idx": pad},
+        )
+        for mode in ("sum", "mean", "max")
+        for pad in (None, 1, -4)
+    },
+    "bags up to the last offset": (
+        "embedding_bag",
+        lambda: (ids(9), draw(6, 2), torch.tensor([0, 3, 9])),
+        {"mode": "sum", "include_last_offset": True, "per_sample_weights": draw(9)},
+    ),
     "gaussian": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), draw(4, 5).square()), {"full": True}),
     "gaussian, clamped": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), draw(4, 1).square()), {"eps": 0.5}),
     "gaussian, one a row": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), draw(4).square()), {}),

@@ -40,6 +40,9 @@ def _one_dim(d: Draw) -> dict[str, list[tuple[Any, ...]]]:
         "bucketize.Scalar": [(0.5, d.normal(5).sort().values)],
         "searchsorted.Tensor": [(d.normal(8).sort().values, x), (x.sort().values, d.normal(4, 6))],
         "searchsorted.Scalar": [(d.normal(8).sort().values, 0.5)],
+        "isin.Tensor_Tensor": [(rows, d.below(16, 8)), (rows, d.below(16, 2, 4))],
+        "isin.Tensor_Scalar": [(rows, 3)],
+        "isin.Scalar_Tensor": [(3, rows)],
     }
 
 
@@ -87,6 +90,7 @@ def _with_keywords(d: Draw) -> dict[str, list[Sample]]:
     add = [(x, 1, d.below(16, 8), d.normal(4, 8)), (d.normal(8), 0, d.below(8, 4), d.normal(4))]
     reduced = (x, 1, d.below(16, 4, 8), d.normal(4, 8))
     return {
+        "aten.isin": [Sample(aten.isin.Tensor_Tensor, (rows, d.below(16, 8)), {"invert": True})],
         "aten.index_add": [Sample(aten.index_add.default, call, {"alpha": 2.0}) for call in add],
         "aten.scatter": [
             Sample(aten.scatter.reduce, (x, 1, rows[:, :4], d.normal(4, 4)), {"reduce": "multiply"}),

@@ -83,6 +83,9 @@ def _matrices(d: Draw) -> dict[str, list[Arguments]]:
 
     complex_ = torch.complex(d.normal(4, 8), d.normal(4, 8))
     pair = d.normal(4, 8, 2)
+    x1, x2 = d.normal(2, 4, 4), d.normal(2, 6, 4)
+    bilinear = {"expand1": [1, 3], "expand2": [1, 2], "expand3": [0], "sumdim": [2, 3]}
+    backward = {"expand1": [1, 3], "expand2": [2, 3], "expand3": [0], "sumdim": [1, 2]}
     return {
         **dict.fromkeys("_linalg_det _linalg_slogdet linalg_inv_ex linalg_lu linalg_matrix_exp".split(), one(square)),
         **dict.fromkeys("linalg_lu_factor_ex linalg_eig".split(), one(square)),
@@ -99,5 +102,13 @@ def _matrices(d: Draw) -> dict[str, list[Arguments]]:
         **dict.fromkeys(("view_as_real", "view_as_real_copy"), one(complex_)),
         **dict.fromkeys(("view_as_complex", "view_as_complex_copy"), one(pair)),
         "_cdist_forward": [{"x1": d.normal(2, 4, 3), "x2": d.normal(2, 6, 3), "p": 2.0, "compute_mode": None}],
+        "_cdist_backward": [
+            {"grad": d.normal(2, 4, 6), "x1": x1, "x2": x2, "p": p, "cdist": torch.cdist(x1, x2, p)}
+            for p in (1.0, 2.0, 3.0)
+        ],
+        "_trilinear": [
+            {"i1": d.normal(4, 6), "i2": d.normal(4, 2), "i3": d.normal(8, 6, 2), **bilinear},
+            {"i1": d.normal(4, 6), "i2": d.normal(4, 8), "i3": d.normal(8, 6, 2), **bilinear, **backward},
+        ],
         "_int_mm": [{"self": d.below(5, 32, 16).to(torch.int8), "mat2": d.below(5, 16, 8).to(torch.int8)}],
     }
