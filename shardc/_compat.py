@@ -95,6 +95,16 @@ def _one_dim_placement(placement: Any) -> Any:
     raise NotImplementedError(f"placement {placement!r}")
 
 
+def is_dispatched(op: Any) -> bool:
+    """Whether torch's dispatcher has a kernel for an op overload; TorchScript's own ops have none."""
+    return bool(torch._C._dispatch_has_kernel(op.name()))
+
+
+def spec_children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
+    """What a structure of values is made of (2.13), in torch before an attribute of another name."""
+    return spec.children() if hasattr(spec, "children") else spec.children_specs
+
+
 def aten_overloads() -> list[Any]:
     """Every overload of an aten op, by name."""
     found = []

@@ -134,15 +134,13 @@ def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Fake tensors of one mode for a graph's placeholders; a constant is itself.
 
     Args:
-        values: ``shape``, ``stride``, ``dtype`` and ``device`` (names) of each tensor, or ``constant``.
+        values: ``shape``, ``stride``, ``dtype`` and ``device`` of each tensor, or ``constant``.
     """
     with FakeTensorMode():
         return [
             value["constant"]
             if "constant" in value
-            else torch.empty_strided(
-                value["shape"], value["stride"], dtype=getattr(torch, value["dtype"]), device=value["device"]
-            )
+            else torch.empty_strided(value["shape"], value["stride"], dtype=value["dtype"], device=value["device"])
             for value in values
         ]
 

@@ -38,11 +38,13 @@ import torch
 from shardc.errors import VerifyError
 from shardc.ir.graph import DTYPE_NAMES, Value
 from shardc.ir.ops import MARKERS
+from shardc.validate import DTYPES as TORCH_DTYPES
 
 INPUTS, OUTPUTS, COMM = "inputs", "outputs", "comm"
 CONSTANT = "constant"
 NO_LAYOUTS = "no layouts"
 BARE = re.compile(r"[\w.$/-]+")
+WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 MEMORY_FORMATS = {
     "contiguous_format": torch.contiguous_format,
@@ -54,6 +56,7 @@ TORCH_LAYOUTS = {"strided": torch.strided}
 SMALL = 64  # elements of a constant that are shown
 CONSTANTS = {"None": None, "True": True, "False": False, "inf": float("inf"), "nan": float("nan")}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+ATTRIBUTE = re.compile(r"(?!__)[A-Za-z_]\w{0,200}(?:\.(?!__)\w{1,200}){0,20}", re.ASCII)  # the name of a constant
 
 
 # --- names
@@ -115,6 +118,8 @@ def op_of(text: str) -> Any | None:
 
 
 def _overload(namespace: str, packet: str, overload: str) -> Any | None:
+    if namespace.startswith("__") or not all(WORD.fullmatch(part) for part in (namespace, packet, overload)):
+        return None
     found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
     return found if is_torch_op(found) else None
 
@@ -148,8 +153,7 @@ def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) ->
 
 
 def dtype_of(word: str) -> torch.dtype | None:
-    found = DTYPES.get(word) or getattr(torch, word, None)
-    return found if isinstance(found, torch.dtype) else None
+    return DTYPES.get(word) or TORCH_DTYPES.get(word)
 
 
 # --- arguments

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import operator
 import re
+from functools import cache
+from keyword import iskeyword
 from typing import Any
 
 import torch
 from torch import fx
 
 import shardc.ir.comm  # noqa: F401  (defines an op that programs call)
-from shardc.errors import LayoutError, MeshError, TextError
+from shardc.errors import LayoutError, MeshError, ShardcError, TextError
 from shardc.ir import grammar
 from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, set_info
 from shardc.ir.layout import Layout
@@ -82,20 +84,12 @@ class _Parser:
     def program(self) -> fx.GraphModule:
         section = ""
         for reader in self.readers:
-            if reader.line == grammar.NO_LAYOUTS:
-                self.placed = False
-            elif heading := re.fullmatch(r"(\w+):", reader.line):
-                section = heading[1]
-            elif section == "":
-                reader.fail(f"'{grammar.INPUTS}:'")
-            elif section == grammar.INPUTS:
-                self._placeholder(reader)
-            elif section == grammar.OUTPUTS:
-                self._output(reader)
-            elif section == grammar.COMM:
-                self.comm.append(reader)
-            else:
-                self._line(reader, section)
+            try:
+                section = self._read(reader, section)
+            except (ValueError, OverflowError, RecursionError, ShardcError) as error:
+                if isinstance(error, TextError):
+                    raise
+                reader.fail(f"what can be read ({getattr(error, 'what', error)})")
         last = self.graph.output(tuple(made for _, made in self.outputs))
         last.meta[ROLES] = tuple(role for role, _ in self.outputs)
         gm = fx.GraphModule(self.constants, self.graph)
@@ -103,6 +97,24 @@ class _Parser:
         return gm
 
     # --- lines
+
+    def _read(self, reader: Reader, section: str) -> str:
+        """One line of ``section``; returns the section that follows."""
+        if reader.line == grammar.NO_LAYOUTS:
+            self.placed = False
+        elif heading := re.fullmatch(r"(\w+):", reader.line):
+            return heading[1]
+        elif section == "":
+            reader.fail(f"'{grammar.INPUTS}:'")
+        elif section == grammar.INPUTS:
+            self._placeholder(reader)
+        elif section == grammar.OUTPUTS:
+            self._output(reader)
+        elif section == grammar.COMM:
+            self.comm.append(reader)
+        else:
+            self._line(reader, section)
+        return section
 
     def _placeholder(self, reader: Reader) -> None:
         bare = reader.take("%")
@@ -150,7 +162,12 @@ class _Parser:
         self._define(node, Info(name, value, self._origin(reader, phase), needs=needs))
 
     def _constant(self, reader: Reader, name: str, value: Made, phase: str) -> None:
-        target = reader.word() or reader.fail("the name of the constant")
+        start = reader.at
+        target = reader.word() or ""
+        # It becomes source code, in fx: nothing but a name of its own may stand there.
+        if not grammar.ATTRIBUTE.fullmatch(target) or any(map(iskeyword, target.split("."))) or _is_taken(target):
+            reader.at = start
+            reader.fail("the name of the constant")
         held = self._argument(reader) if reader.take(",") else None
         reader.expect(")")
         if not isinstance(value, Value):
@@ -158,7 +175,10 @@ class _Parser:
         # A large constant is not in the text: on ``meta`` it has its type, and nothing runs by mistake.
         tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
         if held is not None:
-            tensor = torch.tensor(held, dtype=value.dtype).reshape(value.shape)
+            try:
+                tensor = torch.tensor(held, dtype=value.dtype).reshape(value.shape)
+            except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+                reader.fail(f"the values of a {value} ({error})")
         self.constants[target] = tensor
         node = self.graph.create_node("get_attr", target, name=_identifier(name))
         self._define(node, Info(name, value, self._origin(reader, phase)))
@@ -311,5 +331,15 @@ class _Parser:
 
 def _identifier(name: str) -> str:
     """``name`` as FX wants the names of its nodes."""
-    text = re.sub(r"\W", "_", name)
+    text = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{text}" if not text or text[0].isdigit() else text
+
+
+def _is_taken(name: str) -> bool:
+    """Whether a module has an attribute that a constant of this name would hide."""
+    return name.partition(".")[0] in _attributes()
+
+
+@cache
+def _attributes() -> frozenset[str]:
+    return frozenset(dir(fx.GraphModule(torch.nn.Module(), fx.Graph())))

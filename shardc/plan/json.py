@@ -26,6 +26,7 @@ from shardc.errors import PlanError
 from shardc.plan.calls import Call
 from shardc.plan.entries import DTYPE_FIELDS, Precision, Setting
 from shardc.plan.forms import Form, OnAxes, is_placements, show_placement
+from shardc.validate import DTYPES
 
 VERSION = 1
 SPEC_ARGUMENTS = ("params", "inputs", "outputs", "activations")
@@ -102,8 +103,8 @@ def _check_keys(found: dict[str, Any], known: tuple[str, ...], path: str, what: 
 def _decode_argument(key: str, value: Any, path: str) -> Any:
     if key in SPEC_ARGUMENTS:
         return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
-    if key in DTYPE_FIELDS and isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype):
-        return getattr(torch, value)
+    if key in DTYPE_FIELDS and isinstance(value, str):
+        return DTYPES.get(value, value)
     return tuple(value) if key in ("axis", "shard", "replicate") and isinstance(value, list) else value
 
 

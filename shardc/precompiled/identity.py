@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardc._compat import pytree
 from shardc.errors import PrecompiledError
+from shardc.precompiled.record import Call, TensorLeaf
+from shardc.precompiled.spec import spec_from_json, spec_to_json
 from shardc.runtime.signature import Constant, Like, Signature
 
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str, type(None))}
@@ -132,46 +133,28 @@ def signature_to_json(signature: Signature) -> dict[str, Any]:
     }
 
 
-def signature_from_json(data: Mapping[str, Any]) -> Signature:
-    leaves: list[Like | Constant] = []
-    for leaf in data["leaves"]:
-        if "kind" in leaf:
-            leaves.append(Constant(_KINDS[leaf["kind"]], leaf["constant"]))
-        else:
-            leaves.append(Like(tuple(leaf["shape"]), dtype_from_text(leaf["dtype"]), leaf["requires_grad"]))
-    return Signature(
-        names=tuple(data["names"]),
-        leaves=tuple(leaves),
-        spec=pytree.treespec_loads(data["spec"]),
-        modes=tuple(data["modes"]),
-        grads=tuple(data["grads"]),
-        dtypes=tuple(dtype_from_text(text) for text in data["dtypes"]),
-    )
-
-
-def spec_to_json(spec: pytree.TreeSpec, what: str) -> str:
-    """A structure of values as torch writes it.
+def signature_of(call: Call) -> Signature:
+    """The signature that `signature_to_json` wrote.
 
     Raises:
-        PrecompiledError: it has a container of a class that torch cannot write.
+        PrecompiledError: it is of another number of arguments than its structure has, or a constant is of another kind.
     """
-    try:
-        return pytree.treespec_dumps(spec)
-    except Exception as error:
-        raise PrecompiledError(
-            f"the structure of {what} cannot be saved: {error}", fix="use lists, tuples and dicts"
-        ) from error
+    leaves: list[Like | Constant] = []
+    for leaf in call.leaves:
+        if isinstance(leaf, TensorLeaf):
+            leaves.append(Like(leaf.shape, leaf.dtype, leaf.requires_grad))
+        elif type(leaf.constant) is not _KINDS[leaf.kind]:
+            raise PrecompiledError(f"the constant {leaf.constant!r} of the arguments is no {leaf.kind}")
+        else:
+            leaves.append(Constant(_KINDS[leaf.kind], leaf.constant))
+    spec = spec_from_json(call.spec, "the arguments")
+    if not len(leaves) == len(call.names) == spec.num_leaves:
+        raise PrecompiledError(f"{len(leaves)} arguments have {len(call.names)} names and {spec.num_leaves} places")
+    return Signature(call.names, tuple(leaves), spec, call.modes, call.grads, call.dtypes)
 
 
 def _dtype_text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def dtype_from_text(text: str) -> torch.dtype:
-    found = getattr(torch, text, None)
-    if not isinstance(found, torch.dtype):
-        raise PrecompiledError(f"{text!r} is not a dtype of this torch")
-    return found
 
 
 def value_to_json(value: Any) -> dict[str, Any]:

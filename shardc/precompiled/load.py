@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardc._compat import pytree
 from shardc.analysis.causes import Cause, cause_of
 from shardc.analysis.certificate import Certificate, certify
-from shardc.errors import PrecompiledError, TextError
+from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
-from shardc.ir.arena import PLAN, MemoryPlan, Slot
-from shardc.ir.graph import Role
+from shardc.ir.arena import PLAN
+from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
+from shardc.ir.verify import check, verify
 from shardc.lower import fakes, load_artifacts
 from shardc.plan.value import Plan
-from shardc.precompiled.identity import Identity, check_same, dtype_from_text, signature_from_json
-from shardc.precompiled.save import ARTIFACTS, RECORD, VERSION
+from shardc.precompiled.allowed import allowed
+from shardc.precompiled.identity import Identity, check_same, signature_of
+from shardc.precompiled.record import (
+    AGAIN,
+    ARTIFACTS,
+    RECORD,
+    Held,
+    Record,
+    TensorType,
+    constants,
+    read,
+    read_record,
+)
+from shardc.precompiled.spec import spec_from_json
 
-_AGAIN = "compile and save the program again"
+_MOST_RANKS = 1 << 20
 
 
 class Precompiled:
@@ -47,42 +59,56 @@ class Precompiled:
 
     deferred: frozenset[str] = frozenset()
 
-    def __init__(self, folder: Path, record: Mapping[str, Any], trust: bool) -> None:
-        self.folder, self.cached = folder, trust and ARTIFACTS in record["files"]
-        self.mesh = Mesh((name, size) for name, size in record["mesh"])
-        self.plan_text = record["plan_text"]
-        self.plan = Plan.from_json(json.dumps(record["plan"]), str(folder / RECORD))
-        self.identity = Identity(signature_from_json(record["signature"]), record["model"], record["device"])
-        self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record["inputs"])
-        self.levels: Mapping[str, int] = record["levels"]
-        self.causes: Mapping[str, str] = record["causes"]
-        self.output_spec = pytree.treespec_loads(record["output_spec"])
-        halves = {half: self._half(half, said) for half, said in record["halves"].items()}
+    def __init__(self, folder: Path, record: Record, trust: bool) -> None:
+        self.folder, self.cached = folder, trust and ARTIFACTS in record.files
+        self.mesh = Mesh(record.mesh)
+        if self.mesh.ranks > _MOST_RANKS:
+            raise PrecompiledError(f"the mesh {self.mesh} has {self.mesh.ranks} ranks")
+        self.plan = Plan.from_json(json.dumps(record.plan), str(folder / RECORD))
+        self.identity = Identity(signature_of(record.signature), record.model, record.device)
+        self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record.inputs)
+        self.levels: Mapping[str, int] = record.levels
+        self.causes: Mapping[str, str] = record.causes
+        self.output_spec = spec_from_json(record.output_spec, "the outputs")
+        halves = {half: self._half(half, record) for half in record.halves}
         self.forward: fx.GraphModule | None = halves.get("forward")
         self.backward: fx.GraphModule | None = halves.get("backward")
         self.inference: fx.GraphModule = halves["inference"]
         if self.forward is not None and self.backward is not None:
-            _connect(self.forward, self.backward, [name for name, _ in record["halves"]["backward"]["placeholders"]])
+            _connect(self.forward, self.backward, [name for name, _ in record.halves["backward"].placeholders])
         given = [(role, x) for role, x in ir.outputs(self.inference.graph)]
         self.outputs: tuple[Role, ...] = tuple(role for role, _ in given)
         self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in given)
+        results = sum(role.kind == "output" for role in self.outputs)
+        if results != self.output_spec.num_leaves:
+            raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
+        taken = [name for name, _ in self.identity.signature.tensors]
+        if [name for name, _ in self.inputs] != taken:
+            raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {taken}")
 
-    def _half(self, half: str, said: Mapping[str, Any]) -> fx.GraphModule:
-        gm = parse((self.folder / f"{half}.txt").read_text())
-        values = fakes([value for _, value in said["placeholders"]])
-        for node, value in zip(ir.placeholders(gm.graph), values, strict=True):
+    def _half(self, half: str, record: Record) -> fx.GraphModule:
+        said = record.halves[half]
+        gm = parse(read(self.folder, record, f"{half}.txt").decode())
+        for node, (_, value) in zip(ir.placeholders(gm.graph), said.placeholders, strict=True):
+            made = ir.info(node).value
+            if isinstance(value, TensorType) and (not isinstance(made, Value) or made.shape != value.shape):
+                raise PrecompiledError(
+                    f"the input {node} of {half} is {made}, of shape {list(value.shape)} in {RECORD}"
+                )
+        for node, value in zip(
+            ir.placeholders(gm.graph), fakes([vars(value) for _, value in said.placeholders]), strict=True
+        ):
             node.meta["val"] = value
-        data, at = bytearray(), 0
-        if said["constants"]:
-            data = bytearray((self.folder / f"{half}.constants.bin").read_bytes())
-        for one in said["constants"]:
-            raw = torch.frombuffer(data, dtype=torch.uint8, offset=at, count=one["bytes"]).clone()
-            shaped = raw.view(dtype_from_text(one["dtype"])).reshape(one["shape"])
-            setattr(gm, one["name"], shaped.to(one["device"]))
-            at += one["bytes"]
-        slots = (Slot(**{**slot, "saved": tuple(slot["saved"])}) for slot in said["memory"]["slots"])
-        given = tuple((name, end) for name, end in said["memory"]["given"])
-        ir.output_node(gm.graph).meta[PLAN] = MemoryPlan(tuple(slots), given)
+        verify(gm, self.mesh, "partition")
+        check(gm, self.mesh, half, (allowed,))
+        if said.constants:
+            fill(gm, said.constants, read(self.folder, record, constants(half)))
+        if any(tensor.is_meta for tensor in gm.buffers()):
+            raise PrecompiledError(f"a constant of {half} has no values")
+        slots = said.memory.slots
+        if any(not 0 <= n < 1 << 50 for slot in slots for n in (slot.size, slot.start, slot.end, slot.offset)):
+            raise PrecompiledError(f"{half} has a place in memory that cannot be")
+        ir.output_node(gm.graph).meta[PLAN] = said.memory
         return gm
 
     def certificate(self, training: bool = True) -> Certificate:
@@ -100,47 +126,65 @@ class Precompiled:
 
     def check(self, mesh: Mesh, plan: Plan, model: Mapping[str, str], device: torch.device) -> None:
         """Raises PrecompiledError, with the difference, where it is not of this mesh, plan, model and device."""
-        saved = {"the mesh": str(self.mesh), "the plan": self.plan_text, "the device": self.identity.device}
+        saved = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.identity.device}
         now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type}
         what = f"the program in {self.folder}"
-        check_same(what, {**saved, **self.identity.model}, {**now, **model}, _AGAIN)
+        check_same(what, {**saved, **self.identity.model}, {**now, **model}, AGAIN)
 
 
 def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
     """The program that ``program.save(folder)`` wrote.
 
+    Without ``trust`` nothing in the folder is code: its graphs, tables and numbers are read and checked before they are
+    used. They can only say which tensor operations and which collectives of the mesh's groups run, in which order. A
+    folder from a stranger may still compute something else than it says; it is the results that are the stranger's.
+
     Args:
-        folder: what it was saved to.
+        folder: what it was saved to. Read are ``program.json`` and the files that it lists with their hashes, which are
+            plain files of the folder: links are not followed.
         trust: read Inductor's artifacts too, if they lie beside it, so that nothing is lowered and compiled again.
-            They are pickled: code in them runs as you. Everything else is text, JSON and bare numbers.
+            They are pickles and machine code, and run as you: pass True only for a folder that nobody else can write.
 
     Raises:
-        PrecompiledError: nothing was saved there, the save was cut off or changed since, or it is of another torch.
+        PrecompiledError: nothing was saved there, the save was cut off or changed since, it is of another torch, or it
+            is no program: it calls an op that none has, or a table of it holds something else than it must.
     """
     folder = Path(folder)
     try:
-        record = json.loads((folder / RECORD).read_text())
-    except FileNotFoundError:
-        fix = "save one with module.lower(*examples).save(folder)"
-        raise PrecompiledError(f"there is no saved program in {folder}", fix=fix) from None
-    except json.JSONDecodeError as error:
-        raise PrecompiledError(f"{folder / RECORD} is not JSON: {error}", fix=_AGAIN) from None
-    version = record.get("shardc_program") if isinstance(record, dict) else None
-    if version != VERSION:
-        raise PrecompiledError(f"{folder} has a program of version {version!r}; this is {VERSION}", fix=_AGAIN)
-    check_same(f"the program in {folder}", {"torch": record["torch"]}, {"torch": torch.__version__}, _AGAIN)
-    for name, digest in record["files"].items():
-        path = folder / name
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            became = "changed since it was saved" if path.exists() else "is missing"
-            raise PrecompiledError(f"{path} {became}", fix=_AGAIN)
-    try:
+        record = read_record(folder)
         made = Precompiled(folder, record, trust)
-    except (KeyError, TextError) as error:
-        raise PrecompiledError(f"the program in {folder} cannot be read: {error}", fix=_AGAIN) from error
-    if made.cached:
-        load_artifacts((folder / ARTIFACTS).read_bytes())
+        artifacts = read(folder, record, ARTIFACTS) if made.cached else None
+    except PrecompiledError:
+        raise
+    except Exception as error:  # what a file holds may be wrong in any way
+        said = str(error) or type(error).__name__
+        raise PrecompiledError(f"the program in {folder} cannot be read: {said}", fix=AGAIN) from error
+    if artifacts is not None:
+        load_artifacts(artifacts)
     return made
+
+
+def fill(gm: fx.GraphModule, held: Sequence[Held], data: bytes) -> None:
+    """Puts the constants that the text does not show into ``gm``.
+
+    Raises:
+        PrecompiledError: one is not in the graph, is of another type there, or there are other bytes than theirs.
+    """
+    types = {str(node.target): ir.value(node) for node in gm.graph.find_nodes(op="get_attr")}
+    raw, at = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), 0
+    if len(data) != sum(one.bytes for one in held):
+        raise PrecompiledError(f"the constants have {len(data)} bytes instead of {sum(one.bytes for one in held)}")
+    for one in held:
+        known = types.get(one.name)
+        size = prod(one.shape) * one.dtype.itemsize
+        if known is None or (known.dtype, known.shape, size) != (one.dtype, one.shape, one.bytes):
+            raise PrecompiledError(
+                f"the constant {one.name!r} is {known} in the graph, and {one.dtype}{list(one.shape)}"
+            )
+        shaped = raw[at : at + size].clone().view(one.dtype).reshape(one.shape)
+        owner, _, name = one.name.rpartition(".")
+        setattr(gm.get_submodule(owner), name, shaped.to(one.device))
+        at += size
 
 
 def _connect(forward: fx.GraphModule, backward: fx.GraphModule, names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from shardc.errors import PrecompiledError
+from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
@@ -22,11 +22,12 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.text import dump
+from shardc.ir.verify import check
 from shardc.plan.value import Plan
-from shardc.precompiled.identity import Identity, signature_to_json, spec_to_json, value_to_json
-
-VERSION = 1
-RECORD, ARTIFACTS = "program.json", "inductor.bin"
+from shardc.precompiled.allowed import allowed
+from shardc.precompiled.identity import Identity, signature_to_json, value_to_json
+from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
+from shardc.precompiled.spec import spec_to_json
 
 
 class Saved(Protocol):
@@ -77,7 +78,6 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
         "torch": torch.__version__,
         "mesh": [list(axis) for axis in program.mesh.shape],
         "plan": json.loads(program.plan.to_json()),
-        "plan_text": str(program.plan),
         "device": identity.device,
         "model": dict(identity.model),
         "signature": signature_to_json(identity.signature),
@@ -100,10 +100,14 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
         if ran is None:
             continue
         gm = _untied(ran)
+        try:
+            check(gm, program.mesh, half, (allowed,))
+        except VerifyError as error:  # better told now than when it is loaded
+            raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
         held, data = _large_constants(gm)
         if data:
-            write(f"{half}.constants.bin", data)
+            write(constants(half), data)
         record["halves"][half] = {
             "placeholders": [[node.name, value_to_json(node.meta["val"])] for node in ir.placeholders(gm.graph)],
             "constants": held,

@@ -58,6 +58,12 @@ def find_rule(target: Any) -> Rule | None:
     return fallback_rule(target)
 
 
+def is_registered(target: Any) -> bool:
+    """Whether this program gave an op overload a rule by `register_rule`."""
+    overload = str(target)
+    return overload in _registered or overload.rpartition(".")[0] in _registered
+
+
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
     """The factors of ``call``, or None where its op has no rule.
@@ -108,6 +114,7 @@ __all__ = [
     "Rule",
     "Spec",
     "find_rule",
+    "is_registered",
     "register_rule",
     "rule",
     "spec_of",

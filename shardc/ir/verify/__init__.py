@@ -7,6 +7,8 @@ its operands do not give those of its results.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import fx
 
 from shardc.errors import VerifyError
@@ -57,12 +59,17 @@ def verify(
     Raises:
         VerifyError: with the stage, what is broken, and the line of the dump with two lines around it.
     """
-    subject = Subject(gm, mesh, agrees)
-    for check in SPECS[stage]:
-        for node, reason in check(subject):
-            raise broken(subject, stage, node, reason)
+    check(gm, mesh, stage, SPECS[stage], agrees)
     if before is not None and stage in MOVING and (found := changed(before, gm)) is not None:
-        raise broken(subject, stage, *found)
+        raise broken(Subject(gm, mesh, agrees), stage, *found)
+
+
+def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], agrees: Agrees = no_rules) -> None:
+    """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken."""
+    subject = Subject(gm, mesh, agrees)
+    for one in checks:
+        for node, reason in one(subject):
+            raise broken(subject, stage, node, reason)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

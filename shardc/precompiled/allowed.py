@@ -1,0 +1,81 @@
+"""Which ops a saved program may call: those that make tensors of tensors and numbers, and nothing else.
+
+Others could read and write files, open sockets or print: a file from somebody else must not say that they are run.
+Allowed are the ops that a compiled graph can have: functional ones of aten and prims, collectives over the
+mesh's groups,
+shardc's own, and those of the user's libraries for which the program has registered a rule.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from functools import cache
+from typing import Any
+
+import torch
+
+from shardc._compat import is_dispatched
+from shardc.ir import grammar
+from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, arguments_of, group_axes
+from shardc.ir.verify.subject import Broken, Subject
+from shardc.rules import is_registered
+
+_NAMESPACES = ("aten", "prims", NAMESPACE, OWN_NAMESPACE, "shardc_random")
+_TYPES = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
+_VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device",
+           "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip
+# Arguments that are text, and what it is about: none is a path, code or a message.
+_WORDS = {
+    "api_name", "approximate", "device", "driver", "equation", "group_name", "indexing", "interpolation", "mode",
+    "norm", "ord", "padding", "reduce", "reduce_op", "rounding_mode", "side", "UPLO",
+}  # fmt: skip
+_CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
+_WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)
+# They view memory as what it is not, or trust an index.
+_UNCHECKED = re.compile(r"_test|_nested|.*_unsafe$|_reinterpret|_debug|_validate_sparse|.*_make_per_")
+
+
+def allowed(subject: Subject) -> Broken:
+    """Every op is one that a saved program may call, and its arguments are those of its schema."""
+    for node in subject.calls:
+        if node.target is operator.getitem:
+            continue
+        if not grammar.is_torch_op(node.target) or not allowed_op(node.target):
+            yield node, f"a saved program may not call {node.target}"
+            continue
+        target: Any = node.target
+        names = [argument.name for argument in target._schema.arguments]
+        if len(node.args) > len(names) or not set(node.kwargs) <= set(names[len(node.args) :]):
+            yield node, f"its arguments are not those of {target._schema}"
+            continue
+        for name, value in arguments_of(node).items():
+            if isinstance(value, str) and (name not in _WORDS or not _WORD.fullmatch(value)):
+                yield node, f"{name}={value!r} is no word"
+            elif name == "group_name" and group_axes(value, subject.mesh) is None:
+                yield node, f"{value!r} is no group of the mesh {subject.mesh}"
+
+
+@cache
+def allowed_op(op: Any) -> bool:
+    """Whether a saved program may call ``op``, by its schema."""
+    schema = op._schema
+    if op.namespace not in _NAMESPACES:
+        return is_registered(op)
+    # What TorchScript alone knows (aten::save) is not dispatched.
+    if op is _CHECK:
+        return True
+    if not is_dispatched(op) or _UNCHECKED.match(schema.name.partition("::")[2]) or not schema.returns:
+        return False
+    words = {argument.name for argument in schema.arguments if _kind(argument.type) == "str"}
+    kinds = {_kind(x.type) for x in (*schema.arguments, *schema.returns)} - {"str"}
+    # A collective may write into the memory that it is given.
+    return words <= _WORDS and kinds <= _VALUES and (not schema.is_mutable or op.namespace == NAMESPACE)
+
+
+def _kind(kind: Any) -> str:
+    """The innermost type of a schema's argument."""
+    text = str(kind)
+    while found := _TYPES.fullmatch(text):
+        text = found[2]
+    return text

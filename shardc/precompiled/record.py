@@ -1,0 +1,198 @@
+"""The record of a saved program, ``program.json``: what it must hold, and how it and its neighbours are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+
+from shardc.errors import PrecompiledError
+from shardc.ir.arena import MemoryPlan
+from shardc.validate import Range, checked
+
+VERSION = 2
+RECORD, ARTIFACTS = "program.json", "inductor.bin"
+HALVES = ("forward", "backward", "inference")
+LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
+_COPY = "copy the files themselves into the folder"
+AGAIN = "compile and save the program again"
+
+Count = Annotated[int, Range(0, 1 << 50)]
+Sizes = tuple[Count, ...]
+Plain = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """A placeholder's tensor on one rank."""
+
+    shape: Sizes
+    stride: Sizes
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A placeholder that is no tensor."""
+
+    constant: Plain
+
+
+@dataclass(frozen=True)
+class Held:
+    """A constant that the text does not show: where its bytes stand follows from the order."""
+
+    name: str
+    shape: Sizes
+    stride: Sizes
+    dtype: torch.dtype
+    device: str
+    bytes: Count
+
+
+@dataclass(frozen=True)
+class Half:
+    """What the text of a half does not say; placeholders are (name in the graph, value)."""
+
+    placeholders: tuple[tuple[str, TensorType | Fixed], ...]
+    constants: tuple[Held, ...]
+    memory: MemoryPlan
+
+
+@dataclass(frozen=True)
+class TensorLeaf:
+    """A tensor of the call's arguments."""
+
+    shape: Sizes
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class ConstantLeaf:
+    """An argument that is none."""
+
+    constant: Plain
+    kind: Literal["bool", "int", "float", "str", "NoneType"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The signature; ``spec`` is read by `shardc.precompiled.spec`."""
+
+    names: tuple[str, ...]
+    leaves: tuple[TensorLeaf | ConstantLeaf, ...]
+    spec: Any
+    modes: tuple[bool, ...]
+    grads: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """A saved program but for its graphs.
+
+    Args:
+        mesh: axes and sizes.
+        plan: as `shardc.plan.json` writes it.
+        files: the other files and their sha256.
+    """
+
+    shardc_program: int
+    torch: str
+    mesh: tuple[tuple[str, Annotated[int, Range(1, 1 << 20)]], ...]
+    plan: Any
+    device: str
+    model: Mapping[str, str]
+    signature: Call
+    inputs: tuple[tuple[str, str], ...]
+    levels: Mapping[str, Annotated[int, Range(0, 3)]]
+    causes: Mapping[str, str]
+    output_spec: Any
+    halves: Mapping[str, Half]
+    files: Mapping[str, str]
+
+
+def read_record(folder: Path) -> Record:
+    """The record in ``folder``.
+
+    Raises:
+        PrecompiledError: there is none, or it is of another version or torch, or holds what no record does.
+    """
+    path = folder / RECORD
+    data = _read(folder, RECORD, LARGEST_TEXT)
+    if data is None:
+        fix = "save one with module.lower(*examples).save(folder)"
+        raise PrecompiledError(f"there is no saved program in {folder}", fix=fix)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise PrecompiledError(f"{path} is not JSON: {error}", fix=AGAIN) from None
+    version = found.get("shardc_program") if isinstance(found, dict) else None
+    if version != VERSION or type(version) is not int:
+        raise PrecompiledError(f"{folder} has a program of version {version!r}; this is {VERSION}", fix=AGAIN)
+    was = found.get("torch")
+    if was != torch.__version__:
+        raise PrecompiledError(
+            f"the program in {folder} is stale: torch was {was} and is {torch.__version__}", fix=AGAIN
+        )
+    record: Record = checked(found, Record, str(path), PrecompiledError, fix=AGAIN)
+    halves = set(record.halves)
+    if halves not in ({"inference"}, set(HALVES)):
+        raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)
+    needed = {f"{half}.txt" for half in halves}
+    needed |= {constants(half) for half, said in record.halves.items() if said.constants}
+    if set(record.files) - {ARTIFACTS} != needed:
+        raise PrecompiledError(f"{path} lists {sorted(record.files)}; it is of {sorted(needed)}", fix=AGAIN)
+    return record
+
+
+def constants(half: str) -> str:
+    """The file of a half's large constants."""
+    return f"{half}.constants.bin"
+
+
+def read(folder: Path, record: Record, name: str) -> bytes:
+    """A file of the program, which is what the record says.
+
+    Raises:
+        PrecompiledError: it is missing, is no plain file of the folder, or changed since it was saved.
+    """
+    data = _read(folder, name, LARGEST_TEXT if name.endswith(".txt") else None)
+    if data is None or hashlib.sha256(data).hexdigest() != record.files[name]:
+        became = "is missing" if data is None else "changed since it was saved"
+        raise PrecompiledError(f"{folder / name} {became}", fix=AGAIN)
+    return data
+
+
+def _read(folder: Path, name: str, most: int | None) -> bytes | None:
+    """The bytes of a plain file of ``folder``; None where there is none. No link is followed, no pipe waited for."""
+    path = folder / name
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        fix = "copy the files themselves into the folder" if path.is_symlink() else None
+        what = (
+            "is a link, and a saved program is plain files"
+            if path.is_symlink()
+            else f"cannot be read: {error.strerror}"
+        )
+        raise PrecompiledError(f"{path} {what}", fix=fix) from None
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise PrecompiledError(f"{path} is no plain file", fix=_COPY)
+    with os.fdopen(file, "rb") as opened:
+        if most is not None and found.st_size > most:
+            raise PrecompiledError(f"{path} has {found.st_size} bytes, more than {most}")
+        return opened.read()

@@ -1,0 +1,245 @@
+"""What a value must be, read off its annotation: fields of options, and what a JSON file holds.
+
+    @dataclass(frozen=True)
+    class Options:
+        strict: bool = False
+        comm: Literal["real", "none"] = "real"
+        bucket_size: Annotated[int | str | None, Bytes(-1)] = None
+
+        def __post_init__(self) -> None:
+            check_fields(self)
+
+`checked` gives the value as it is used: sizes as numbers of bytes, lists as tuples, tables as dataclasses.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from shardc.errors import InputError, ShardcError
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
+_NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from ``least`` to ``most``, and ``also`` these."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    also: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        low = f"of {self.least:g} or more" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
+        return f"{low}{''.join(f', or {one}' for one in self.also)}"
+
+
+@dataclass(frozen=True, init=False)
+class Bytes:
+    """A number of bytes, or text with a unit ("8 MiB"), and ``also`` these numbers, which mean something else."""
+
+    also: tuple[int, ...]
+
+    def __init__(self, *also: int) -> None:
+        object.__setattr__(self, "also", also)
+
+
+class _Wrong(Exception):
+    """``value`` at ``path`` is not ``expected``."""
+
+    def __init__(self, path: tuple[str, ...], value: Any, expected: str, fix: str | None = None) -> None:
+        self.path, self.value, self.expected, self.fix = path, value, expected, fix
+
+
+def checked(value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, **said: Any) -> Any:
+    """``value`` as ``kind``, a type annotation, has it.
+
+    Args:
+        what: names the value in messages.
+        error: the class that is raised.
+        said: further arguments of the error (``plan_entry``).
+
+    Raises:
+        ShardcError: of class ``error``: the value, or one within, is of another type or out of range.
+
+    >>> checked("1.5 GiB", Annotated[int | str, Bytes()], "memory_budget")
+    1610612736
+    """
+    try:
+        return _read(value, kind, ())
+    except _Wrong as wrong:
+        path = "".join(part if part.startswith("[") else f".{part}" for part in wrong.path)
+        said.setdefault("fix", wrong.fix)
+        raise error(f"{what}{path} is {_shown(wrong.value)}, not {wrong.expected}", **said) from None
+
+
+def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str | None = None, **said: Any) -> None:
+    """Checks the fields of a dataclass, as `checked`, and stores them as they are used; for ``__post_init__``."""
+    name = type(instance).__name__ if what is None else what
+    kind: Any = type(instance)
+    for key, hint in _hints(kind).items():
+        value = getattr(instance, key)
+        made = checked(value, hint, f"{name}: {key}" if name else key, error, **said)
+        if made is not value:
+            object.__setattr__(instance, key, made)
+
+
+def near(word: Any, known: Any) -> str:
+    """What to do about ``word``, which is none of ``known``.
+
+    >>> near("inductr", ["inductor", "eager"])
+    "did you mean 'inductor'?"
+    """
+    names = list(map(str, known))
+    found = get_close_matches(str(word), names, n=1)
+    return f"did you mean {found[0]!r}?" if found else f"use one of {', '.join(map(repr, names))}"
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: Any) -> dict[str, Any]:
+    """The annotations of a dataclass's fields, or of a named tuple's."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = [field.name for field in fields(kind) if field.init] if is_dataclass(kind) else kind._fields
+    return {name: hints[name] for name in names}
+
+
+def _read(value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+    origin = get_origin(kind)
+    if kind is Any:
+        return value
+    if origin is Annotated:
+        inner, *marks = get_args(kind)
+        return _marked(value, inner, marks, path)
+    if origin in (Union, types.UnionType):
+        return _one_of(value, get_args(kind), path)
+    if origin is Literal:
+        if not any(type(value) is type(one) and value == one for one in get_args(kind)):
+            raise _Wrong(path, value, expected(kind), near(value, get_args(kind)) if isinstance(value, str) else None)
+        return value
+    if origin is tuple:
+        return _tuple(value, get_args(kind), kind, path)
+    if origin is not None and issubclass(origin, Mapping):
+        key_kind, item = get_args(kind)
+        if not isinstance(value, Mapping):
+            raise _Wrong(path, value, expected(kind))
+        return {_read(key, key_kind, path): _read(one, item, (*path, f"[{key!r}]")) for key, one in value.items()}
+    if origin is not None:  # Callable[...]
+        if not isinstance(value, origin):
+            raise _Wrong(path, value, expected(kind))
+        return value
+    return _plain(value, kind, path)
+
+
+def _plain(value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+    if kind is torch.dtype and isinstance(value, str):
+        if value not in DTYPES:
+            raise _Wrong(path, value, "a dtype", near(value, DTYPES))
+        return DTYPES[value]
+    if isinstance(value, dict) and (is_dataclass(kind) or hasattr(kind, "_fields")):
+        return _table(value, kind, path)
+    if kind is float:
+        if type(value) not in (int, float) or value != value:
+            raise _Wrong(path, value, expected(kind))
+        return value
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _Wrong(path, value, expected(kind))
+    return value
+
+
+def _marked(value: Any, inner: Any, marks: list[Any], path: tuple[str, ...]) -> Any:
+    for mark in marks:
+        if isinstance(mark, Bytes) and isinstance(value, str):
+            value = _bytes(value, path)
+        value = _read(value, inner, path)
+        if isinstance(mark, Range) and value is not None:
+            if not mark.least <= value <= mark.most and value not in mark.also:
+                raise _Wrong(path, value, f"{expected(inner)} {mark}")
+        elif isinstance(mark, Bytes) and value is not None and value < 0 and value not in mark.also:
+            also = "".join(f", or {one}" for one in mark.also)
+            raise _Wrong(path, value, f"a number of bytes{also}")
+    return value
+
+
+def _bytes(text: str, path: tuple[str, ...]) -> int:
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)\s*", text)
+    if found is None or found[2].upper() not in UNITS:
+        fix = 'write an integer, or a size with a unit, like "8 MiB" or "1.5GB"'
+        raise _Wrong(path, text, "a number of bytes", fix)
+    return (
+        int(float(found[1]) * UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * UNITS[found[2].upper()]
+    )
+
+
+def _one_of(value: Any, kinds: tuple[Any, ...], path: tuple[str, ...]) -> Any:
+    deepest: _Wrong | None = None
+    for kind in kinds:
+        try:
+            return _read(value, kind, path)
+        except _Wrong as wrong:
+            if deepest is None or len(wrong.path) > len(deepest.path):
+                deepest = wrong
+    assert deepest is not None
+    if len(deepest.path) > len(path) or deepest.fix is not None:
+        raise deepest
+    raise _Wrong(path, value, " or ".join(expected(kind) for kind in kinds))
+
+
+def _tuple(value: Any, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+    many = len(items) == 2 and items[1] is Ellipsis
+    if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
+        raise _Wrong(path, value, expected(kind))
+    kinds = [items[0]] * len(value) if many else items
+    made = tuple(_read(one, item, (*path, f"[{at}]")) for at, (one, item) in enumerate(zip(value, kinds, strict=True)))
+    same = type(value) is tuple and all(a is b for a, b in zip(made, value, strict=True))
+    return value if same else made  # type: ignore[return-value]
+
+
+def _table(value: dict[Any, Any], kind: Any, path: tuple[str, ...]) -> Any:
+    """An instance of a dataclass, or of a named tuple, of what a JSON object holds."""
+    hints = _hints(kind)
+    for key in value:
+        if key not in hints:
+            raise _Wrong((*path, f"[{key!r}]"), value[key], "known", near(key, hints))
+    if is_dataclass(kind):
+        needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.init]
+    else:
+        needed = [key for key in hints if key not in kind._field_defaults]
+    for key in needed:
+        if key not in value:
+            raise _Wrong(path, value, f"complete: it has no {key!r}")
+    return kind(**{key: _read(one, hints[key], (*path, key)) for key, one in value.items()})
+
+
+def expected(kind: Any) -> str:
+    """``kind`` in words."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        marks = " ".join(str(mark) for mark in args[1:] if isinstance(mark, Range))
+        return "a number of bytes" if any(isinstance(m, Bytes) for m in args[1:]) else f"{expected(args[0])} {marks}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(expected(one) for one in args)
+    if origin is Literal:
+        return " or ".join(map(repr, args))
+    if origin is tuple:
+        if len(args) == 2 and args[1] is Ellipsis:
+            return f"a list whose items are each {expected(args[0])}"
+        return f"a list of {len(args)}"
+    if origin is not None:
+        return "a table" if issubclass(origin, Mapping) else "a function"
+    return _NAMES.get(kind) or ("a table" if hasattr(kind, "_fields") else f"a {kind.__name__}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
