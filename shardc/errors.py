@@ -60,6 +60,10 @@ class InitError(ShardcError, RuntimeError):
     """An initialisation that cannot run shard by shard, or that leaves a tensor without values."""
 
 
+class BackwardError(ShardcError, RuntimeError):
+    """A backward, or a step of an optimizer, that cannot come to the gradients that one device has."""
+
+
 class RuleError(ShardcError, RuntimeError):
     """An op whose rule does not fit its shapes, or that has none under ``strict``."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import pytree
 from shardc.analysis.causes import Cause, cause_of
-from shardc.analysis.certificate import Certificate, certify
+from shardc.analysis.certificate import Certificate, certify, outputs_text
 from shardc.analysis.derive import Dims, derive
 from shardc.analysis.formulas import Costs
 from shardc.analysis.hardware import Hardware, find
@@ -140,6 +140,15 @@ class Program:
             self._scheduled(first, "")
             return None, None
         return self._scheduled(first, ""), self._scheduled(second, ".backward")
+
+    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Certificate]:
+        """The scheduled backward for a loss that uses these outputs only (by index), and its certificate."""
+        made = self._backward_of(used)
+        return made, certify(self.mesh, [(f"backward of {outputs_text(used)}", made.graph)])
+
+    def _backward_of(self, used: frozenset[int]) -> fx.GraphModule:
+        cut = fx.GraphModule(self.localized, ir.copied(self.graph("partition.backward")))
+        return self._scheduled(passes.Absent(used)(cut))
 
     def _scheduled(self, half: fx.GraphModule, suffix: str | None = None) -> fx.GraphModule:
         """``half`` bucketed and scheduled; with ``suffix`` the graphs are kept under the passes' names."""
@@ -273,13 +282,7 @@ class Program:
 
     def keep(self, stage: str, graph: fx.Graph) -> None:
         """Keeps a copy of ``graph`` as it is now."""
-        copy = fx.Graph()
-        env: dict[fx.Node, fx.Node] = {}
-        made = copy.output(copy.graph_copy(graph, env))
-        made.meta = dict(ir.output_node(graph).meta)
-        for node, twin in env.items():
-            twin.meta = dict(node.meta)
-        self._graphs[stage] = copy
+        self._graphs[stage] = ir.copied(graph)
 
 
 def build_program(
@@ -362,8 +365,7 @@ def build_program(
         made = deferred_reduction(sums, storages, grads, captured.fake_mode, device)
         return passes.run((*spelled, offload(frozenset())), made, lambda stage, gm: None)
 
-    gm = captured.graph
-    hook("capture", gm)
+    hook("capture", captured.graph)
     local = passes.run(
         (
             passes.Canonicalize(),
@@ -382,7 +384,7 @@ def build_program(
             *spelled,
             offload(deferred),
         ),
-        gm,
+        captured.graph,
         hook,
     )  # fmt: skip
     program.deferred, program.reduce_sums = deferred, reduction

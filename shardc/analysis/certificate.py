@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -40,6 +40,15 @@ class Certificate:
     def of_group(self, axes: str) -> tuple[str, ...]:
         """The collectives on the groups along ``axes`` (joined by commas), in order."""
         return tuple(line for line in self.lines if f"({axes})" in line)
+
+
+def outputs_text(used: Iterable[int]) -> str:
+    """The outputs that a backward is of.
+
+    >>> outputs_text([2, 0])
+    'outputs 0, 2'
+    """
+    return f"outputs {', '.join(map(str, sorted(used)))}"
 
 
 def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:

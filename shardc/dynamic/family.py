@@ -101,7 +101,7 @@ class Family:
         near = self._points(modulus, above)
         self.fit = Fit(near, modulus)
         self.programs = [self._built(point, said=at == 0) for at, point in enumerate(near)]
-        self._graphs: dict[str, SizedGraph] = {}
+        self._graphs: dict[str | frozenset[int], SizedGraph] = {}
         halves = ("inference",) if self.programs[0].forward is None else ("forward", "backward")
         for which in halves:
             self.half(which)
@@ -131,14 +131,17 @@ class Family:
             warnings.warn(ShardcWarning(f"compiled for many sizes, here at {at}: {each.message}"), stacklevel=2)
         return made
 
-    def half(self, which: str) -> SizedGraph:
-        """The "forward", "backward" or "inference" graph at any sizes.
+    def half(self, which: str | frozenset[int]) -> SizedGraph:
+        """The "forward", "backward" or "inference" graph at any sizes, or the backward of some outputs.
 
         Raises:
             Differs: it is not one graph.
         """
         if which not in self._graphs:
-            graphs = [getattr(program, which) for program in self.programs]
+            graphs = [
+                getattr(program, which) if isinstance(which, str) else program._backward_of(which)
+                for program in self.programs
+            ]
             self._graphs[which] = generalize(graphs, self.fit, self.example)
         return self._graphs[which]
 
@@ -173,7 +176,10 @@ class SizedProgram(Program):
             return None, None
         return self._half("forward"), self._half("backward")
 
-    def _half(self, which: str) -> fx.GraphModule:
+    def _backward_of(self, used: frozenset[int]) -> fx.GraphModule:
+        return self._half(used)
+
+    def _half(self, which: str | frozenset[int]) -> fx.GraphModule:
         """A half at the sizes, with memory planned for them."""
         half = self.family.half(which).at(self.sizes)
         sized = half.meta

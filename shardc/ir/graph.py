@@ -173,7 +173,20 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """A copy of ``graph`` with records and roles, that later changes of it leave as it is."""
+    copy = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    made = copy.output(copy.graph_copy(graph, env))
+    for node, twin in [*env.items(), (output_node(graph), made)]:
+        twin.meta = dict(node.meta)
+    return copy
+
+
 ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
+# On the output node of a backward half: placeholder's name -> role of the parameter, buffer or input that it is or that
+# it was gathered, moved or cast from.
+READS = "shardc_reads"
 
 
 class NameScope:

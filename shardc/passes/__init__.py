@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import fx
 
 from shardc.ir.mesh import Mesh
+from shardc.passes.absent import Absent
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket
 from shardc.passes.canonicalize import Canonicalize
@@ -94,6 +95,7 @@ __all__ = [
     "HALVES",
     "PIPELINE",
     "STAGES",
+    "Absent",
     "Algorithms",
     "Bucket",
     "Canonicalize",

@@ -68,30 +68,44 @@ class Partition:
         count = len(forward_outputs)
         if not any(role.kind == "grad" for role in roles):
             return inference(gm), None
+        reads = _reads(graph)
         forward, backward = self.split(gm, count)
         for half in (forward, backward):
             _wait_once(half.graph)
         _restore(forward, roles[:count])
         _restore(backward, roles[count:])
+        read = [node.name for node in ir.placeholders(backward.graph) if node.users]
+        ir.output_node(backward.graph).meta[ir.READS] = {name: reads[name] for name in read if name in reads}
         return forward, backward
 
     def _mark(self, param: fx.Node, level: int) -> None:
-        """Marks everything that is made of ``param`` alone by gathering and moving."""
-        chain, work = [], list(param.users)
-        seen = {param}
-        while work:
-            node = work.pop()
-            if node in seen or not (_is_collective(node) or node.target in _CHAIN):
-                continue
-            if any(x not in seen and not _is_coordinate(x) for x in node.all_input_nodes):
-                continue
-            seen.add(node)
-            chain.append(node)
-            work.extend(node.users)
+        chain = _moved(param)
         if not any(_is_collective(node) for node in chain):
             return
         for node in chain:
             (self.recompute if level == 3 else self.save)(node, _GATHERS)
+
+
+def _moved(param: fx.Node) -> list[fx.Node]:
+    """Everything that is made of ``param`` alone by gathering, moving and casting."""
+    chain, work = [], list(param.users)
+    seen = {param}
+    while work:
+        node = work.pop()
+        if node in seen or not (_is_collective(node) or node.target in _CHAIN):
+            continue
+        if any(x not in seen and not _is_coordinate(x) for x in node.all_input_nodes):
+            continue
+        seen.add(node)
+        chain.append(node)
+        work.extend(node.users)
+    return chain
+
+
+def _reads(graph: fx.Graph) -> dict[str, Role]:
+    """By the name of each placeholder, and of what is made of it alone by moving: the role of the placeholder."""
+    given = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
+    return {moved.name: ir.role(node) for node in given for moved in (node, *_moved(node))}
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:

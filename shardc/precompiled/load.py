@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from shardc.analysis.causes import Cause, cause_of
-from shardc.analysis.certificate import Certificate, certify
+from shardc.analysis.certificate import Certificate, certify, outputs_text
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
@@ -23,6 +23,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.verify import check, verify
 from shardc.lower import fakes, load_artifacts
+from shardc.passes import Absent, PlanMemory
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed
 from shardc.precompiled.identity import Identity, check_same, signature_of
@@ -37,6 +38,7 @@ from shardc.precompiled.record import (
     read,
     read_record,
 )
+from shardc.precompiled.save import untied
 from shardc.precompiled.spec import spec_from_json
 
 _MOST_RANKS = 1 << 20
@@ -109,6 +111,12 @@ class Precompiled:
         if any(not 0 <= n < 1 << 50 for slot in slots for n in (slot.size, slot.start, slot.end, slot.offset)):
             raise PrecompiledError(f"{half} has a place in memory that cannot be")
         ir.output_node(gm.graph).meta[PLAN] = said.memory
+        names = zip(ir.placeholders(gm.graph), said.placeholders, strict=True)
+        now = {name: node.name for node, (name, _) in names}
+        if not now.keys() >= {name for name, _, _ in said.reads}:
+            raise PrecompiledError(f"{half} reads what it does not take")
+        reads = {now[name]: Role(kind, of) for name, kind, of in said.reads}
+        ir.output_node(gm.graph).meta[ir.READS] = reads
         return gm
 
     def certificate(self, training: bool = True) -> Certificate:
@@ -116,6 +124,12 @@ class Precompiled:
         halves = [("forward", self.forward), ("backward", self.backward)] if training else []
         graphs = [(name, half.graph) for name, half in halves if half is not None]
         return certify(self.mesh, graphs or [("inference", self.inference.graph)])
+
+    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Certificate]:
+        """The backward for a loss that uses these outputs only (by index), and its certificate."""
+        assert self.backward is not None
+        made = PlanMemory(self.mesh)(Absent(used)(untied(self.backward)))
+        return made, certify(self.mesh, [(f"backward of {outputs_text(used)}", made.graph)])
 
     def cause(self, collective: fx.Node) -> Cause:
         """Why a collective of one of the local graphs is there."""

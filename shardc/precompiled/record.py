@@ -60,10 +60,16 @@ class Held:
 
 @dataclass(frozen=True)
 class Half:
-    """What the text of a half does not say; placeholders are (name in the graph, value)."""
+    """What the text of a half does not say.
+
+    Args:
+        placeholders: (name in the graph, value).
+        reads: of a backward, (name of the placeholder, kind, name) of what it reads; see `shardc.ir.graph.READS`.
+    """
 
     placeholders: tuple[tuple[str, TensorType | Fixed], ...]
     constants: tuple[Held, ...]
+    reads: tuple[tuple[str, Literal["param", "buffer", "input"], str], ...]
     memory: MemoryPlan
 
 

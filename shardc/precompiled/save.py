@@ -99,19 +99,21 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
     for half, ran in halves.items():
         if ran is None:
             continue
-        gm = _untied(ran)
+        gm = untied(ran)
         try:
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # better told now than when it is loaded
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
         held, data = _large_constants(gm)
+        output_meta = ir.output_node(gm.graph).meta
         if data:
             write(constants(half), data)
         record["halves"][half] = {
             "placeholders": [[node.name, value_to_json(node.meta["val"])] for node in ir.placeholders(gm.graph)],
             "constants": held,
-            "memory": asdict(ir.output_node(gm.graph).meta.get(PLAN, MemoryPlan())),
+            "reads": [[name, role.kind, role.name] for name, role in output_meta.get(ir.READS, {}).items()],
+            "memory": asdict(output_meta.get(PLAN, MemoryPlan())),
         }
     _write_record(folder, record)
     artifacts = program.lower_again(folder) if program.lower_again is not None else None
@@ -127,16 +129,13 @@ def _write_record(folder: Path, record: dict[str, Any]) -> None:
     os.replace(unfinished, folder / RECORD)
 
 
-def _untied(gm: fx.GraphModule) -> fx.GraphModule:
+def untied(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph with its groups under the names that it was compiled with, whatever a runtime made of them."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    made = graph.output(graph.graph_copy(gm.graph, env))
-    for node, twin in [*env.items(), (ir.output_node(gm.graph), made)]:
-        twin.meta = dict(node.meta)
-        if twin.op == "call_function":
-            twin.args = tuple(_group(arg) for arg in twin.args)
-            twin.kwargs = {key: _group(arg) for key, arg in twin.kwargs.items()}
+    graph = ir.copied(gm.graph)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = tuple(_group(arg) for arg in node.args)
+            node.kwargs = {key: _group(arg) for key, arg in node.kwargs.items()}
     return fx.GraphModule(gm, graph)
 
 

@@ -68,10 +68,16 @@ class ShardedModule(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """A block whose steps communicate no gradients: each rank sums up whole ones, whatever the plan's level.
 
-        The next backward outside of it adds its own and reduces the sum. ``.grad`` does not change in between, and
-        ``optimizer.zero_grad()`` does not clear the sum. (What a forward needs is communicated as ever.)
+        The next backward outside of it adds its own and reduces the sum. ``.grad`` does not change in between.
+        ``zero_grad()``, of the module or of an optimizer, drops the sum, and ``step()`` of an optimizer raises as long
+        as there is one. (What a forward needs is communicated as ever.)
         """
         return self.shardc.sync.set("none")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are held back (`no_sync`) are dropped too."""
+        super().zero_grad(set_to_none)
+        self.shardc.sync.drop()
 
     def set_requires_grad_sync(self, sync: bool) -> None:
         """Says whether the next steps reduce all gradients; False leaves out those that the plan accumulates whole.
@@ -153,6 +159,7 @@ class ShardedModule(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
         state = self.shardc
+        state.sync.refuse("clip_grad_norm_()")
         if state.groups is None:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(

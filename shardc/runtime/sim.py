@@ -36,6 +36,8 @@ class Lowered(Protocol):
     backward: fx.GraphModule | None
     inference: fx.GraphModule | None
 
+    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]: ...
+
 
 class Simulation:
     """All ranks of an abstract mesh.
@@ -90,25 +92,32 @@ class Simulation:
         self._saved = (program, saved) if graph is program.forward else None
         return pytree.tree_unflatten(out, program.output_spec)
 
-    def backward(self, *tangents: Tensor) -> None:
-        """Gradients from the global gradients of the outputs (ones for a scalar), added to `grads`."""
+    def backward(self, *tangents: Tensor | None) -> None:
+        """Gradients from the global gradients of the outputs (ones for a scalar), added to `grads`.
+
+        None is of an output that the loss does not use.
+        """
         assert self._saved is not None, "call the simulation with grad=True first"
         program, values = self._saved
-        assert program.backward is not None
+        backward = program.backward
+        assert backward is not None
+        layouts = {role.index: role.layout for role in program.outputs if role.kind == "output"}
         given = iter(tangents)
-        feed = []
-        for node in ir.placeholders(program.backward.graph):
-            role = ir.info(node).role
-            assert role is not None
-            if role.kind == "tangent":
-                layout = next(r for r in program.outputs if r.kind == "output" and r.index == role.index).layout
-                assert layout is not None
-                whole = next(given, torch.ones(layout.shape, dtype=node.meta["val"].dtype))
-                feed.append(self.ranks.shard(whole, layout))
-            else:
-                feed.append(values[node.name])
-        results = self.ranks.run(_tensors_only(program.backward), feed)
-        for (role, _), result in zip(ir.outputs(program.backward.graph), results, strict=True):
+        shards: dict[int, PerRank | None] = {}
+        for node in ir.placeholders(backward.graph, "tangent"):
+            layout = layouts[index := ir.role(node).index]
+            assert layout is not None
+            whole = next(given, torch.ones(layout.shape, dtype=node.meta["val"].dtype))
+            shards[index] = None if whole is None else self.ranks.shard(whole, layout)
+        used = frozenset(index for index, x in shards.items() if x is not None)
+        if len(used) < len(shards):
+            backward, _ = program.backward_of(used)
+        feed: list[Any] = [
+            shards[role.index] if (role := ir.role(node)).kind == "tangent" else values[node.name]
+            for node in ir.placeholders(backward.graph)
+        ]
+        results = self.ranks.run(_tensors_only(backward), feed)
+        for (role, _), result in zip(ir.outputs(backward.graph), results, strict=True):
             if role.kind == "grad" and result is not None and role.name in self.params:
                 before = self.grads.get(role.name)
                 added = list(result) if before is None else [a + b for a, b in zip(before, result, strict=True)]

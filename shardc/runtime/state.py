@@ -185,6 +185,7 @@ class State:
     def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
         self.owner = owner
+        self.sync.parameters = lambda: self.look().parameters
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
             changes.load_hooks(owner, self.storages, self.rank, self.homes)

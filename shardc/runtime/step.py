@@ -1,9 +1,10 @@
-"""One step of a compiled program on this rank: the compiled halves under autograd."""
+"""The halves of a compiled program on this rank: what each takes, lowered when first needed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
+from shardc.runtime.autograd import Step, watch_optimizers
 from shardc.runtime.buffers import Buffers
 from shardc.runtime.census import Census
 from shardc.runtime.direct import prepare
@@ -25,7 +27,7 @@ from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import keep_heap
 from shardc.runtime.host import settle
-from shardc.runtime.storage import grad_from_padded, padded_local
+from shardc.runtime.storage import padded_local
 from shardc.runtime.sync import Key, Sync
 
 
@@ -60,9 +62,15 @@ class Program(Protocol):
     @property
     def inference(self) -> fx.GraphModule: ...
 
+    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]: ...
+
     def certificate(self, training: bool = True) -> Any: ...
 
     def cause(self, collective: fx.Node) -> Cause: ...
+
+
+# "forward", "backward" or "inference", or the outputs that a backward is of, where those are not all.
+Which = str | frozenset[int]
 
 
 class Runner:
@@ -90,14 +98,17 @@ class Runner:
     ) -> None:
         self.program, self.census, self.storages = program, census, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
-        self._compiled: dict[str, Compiled] = {}
-        self._ports: dict[str, Ports] = {}
+        self._compiled: dict[Which, Compiled] = {}
+        self._ports: dict[Which, Ports] = {}
+        self._reads: dict[Which, list[tuple[Role, int]]] = {}
+        self._parts: dict[frozenset[int], tuple[fx.GraphModule, Any]] = {}
+        watch_optimizers()
         self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.GraphModule]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> Any:
         train = torch.is_grad_enabled() and self.program.forward is not None
         if train:
-            results = list(_Step.apply(self, len(self.program.outputs), *self._feed("forward", inputs)))
+            results = list(Step.apply(self, len(self.program.outputs), *self._feed("forward", inputs)))
         else:
             with torch.no_grad():
                 results = list(self.run("inference", self.local("inference", self._feed("inference", inputs))))
@@ -110,10 +121,24 @@ class Runner:
                 out.append(result if isinstance(result, Tensor) else constant)
         return pytree.tree_unflatten(out, self.program.output_spec)
 
-    def run(self, which: str, inputs: list[Tensor]) -> Sequence[Any]:
-        """The results of the "forward", "backward" or "inference" graph; ``inputs`` are emptied."""
+    def run(self, which: Which, inputs: list[Tensor]) -> Sequence[Any]:
+        """The results of a graph; ``inputs`` are emptied."""
         compiled = self.compiled(which)
-        return self._call(compiled, inputs, getattr(self.program, which), which)
+        return self._call(compiled, inputs, self.graph(which), which if isinstance(which, str) else "backward")
+
+    def graph(self, which: Which) -> fx.GraphModule:
+        """The local graph."""
+        return getattr(self.program, which) if isinstance(which, str) else self._part(which)[0]
+
+    def _part(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]:
+        if used not in self._parts:
+            self._parts[used] = self.program.backward_of(used)
+        return self._parts[used]
+
+    def backward_of(self, used: frozenset[int]) -> Which:
+        """The backward for a loss that uses these outputs."""
+        every = {role.index for role, _, _ in self.ports("backward").takes if role.kind == "tangent"}
+        return "backward" if used >= every else used
 
     def _call(self, compiled: Compiled, inputs: list[Tensor], gm: fx.GraphModule, which: str) -> Sequence[Any]:
         """What a lowered graph gives; where it fails in a collective, the error names that."""
@@ -130,23 +155,26 @@ class Runner:
 
     def planned(self) -> dict[str, int]:
         """By graph that has run, the most bytes of collectives' results in use at once, as planned."""
-        found = {which: compiled.plan.peak for which, compiled in self._compiled.items()}
+        found = {which: compiled.plan.peak for which, compiled in self._compiled.items() if isinstance(which, str)}
         if "backward" in found:
             found["backward"] = self._compiled["backward"].plan.peak_after(self._compiled["forward"].plan)
         return found
 
-    def compiled(self, which: str) -> Compiled:
-        """The lowered "forward", "backward" or "inference" graph."""
+    def compiled(self, which: Which) -> Compiled:
+        """The lowered graph."""
         if which not in self._compiled:
             keep_heap()
-            graph = getattr(self.program, which)
-            if which != "backward":  # the forward's certificate has the backward in it
+            graph, part = self.graph(which), not isinstance(which, str)
+            if isinstance(which, frozenset):
+                agree(self.groups, self._part(which)[1].text())
+            elif which != "backward":  # the forward's certificate has the backward in it
                 agree(self.groups, self.program.certificate(training=which == "forward").text())
             use_groups(graph, self.groups)
             prepare(graph.graph)
             self._compiled[which] = self.lower(
-                graph, backward=which == "backward", inference=which == "inference", cached=self.program.cached
-            )
+                graph, backward=part or which == "backward", inference=which == "inference",
+                cached=self.program.cached and not part,
+            )  # fmt: skip
         return self._compiled[which]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
@@ -181,11 +209,31 @@ class Runner:
         due = self.sync.take(self.program.deferred - held)
         return self.reduce(due) if due else {}
 
-    def ports(self, which: str) -> Ports:
-        """What goes in and out of the "forward", "backward" or "inference" graph."""
+    def ports(self, which: Which) -> Ports:
+        """What goes in and out of a graph."""
         if which not in self._ports:
-            self._ports[which] = Ports.of(getattr(self.program, which).graph)
+            self._ports[which] = Ports.of(self.graph(which).graph)
         return self._ports[which]
+
+    def reads(self, which: Which) -> list[tuple[Role, int]]:
+        """The parameters, buffers and inputs that a backward reads, and where the forward takes each of them."""
+        if which not in self._reads:
+            at = {(role.kind, role.name): at for at, (role, _, _) in enumerate(self.ports("forward").takes)}
+            read = {(role.kind, role.name): role for role in self._read(which).values()}
+            own = self.overwritten.values()
+            self._reads[which] = [(role, at[key]) for key, role in read.items() if role.name not in own]
+        return self._reads[which]
+
+    @cached_property
+    def overwritten(self) -> dict[str, str]:
+        """The buffers that the backward reads and the program changes, by the names of what is saved of them."""
+        changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
+        read = self._read("backward")
+        return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
+
+    def _read(self, which: Which) -> dict[str, Role]:
+        known = ir.output_node(self.graph(which).graph).meta[ir.READS]
+        return {name: known[name] for _, name, _ in self.ports(which).takes if name in known}
 
     def _feed(self, which: str, inputs: list[Tensor]) -> list[Any]:
         """What the graph takes, parameters as DTensors."""
@@ -230,69 +278,6 @@ class Ports:
     def of(cls, graph: fx.Graph) -> Ports:
         takes = tuple((ir.role(node), node.name, node.meta["val"]) for node in ir.placeholders(graph))
         return cls(takes, tuple(role for role, _ in ir.outputs(graph)))
-
-
-class _Step(torch.autograd.Function):
-    """A forward that remembers what its backward needs."""
-
-    @staticmethod
-    def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
-        results = runner.run("forward", runner.local("forward", feed))
-        gives = runner.ports("forward").gives
-        ctx.runner, ctx.held = runner, runner.sync.held()
-        ctx.saved = {role.name: x for role, x in zip(gives, results, strict=True) if role.kind == "saved"}
-        ctx.feed = feed
-        outputs = tuple(results[:count])
-        plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)
-                 if isinstance(x, Tensor) and (role.kind == "buffer" or not x.is_floating_point())]  # fmt: skip
-        ctx.mark_non_differentiable(*plain)
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
-        runner: Runner = ctx.runner
-        if ctx.saved is None:
-            raise RuntimeError("backward was already run for this step; what it needs is freed. Run the forward again")
-        by_index = {r.index: t for r, t in zip(runner.program.outputs, tangents, strict=True) if r.kind == "output"}
-        ports, local = runner.ports("backward"), []
-        for role, name, val in ports.takes:
-            if role.kind == "tangent":
-                given = by_index[role.index]
-                if given is None:
-                    given = torch.zeros(val.shape, dtype=val.dtype, device=val.device)
-                local.append(given.contiguous())
-            else:
-                local.append(ctx.saved[name])
-        ctx.saved = None
-        results = runner.run("backward", local)
-        grads = {(role.kind, role.name): grad for role, grad in zip(ports.gives, results, strict=True)}
-        late = runner.late(ports.gives, grads, ctx.held)
-        out: list[Any] = [None, None]
-        given = [
-            x for x, (role, _, _) in zip(ctx.feed, runner.ports("forward").takes, strict=True) if role.kind == "input"
-        ]
-        taken = {(x.data_ptr(), x.numel()) for x in (*tangents, *given) if isinstance(x, Tensor)}
-        for (role, _, _), x in zip(runner.ports("forward").takes, ctx.feed, strict=True):
-            grad = grads.get(("grad", role.name))
-            if role.kind == "param":
-                grad = late.pop(role.name, grad)
-                grad = None if grad is None else grad_from_padded(own(grad, taken), x)
-            out.append(grad if role.kind in ("param", "input") else None)
-        assert not late, f"gradients of {sorted(late)}, which the program does not take"
-        return tuple(out)
-
-
-def own(grad: Tensor, taken: set[tuple[int, int]]) -> Tensor:
-    """``grad``, or a copy where its memory is ``taken``: equal gradients are computed once, one may be what came in.
-
-    Each parameter's is added to and scaled in place, by itself.
-    """
-    place = grad.data_ptr(), grad.numel()
-    if grad.numel() and place in taken:
-        return grad.clone()
-    taken.add(place)
-    return grad
 
 
 def use_groups(graph: fx.GraphModule, groups: Groups) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardc.errors import BackwardError
 from shardc.ir.layout import Layout
 
 Key = tuple[str, Layout]  # a parameter and how its local sum lies on the mesh
 
 
-@dataclass
+@dataclass(eq=False)
 class Sync:
     """The gradients that backwards leave unreduced, and what they have summed up so far.
 
@@ -24,11 +30,13 @@ class Sync:
         levels: of each parameter; 0 where no fsdp entry stores it.
         mode: "all", "levels" or "none".
         sums: local sums, at stored (padded) shapes, until a backward that reduces them.
+        parameters: the module's, by each of their names.
     """
 
     levels: Mapping[str, int]
     mode: str = "all"
     sums: dict[Key, Tensor] = field(default_factory=dict)
+    parameters: Callable[[], Mapping[str, Tensor]] = dict
     _own: set[Key] = field(default_factory=set)
 
     def held(self) -> frozenset[str]:
@@ -51,12 +59,37 @@ class Sync:
         else:
             self.sums[key] = self.sums[key] + grad
             self._own.add(key)
+        _optimizers.watch(self)
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
         """The sums of ``names``, which are to be reduced now."""
         taken = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
         self._own.difference_update(taken)
+        if not self.sums:
+            _optimizers.leave(self)
         return taken
+
+    def drop(self, names: frozenset[str] | None = None) -> None:
+        """Forgets the sums of ``names``, or all, as ``zero_grad`` does gradients."""
+        self.take(frozenset(name for name, _ in self.sums) if names is None else names)
+
+    def of(self, optimizer: Optimizer) -> frozenset[str]:
+        """The parameters with sums that ``optimizer`` updates."""
+        theirs = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        mine = self.parameters()
+        return frozenset(name for name, _ in self.sums if name in mine and id(mine[name]) in theirs)
+
+    def refuse(self, what: str, names: frozenset[str] | None = None) -> None:
+        """Raises BackwardError where gradients of ``names``, or any, are held back, which ``what`` would do without."""
+        held = sorted({name for name, _ in self.sums} if names is None else names)
+        if held:
+            more = f" and of {len(held) - 1} more" if len(held) > 1 else ""
+            raise BackwardError(
+                f"{what} while the gradient of {held[0]!r}{more} is held back on each rank, by no_sync() or "
+                "set_requires_grad_sync(False): it is not in .grad",
+                fix="run the last backward of a step outside of no_sync(), which reduces what was held back; or drop "
+                "that with module.zero_grad()",
+            )
 
     @contextlib.contextmanager
     def set(self, mode: str) -> Iterator[None]:
@@ -65,3 +98,48 @@ class Sync:
             yield
         finally:
             self.mode = before
+
+
+class _Optimizers:
+    """What steps and ``zero_grad`` of optimizers do while gradients are held back; they are torch's own again after.
+
+    As under DDP, where these gradients are in ``.grad``, ``zero_grad`` drops them. A step, which would do without them,
+    raises before anything is changed.
+    """
+
+    def __init__(self) -> None:
+        self._holding: WeakSet[Sync] = WeakSet()
+        self._hook: Any = None
+        self._plain: Any = None
+        self._ours: Any = None
+
+    def watch(self, sync: Sync) -> None:
+        self._holding.add(sync)
+        if self._hook is not None:
+            return
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        plain = self._plain = Optimizer.zero_grad
+
+        @functools.wraps(plain)
+        def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            plain(optimizer, *args, **kwargs)
+            for held in list(self._holding):
+                held.drop(held.of(optimizer))
+
+        self._ours = zero_grad
+        Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]
+
+    def leave(self, sync: Sync) -> None:
+        self._holding.discard(sync)
+        if self._hook is not None and not self._holding:
+            self._hook.remove()
+            self._hook = None
+            if Optimizer.zero_grad is self._ours:  # else somebody wrapped it, and ours does nothing more
+                Optimizer.zero_grad = self._plain  # type: ignore[method-assign]
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        for sync in list(self._holding):
+            sync.refuse(f"{type(optimizer).__name__}.step()", sync.of(optimizer))
+
+
+_optimizers = _Optimizers()

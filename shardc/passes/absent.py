@@ -1,0 +1,109 @@
+"""Absent: the backward half for a loss that uses some of the outputs only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.graph import NameScope
+from shardc.ir.tally import collective_kind
+
+_ADD = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Takes a backward half; the gradients of outputs that are not ``used`` are not zero but absent, as in torch.
+
+    What is made of absent gradients alone is absent, be it a parameter's gradient: its output is None. Where one meets
+    a gradient that is there, a sum is the other term, a collective of several leaves it out, and any other op takes
+    zeros for it. What nothing needs any longer is dropped: ops, collectives, saved values.
+
+    Args:
+        used: index of each output that a gradient comes from.
+    """
+
+    used: frozenset[int]
+    name = "absent"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph, names = gm.graph, NameScope.of(gm.graph)
+        absent: set[fx.Node] = set()
+        gradients: set[fx.Node] = set()  # what depends on the gradient of an output
+        for node in ir.placeholders(graph, "tangent"):
+            gradients.add(node)
+            if ir.role(node).index not in self.used:
+                absent.add(node)
+        for node in list(graph.nodes):
+            read = [x for x in node.all_input_nodes if x in gradients] if node.op == "call_function" else []
+            if not read:
+                continue
+            gradients.add(node)
+            missing = [x for x in read if x in absent]
+            if len(missing) == len(read):
+                absent.add(node)
+            elif not missing:
+                continue
+            elif _of_several(node):
+                absent.update(_leave_out(graph, node, absent))
+            elif (other := _other_term(node, missing)) is not None:
+                node.replace_all_uses_with(other)
+            else:
+                for x in missing:
+                    node.replace_input_with(x, _zeros(graph, node, x, names))
+        output = ir.output_node(graph)
+        output.args = (tuple(None if x in absent else x for x in output.args[0]),)
+        for node in reversed(list(graph.nodes)):
+            if node is not output and not node.users:
+                graph.erase_node(node)
+        gm.recompile()
+        return gm
+
+
+def _of_several(node: fx.Node) -> bool:
+    """Whether ``node`` is a bucket of collectives, which makes one result of each tensor of a list."""
+    return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
+
+
+def _leave_out(graph: fx.Graph, node: fx.Node, absent: set[fx.Node]) -> list[fx.Node]:
+    """Takes absent tensors out of a collective of several; the results of these, which are absent too."""
+    given: Any = node.args[0]
+    kept = [at for at, x in enumerate(given) if x not in absent]
+    record, val = ir.info(node), node.meta["val"]
+    assert isinstance(record.value, tuple)
+    node.args = ([given[at] for at in kept], *node.args[1:])
+    node.meta["val"] = [val[at] for at in kept]
+    ir.set_info(node, replace(record, value=tuple(record.value[at] for at in kept)))
+    gone = []
+    for item in list(node.users):
+        assert item.target is getitem, f"{item} reads all results of {node}"
+        at: Any = item.args[1]
+        if at in kept:
+            item.args = (node, kept.index(at))
+        else:
+            gone.append(item)
+    return gone
+
+
+def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
+    """What a sum of two is where one of its terms is absent; None where it is no such sum."""
+    others = [x for x in node.args if x not in missing]
+    if node.target is not _ADD or node.kwargs or len(node.args) != 2 or len(others) != 1:
+        return None
+    (other,) = others
+    return other if isinstance(other, fx.Node) and ir.value(other) == ir.value(node) else None
+
+
+def _zeros(graph: fx.Graph, before: fx.Node, like: fx.Node, names: NameScope) -> fx.Node:
+    record, val = ir.info(like), like.meta["val"]
+    options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
+    with graph.inserting_before(before):
+        made = graph.call_function(torch.ops.aten.full.default, (list(val.shape), 0), options)
+    made.meta["val"] = val
+    return ir.set_info(made, replace(record, name=names.fresh(f"{record.name}.absent"), role=None))

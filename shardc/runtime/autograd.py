@@ -1,0 +1,149 @@
+"""The compiled halves under autograd: which gradients a backward gives, and what it refuses, as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from shardc.errors import BackwardError
+from shardc.runtime.storage import grad_from_padded
+
+if TYPE_CHECKING:
+    from shardc.runtime.step import Runner
+
+Feed = Sequence[Any]  # what the forward takes, parameters as DTensors
+_PLURAL = {"param": "parameter"}
+
+
+class Step(torch.autograd.Function):
+    """A forward that remembers what its backward needs."""
+
+    @staticmethod
+    def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
+        results = runner.run("forward", runner.local("forward", feed))
+        gives, outputs = runner.ports("forward").gives, tuple(results[:count])
+        ctx.runner, ctx.held, ctx.feed = runner, runner.sync.held(), feed
+        ctx.saved = {role.name: x for role, x in zip(gives, results, strict=True) if role.kind == "saved"}
+        for name in runner.overwritten:  # by what the forward itself makes of a buffer
+            ctx.saved[name] = ctx.saved[name].clone()
+        ctx.versions = list(_versions(runner, feed))
+        ctx.set_materialize_grads(False)
+        led = {role.index for role, _, _ in runner.ports("backward").takes if role.kind == "tangent"}
+        plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)
+                 if isinstance(x, Tensor) and (role.kind == "buffer" or role.index not in led)]  # fmt: skip
+        ctx.mark_non_differentiable(*plain)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        runner: Runner = ctx.runner
+        if torch.is_grad_enabled():
+            raise BackwardError(
+                "create_graph=True: the gradients of a compiled module cannot be differentiated again",
+                fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "
+                "of it, by torch.autograd.grad in forward",
+            )
+        if ctx.saved is None:
+            raise BackwardError(
+                "backward was already run for this step, and what it needs was freed",
+                fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
+            )
+        by_index = {r.index: t for r, t in zip(runner.program.outputs, tangents, strict=True) if r.kind == "output"}
+        used = frozenset(index for index, x in by_index.items() if x is not None)
+        if not used:
+            return (None, None, *(None for _ in ctx.feed))
+        which = runner.backward_of(used)
+        saved, takes = ctx.saved, runner.ports(which).takes
+        _check_versions(runner, which, ctx.feed, ctx.versions)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.saved = None
+        local = [
+            by_index[role.index].contiguous() if role.kind == "tangent" else saved[name] for role, name, _ in takes
+        ]
+        del saved
+        results = runner.run(which, local)
+        gives = runner.ports(which).gives
+        grads = {(role.kind, role.name): grad for role, grad in zip(gives, results, strict=True)}
+        late = runner.late(gives, grads, ctx.held)
+        return (None, None, *_handed_out(runner, ctx.feed, tangents, grads, late))
+
+
+def _handed_out(
+    runner: Runner, feed: Feed, tangents: Sequence[Any], grads: dict[Any, Any], late: dict[str, Tensor]
+) -> Iterator[Any]:
+    """The gradient of each thing in ``feed``, each in memory of its own."""
+    takes = runner.ports("forward").takes
+    given = [x for x, (role, _, _) in zip(feed, takes, strict=True) if role.kind == "input"]
+    taken = {(x.data_ptr(), x.numel()) for x in (*tangents, *given) if isinstance(x, Tensor)}
+    for (role, _, _), x in zip(takes, feed, strict=True):
+        grad = grads.get(("grad", role.name)) if role.kind in ("param", "input") else None
+        if role.kind == "param":
+            grad = late.pop(role.name, grad)
+            grad = None if grad is None else grad_from_padded(own(grad, taken), x)
+            if grad is not None and not x.requires_grad:
+                _accumulate(x, grad)
+        yield grad
+    for name, grad in late.items():
+        param: Any = runner.census().parameters[name]
+        _accumulate(param, grad_from_padded(own(grad, taken), param))
+
+
+def _accumulate(param: Any, grad: Any) -> None:
+    """Adds the gradient of what was frozen, or is not part of the program, since the gradient was held back."""
+    param.grad = grad if param.grad is None else param.grad + grad
+
+
+def own(grad: Tensor, taken: set[tuple[int, int]]) -> Tensor:
+    """``grad``, or a copy where its memory is ``taken``: equal gradients are computed once, one may be what came in.
+
+    Each parameter's is added to and scaled in place, by itself.
+    """
+    place = grad.data_ptr(), grad.numel()
+    if grad.numel() and place in taken:
+        return grad.clone()
+    taken.add(place)
+    return grad
+
+
+def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
+    """Of each thing that the backward reads, how often it was changed in place."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for _, at in runner.reads("backward"):
+            x = feed[at]
+            yield x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
+
+
+def _check_versions(runner: Runner, which: Any, feed: Feed, before: Sequence[int]) -> None:
+    """Raises BackwardError where something that this backward reads was changed in place since the forward."""
+    now = list(_versions(runner, feed))
+    if now == before:
+        return
+    read = {at for _, at in runner.reads(which)}
+    for (role, at), old, new in zip(runner.reads("backward"), before, now, strict=True):
+        if old != new and at in read:
+            raise BackwardError(
+                f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "
+                f"backward, which needs its values of then: it is at version {new}; expected version {old}",
+                fix="run backward before the optimizer's step (or whatever changes it), or run the forward again",
+            )
+
+
+def _stepped(optimizer: Optimizer, *_: Any) -> None:
+    """Counts a step as a change in place of what it updates: kernels for many tensors don't, on DTensors."""
+    given = (param for group in optimizer.param_groups for param in group["params"])
+    changed = [param for param in given if isinstance(param, DTensor) and param.grad is not None]
+    if changed:
+        torch.autograd.graph.increment_version(changed)
+
+
+@cache
+def watch_optimizers() -> None:
+    """From now on steps of optimizers are noticed, for the process."""
+    register_optimizer_step_post_hook(_stepped)
