@@ -111,6 +111,9 @@ class ShardedModule(nn.Module):
 
         Returns:
             The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``.
+
+        Raises:
+            InputError: inputs of another size gave shards of the same shape.
         """
         state = self.shardc
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -118,6 +121,8 @@ class ShardedModule(nn.Module):
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
         layouts = iter(state.build.input_layouts(shapes))
         cut = [shard_input(x, next(layouts), state.rank) if isinstance(x, Tensor) else x for x in leaves]
+        for (name, shape), x in zip(shapes, (x for x in cut if isinstance(x, Tensor)), strict=True):
+            state.note_cut(name, tuple(x.shape), shape)
         out_args, out_kwargs = pytree.tree_unflatten(cut, spec)
         if out_kwargs:
             return out_args, out_kwargs
@@ -216,7 +221,7 @@ class ShardedModule(nn.Module):
         """The global shapes of ``tensors``, which are local or DTensors."""
         named = zip(call.tensors, tensors, strict=True)
         local = [(name, tuple(x.shape)) for (name, _), x in named if not isinstance(x, DTensor)]
-        found = iter(self.shardc.global_shapes(local))
+        found = iter(self.shardc.whole_shapes(local))
         return [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
 
 

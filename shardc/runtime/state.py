@@ -81,6 +81,7 @@ class State:
         programs: by what they were made for; those that leave gradients unreduced are in ``deferring``.
         known: the programs that calls found, by all that finding them looks at.
         explicit: whether `ShardedModule.lower` was called.
+        read: (name, local shape) of inputs -> the global shape that they are taken for.
         owner: the module itself.
     """
 
@@ -103,6 +104,7 @@ class State:
     programs: dict[Signature, Program] = field(default_factory=dict)
     deferring: dict[tuple[Signature, frozenset[str]], Program] = field(default_factory=dict)
     explicit: bool = False
+    read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
     known: dict[Any, Program] = field(default_factory=dict)
     owner: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
@@ -164,6 +166,26 @@ class State:
         inputs = list(zip(call.names, pytree.tree_leaves((tuple(args), kwargs)), strict=True))
         dims, _ = self.build.dynamic.of(inputs)
         return any(made.without(dims).leaves == call.without(dims).leaves for made in self.programs)
+
+    def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
+        """The global shapes of a call's inputs, as they were cut, or else by the plan."""
+        by_plan = self.global_shapes(local)
+        return [self.read.setdefault(each, shape) for each, shape in zip(local, by_plan, strict=True)]
+
+    def note_cut(self, name: str, local: tuple[int, ...], whole: tuple[int, ...]) -> None:
+        """Notes that ``local`` is what is cut of an input of shape ``whole``.
+
+        Raises:
+            InputError: an input of another shape looks alike, being taken whole where it does not divide.
+        """
+        found = self.read.setdefault((name, local), whole)
+        if found != whole:
+            small, large = sorted((list(whole), list(found)))
+            raise InputError(
+                f"each rank gets {list(local)} of input {name!r} both of inputs of {small} and of {large}: of these, "
+                f"{small} does not divide and is passed whole",
+                fix=f"drop or pad the batch of {small}, or compile another module for it",
+            )
 
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
