@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardc.capture.annotate import PREFIX
-from shardc.capture.trace import Dtypes, Loss, _fake, _faked, _Root
+from shardc.capture.strides import fake_like
+from shardc.capture.trace import Dtypes, Loss, _faked, _Root
 
 # Constants that are compared by value; any other object is only like itself.
 PLAIN = (
@@ -172,7 +173,7 @@ def record_calls(
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(mode)
         stack.enter_context(torch.no_grad())
-        fakes = [_fake(x, device) for x in flat if isinstance(x, Tensor)]
+        fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]
         record.inputs = [writer.token(x).at for x in fakes]
         both = (root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
         places: dict[int, list[str]] = {}

@@ -43,7 +43,7 @@ FROM_TORCH = tuple(
 
 def _mean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
-    count = prod(x.shape[d] for d in dims)
+    count = prod(x.shape[d] for d in dims if x.ndim)
     return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keepdim, dtype=dtype), count)
 
 
@@ -51,7 +51,7 @@ def _var_mean(
     x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     dims = list(range(x.ndim)) if dim is None or dim == [] else [dim] if isinstance(dim, int) else list(dim)
-    count = prod(x.shape[d] for d in dims)
+    count = prod(x.shape[d] for d in dims if x.ndim)
     mean = aten.div.Tensor(aten.sum.dim_IntList(x, dims, True), count)
     centered = aten.sub.Tensor(x, mean)
     total = aten.sum.dim_IntList(aten.mul.Tensor(centered, centered), dims, keepdim)
@@ -136,26 +136,6 @@ def _select_backward(grad: Tensor, sizes: Any, dim: int, index: int) -> Tensor:
     return _pad_dim(aten.unsqueeze.default(grad, dim), dim, index, sizes[dim] - index - 1)
 
 
-def _as_strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """The same elements in the same order are a view; pooling to one place writes it this way."""
-    return aten.view.default(x, list(size)) if _all_in_order(x, size, stride, offset) else NotImplemented
-
-
-def _as_strided_scatter(
-    x: Tensor, source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
-) -> Any:
-    """Where every element is written nothing of ``x`` is left."""
-    return aten.view.default(source, list(x.shape)) if _all_in_order(x, size, stride, offset) else NotImplemented
-
-
-def _all_in_order(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
-    """Whether these strides go through all of ``x`` in its order; those of dims of one element say nothing."""
-    steps = [(n, step) for n, step in zip(size, stride, strict=True) if n != 1]
-    wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
-    whole = x.is_contiguous() and not offset and prod(size) == x.numel() and x.storage_offset() == 0
-    return whole and [step for _, step in steps] == wanted
-
-
 def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
 
@@ -182,6 +162,32 @@ def _weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim
     return aten.mul.Tensor(across, aten.div.Tensor(g, norms)), along
 
 
+def _factors(a: Tensor) -> tuple[Tensor, Tensor]:
+    """LU and pivots, of the transpose where ``a`` lies by rows in the trace: the formulas of backward count on it."""
+    lu, pivots, _ = aten.linalg_lu_factor_ex.default(a.mT if a.is_contiguous() and not a.is_complex() else a)
+    return lu, pivots
+
+
+def _turns(pivots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sign of the permutation that ``pivots`` (counted from 1) stand for."""
+    rows = aten.arange.start(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
+    swaps = aten.sum.dim_IntList(aten.ne.Tensor(rows, pivots), [-1])
+    return aten._to_copy.default(aten.sub.Tensor(1, aten.mul.Tensor(aten.remainder.Scalar(swaps, 2), 2)), dtype=dtype)
+
+
+def _det(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    lu, pivots = _factors(a)
+    diagonal = aten.diagonal.default(lu, 0, -2, -1)
+    return aten.mul.Tensor(aten.prod.dim_int(diagonal, -1), _turns(pivots, a.dtype)), lu, pivots
+
+
+def _slogdet(a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lu, pivots = _factors(a)
+    diagonal = aten.diagonal.default(lu, 0, -2, -1)
+    sign = aten.mul.Tensor(aten.prod.dim_int(aten.sgn.default(diagonal), -1), _turns(pivots, a.dtype))
+    return sign, aten.sum.dim_IntList(aten.log.default(aten.abs.default(diagonal)), [-1]), lu, pivots
+
+
 _MEAN = 1
 
 OWN: dict[Any, Callable[..., Any]] = {
@@ -196,8 +202,8 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.nll_loss_backward.default: _nll_loss_backward,
     aten.nll_loss2d_backward.default: _nll_loss_backward,
     aten.slice_backward.default: _slice_backward,
-    aten.as_strided.default: _as_strided,
-    aten.as_strided_scatter.default: _as_strided_scatter,
+    aten._linalg_det.default: _det,
+    aten._linalg_slogdet.default: _slogdet,
     aten.select_backward.default: _select_backward,
     aten.full_like.default: _full_like,
     aten.index_put.default: _index_put,

@@ -31,6 +31,7 @@ from shardc.capture.functional import other_forms
 from shardc.capture.layers import other_layers
 from shardc.capture.randomness import random_decompositions
 from shardc.capture.side_effects import side_effects
+from shardc.capture.strides import fake_like, without_strides
 from shardc.errors import InputError
 
 Loss = Callable[..., Any]
@@ -177,6 +178,7 @@ class Traced:
 
     def annotated(self) -> Captured:
         """The captured model; ``graph`` becomes its graph."""
+        without_strides(self.graph.graph, self.fake_mode)
         annotate(self.graph, self.inputs, self.names, self.stored)
         return Captured(
             self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode
@@ -208,7 +210,7 @@ def capture(
             an input or the place of a buffer that the model changes.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    return trace(model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: _fake(x, device)).annotated()
+    return trace(model, args, kwargs, device, loss, tags, dtypes, mode, lambda _, x: fake_like(x, device)).annotated()
 
 
 def trace(
@@ -297,12 +299,6 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**get_decompositions(known), **OWN, **random_decompositions()}
 
 
-def _fake(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
-    fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
-    return fake.requires_grad_(x.requires_grad)
-
-
 @contextlib.contextmanager
 def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> Iterator[None]:
     """Every parameter and buffer of ``root`` fake on ``device``; what is one tensor is one fake, at all its places."""
@@ -320,7 +316,7 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
                         is_param = isinstance(tensor, nn.Parameter)
                         like = tensor.detach()
                         with mode:
-                            fake = _fake(like, device, dtypes.param if is_param else dtypes.buffers)
+                            fake = fake_like(like, device, dtypes.param if is_param else dtypes.buffers)
                             if is_param:
                                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         made[id(tensor)] = fake

@@ -23,6 +23,7 @@ from shardc.passes.collectives import step_of
 from shardc.passes.spell import spell
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
+from shardc.rules.strides import looks
 
 aten = torch.ops.aten
 _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
@@ -77,8 +78,9 @@ class Localize:
 
 def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     """One op by its rule; an op without one is whole and stays as it is."""
-    args = fx.map_arg(node.args, lambda n: env[n])
-    kwargs = fx.map_arg(node.kwargs, lambda n: env[n])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+    if looks(node.target):
+        args, kwargs = fx.map_arg((args, kwargs), emitter.contiguous)
     rule = find_rule(node.target)
     if rule is None:
         return emitter.call(node.target, *args, **kwargs)
@@ -127,6 +129,13 @@ class Emitter:
         # Named after its op; `named` gives the last one the name of the node that it stands for.
         self._record(node, f"{self._info.name}.{_short(target)}", replace(self._info, role=None, needs=None))
         return node
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """``x``, as a copy where it does not lie so."""
+        val = x.meta["val"]
+        if not isinstance(val, Tensor) or val.is_contiguous():
+            return x
+        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
         name = ",".join(axes)

@@ -40,7 +40,7 @@ from shardc.ir.padding import (
 from shardc.passes.calls import VIEWS, call_of, operands_of, with_operands
 from shardc.passes.forms import Forms, Padded, value_of
 from shardc.passes.neutral import neutral
-from shardc.rules import find_rule, pointwise, random, spec_of
+from shardc.rules import find_rule, linalg, pointwise, random, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
 
@@ -266,6 +266,9 @@ class _Padder(Forms):
         mine = {factor for factors in dims for factor in factors if factor in kept}
         fills = {neutral(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
         value = ir.value(x)
+        if not fills and find_rule(call.target) in linalg.TABLE.values():
+            name = [name for name, _ in call.named_operands()][at]
+            fills = {1 if name in linalg.PIVOTS else 0}  # a matrix that every kernel takes
         if not fills and not value.dtype.is_floating_point and not spec.moves and not _is_pointwise(call):
             fills = {0}  # it may be an index
         filling = next(iter(fills), None)

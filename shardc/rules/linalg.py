@@ -11,11 +11,11 @@ from shardc.rules.spec import Dims, Spec
 
 
 def matrices(ops: str) -> list[Rule]:
-    """Rules for ops on the last two dims of tensors that all have the same batch before them."""
+    """Rules for ops on the last two dims (of pivots the last) of tensors that all have the same batch before them."""
 
     def spec(call: Call) -> Spec:
         loops = Loops(call)
-        ranks = {len(shape) for shape in loops.shapes}
+        ranks = {len(shape) + (name in PIVOTS) for name, shape in zip(loops.names, loops.shapes, strict=True)}
         # Operands of other ranks broadcast, and their batch is not always the first operand's.
         lead = min(ranks) - 2 if len(ranks) == 1 else 0
         batches = {shape[:lead] for shape in (*loops.shapes, *loops.made)}
@@ -66,11 +66,14 @@ def _trilinear(call: Call) -> Spec:
     return loops.spec(operands, [result], linear=[{0}, {1}, {2}], flops=3)
 
 
+# Arguments that hold which rows were exchanged, counted from 1.
+PIVOTS = ("pivots", "LU_pivots")
+
 TABLE = table(
     matrices(
-        "_linalg_det _linalg_eigh _linalg_slogdet _linalg_solve_ex _linalg_svd cholesky cholesky_inverse "
-        "cholesky_solve linalg_cholesky_ex linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_lu "
-        "linalg_lu_factor_ex linalg_matrix_exp linalg_qr linalg_solve_triangular triangular_solve"
+        "_linalg_eigh _linalg_solve_ex _linalg_svd cholesky cholesky_inverse cholesky_solve linalg_cholesky_ex "
+        "linalg_eig linalg_inv_ex linalg_ldl_factor_ex linalg_ldl_solve linalg_lu linalg_lu_factor_ex linalg_lu_solve "
+        "linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack triangular_solve"
     ),
     transforms("_fft_c2c _fft_r2c _fft_c2r"),
     *(Rule(f"aten.{op}", _parts, "... -> ... 2    2: whole") for op in ("view_as_real", "view_as_real_copy")),

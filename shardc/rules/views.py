@@ -117,13 +117,6 @@ def _unfold(call: Call) -> Spec:
     return loops.spec([x], [(*x[:dim], windows, *x[dim + 1 :], window)], moves=True)
 
 
-def _strided(call: Call) -> Spec:
-    """Strides say nothing about dims: all is whole."""
-    loops = Loops(call)
-    operands = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]
-    return loops.spec(operands, [loops.dims("y", loops.made[0], WHOLE)], linear=[range(len(operands))])
-
-
 def _shuffle(call: Call, *, shrink: bool) -> Spec:
     """``(c a b) h w -> c (h a) (w b)`` where the image grows, the other way round where it shrinks."""
     loops = Loops(call)
@@ -154,8 +147,6 @@ TABLE = table(
     _copies("expand", _expand, "1 ... -> n ...", sized()),
     _copies("diagonal", _diagonal, "... a b -> ... d    a b d: whole"),
     _copies("unfold", _unfold, "... n -> ... m k    n m k: whole"),
-    _copies("as_strided", _strided, "all: whole    linear"),
-    Rule("aten.as_strided_scatter", _strided, "all: whole    linear in both"),
     Rule("aten.repeat", _repeat, "n -> (times n)", _repeat_local),
     Rule("aten.pixel_shuffle", lambda call: _shuffle(call, shrink=False), "(c a b) h w -> c (h a) (w b)    a b: whole"),
     Rule(

@@ -73,15 +73,16 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 6], -1, 2, 4, 1), {}),
     (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 8], -1, 0, 6, 4), {}),
     (aten.select_backward.default, (draw(4, 6), [4, 5, 6], 1, -2), {}),
-    (aten.as_strided.default, (draw(4, 6, 1, 1), [4, 6, 1, 1], [6, 1, 7, 7]), {}),
-    (aten.as_strided.default, (draw(24), [4, 6], [6, 1], 0), {}),
-    (aten.as_strided_scatter.default, (draw(24), draw(4, 6), [4, 6], [6, 1], 0), {}),
     (aten.full_like.default, (x, 2.5), {}),
     (aten.full_like.default, (x, 2), {"dtype": torch.int64}),
     (aten.index_put.default, (x, [None, torch.rand(5) > 0.5], draw()), {}),
     (aten.index_put.default, (x, [torch.rand(4, 5) > 0.5], draw(1)), {}),
     (aten._weight_norm_interface_backward.default, weight_norm_backward(0), {}),
     (aten._weight_norm_interface_backward.default, weight_norm_backward(2), {}),
+    (aten._linalg_det.default, (draw(3, 4, 4),), {}),
+    (aten._linalg_det.default, (draw(4, 4).mT,), {}),
+    (aten._linalg_slogdet.default, (draw(3, 4, 4),), {}),
+    (aten._linalg_slogdet.default, (draw(3, 5, 5).mT,), {}),
 ]
 
 
@@ -99,8 +100,5 @@ def test_what_needs_no_decomposition_is_left_alone() -> None:
     x, weight, _, *geometry = convolution(bias=False)
     assert OWN[aten.convolution.default](x, weight, None, *geometry) is NotImplemented
     assert OWN[aten.index_put.default](x, [torch.tensor([0])], draw(), False) is NotImplemented
-    assert OWN[aten.as_strided.default](draw(24), [4, 5], [6, 1], 0) is NotImplemented
-    assert OWN[aten.as_strided.default](draw(24), [4, 6], [1, 4], 0) is NotImplemented
-    assert OWN[aten.as_strided_scatter.default](draw(24), draw(2, 6), [2, 6], [6, 1], 12) is NotImplemented
     untested = set(OWN) - {op for op, _, _ in CASES}
     assert untested == set()

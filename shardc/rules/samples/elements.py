@@ -37,10 +37,6 @@ def _views(d: Draw) -> dict[str, list[Sample]]:
         "aten._unsafe_view": _calls(aten._unsafe_view.default, *viewed),
         "aten.diagonal": _calls(aten.diagonal.default, (d.normal(4, 4, 8), 0, 0, 1), (d.normal(2, 4, 8), 1, -1, 1)),
         "aten.unfold": _calls(aten.unfold.default, (d.normal(4, 8), 1, 4, 2), (d.normal(4, 8), 0, 2, 1)),
-        "aten.as_strided": _calls(aten.as_strided.default, (d.normal(4, 8), [2, 4], [8, 2], 1)),
-        "aten.as_strided_scatter": _calls(
-            aten.as_strided_scatter.default, (d.normal(4, 8), d.normal(2, 4), [2, 4], [8, 2], 1)
-        ),
         "aten.pixel_shuffle": _calls(aten.pixel_shuffle.default, (d.normal(2, 16, 4, 4), 2), (d.normal(8, 2, 4), 2)),
         "aten.pixel_unshuffle": _calls(aten.pixel_unshuffle.default, (d.normal(2, 4, 8, 4), 2)),
         "aten.squeeze": [

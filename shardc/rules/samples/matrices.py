@@ -77,6 +77,8 @@ def _matrices(d: Draw) -> dict[str, list[Arguments]]:
     positive = square @ square.mT + 3 * torch.eye(3, dtype=f64)
     tall, right = d.normal(4, 2, 4, 3), d.normal(4, 2, 3, 5)
     lower = positive.tril()
+    lu, pivots, _ = torch.linalg.lu_factor_ex(square)
+    ld, exchanged, _ = torch.linalg.ldl_factor_ex(positive)
 
     def one(x: Tensor, **more: Any) -> list[Arguments]:
         return [{"self": x, "A": x, "input": x, **more}]
@@ -87,13 +89,16 @@ def _matrices(d: Draw) -> dict[str, list[Arguments]]:
     bilinear = {"expand1": [1, 3], "expand2": [1, 2], "expand3": [0], "sumdim": [2, 3]}
     backward = {"expand1": [1, 3], "expand2": [2, 3], "expand3": [0], "sumdim": [1, 2]}
     return {
-        **dict.fromkeys("_linalg_det _linalg_slogdet linalg_inv_ex linalg_lu linalg_matrix_exp".split(), one(square)),
+        **dict.fromkeys("linalg_inv_ex linalg_lu linalg_matrix_exp".split(), one(square)),
         **dict.fromkeys("linalg_lu_factor_ex linalg_eig".split(), one(square)),
         **dict.fromkeys("cholesky linalg_cholesky_ex _linalg_eigh linalg_ldl_factor_ex".split(), one(positive)),
         **dict.fromkeys("linalg_qr _linalg_svd".split(), one(tall)),
         "cholesky_inverse": one(lower),
         "cholesky_solve": [{"self": right, "input2": lower}],
         "_linalg_solve_ex": [{"A": square, "B": right}, {"A": square, "B": d.normal(3, 5)}],
+        "linalg_lu_solve": [{"LU": lu, "pivots": pivots, "B": right}],
+        "linalg_ldl_solve": [{"LD": ld, "pivots": exchanged, "B": right}],
+        "lu_unpack": [{"LU_data": lu, "LU_pivots": pivots}],
         "linalg_solve_triangular": [{"self": lower, "B": right, "upper": False}],
         "triangular_solve": [{"self": right, "A": lower, "upper": False}],
         "_fft_c2c": [{"self": complex_, "dim": [1], "normalization": 0, "forward": True}],

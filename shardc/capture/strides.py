@@ -1,0 +1,172 @@
+"""Ops that speak of strides, written by what they mean: which elements they read and write.
+
+``as_strided`` reads memory, in which a tensor lies as it did in the trace: a view of something else, perhaps. A shard
+lies otherwise. So such an op becomes a choice of elements of the tensor whose memory it reads: a permutation where it
+goes through all of them once, else an index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.capture.source import frames, users_own
+from shardc.errors import CaptureError
+
+aten = torch.ops.aten
+
+_READS = (aten.as_strided.default, aten.as_strided_copy.default)
+_WRITES = (aten.as_strided_scatter.default,)
+
+
+def fake_like(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """In the fake mode that is on: ``x`` on ``device``, as it lies in memory; ``dtype`` is that of floats."""
+    dtype = dtype if dtype is not None and x.is_floating_point() else x.dtype
+    fake = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=device)
+    if x.storage_offset():
+        size = x.storage_offset() + fake.untyped_storage().nbytes() // dtype.itemsize
+        memory = torch.empty(size, dtype=dtype, device=device).untyped_storage()
+        fake.set_(memory, x.storage_offset(), x.shape, x.stride())
+    return fake.requires_grad_(x.requires_grad)
+
+
+def without_strides(graph: fx.Graph, mode: Any) -> None:
+    """Replaces ``as_strided`` and its forms in a traced graph, whose nodes have fake values of ``mode``.
+
+    Raises:
+        CaptureError: one that reads memory in which its tensor has no element.
+    """
+    found = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
+    if not found:
+        return
+    with mode, torch.no_grad():
+        memories = [_memory(node.args[0]) for node in found]
+        now: dict[fx.Node, fx.Node] = {}
+        for node, (base, offset) in zip(found, memories, strict=True):
+            with graph.inserting_before(node):
+                elements = _Elements(graph, node, base, now.get(base, base), offset)
+                made = now[node] = elements.read() if node.target in _READS else elements.written()
+            node.replace_all_uses_with(made)
+    graph.eliminate_dead_code()
+
+
+class _Elements:
+    """The elements that one op speaks of.
+
+    Args:
+        node: the op.
+        traced, base: the value whose memory it reads, as it was traced and as it is now.
+        offset: where the op's tensor starts there, counted from the value's first element.
+    """
+
+    def __init__(self, graph: fx.Graph, node: fx.Node, traced: fx.Node, base: fx.Node, offset: int) -> None:
+        self.graph, self.node, self.base = graph, node, base
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        self.tensor, self.source = given["self"], given.get("src")
+        self.size: list[int] = [int(n) for n in given["size"]]
+        self.stride: list[int] = [int(n) for n in given["stride"]]
+        val, asked = traced.meta["val"], given.get("storage_offset")
+        self.offset = offset if asked is None else int(asked) - val.storage_offset()
+        # The base's dims as they lay in memory, the slowest first.
+        self.order = sorted(range(val.ndim), key=lambda dim: (-val.stride(dim), dim))
+        last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
+        dense = val.permute(self.order).is_contiguous()
+        if prod(self.size) and not (dense and 0 <= self.offset and last < val.numel()):
+            name, at = node.target.overloadpacket.__name__, self.offset if asked is None else asked
+            raise CaptureError(
+                f"{name} of sizes {self.size} and strides {self.stride} at {at} reads memory in which the tensor of "
+                f"shape {list(val.shape)} has no element of its own",
+                source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
+                fix="make the tensor contiguous before, or choose its elements by slices, unfold or an index",
+            )
+
+    def read(self) -> fx.Node:
+        if not prod(self.size):
+            return self._call(aten.new_empty.default, self.base, self.size)
+        order = self._through_all()
+        if order is None:
+            return self._call(aten.index.Tensor, self._flat(self.base), [self._positions()])
+        flat = self._call(aten.view.default, self._flat(self.base), [self.size[dim] for dim in order])
+        return self._permuted(flat, _inverse(order))
+
+    def written(self) -> fx.Node:
+        """The base with ``src`` in the place of what would be read."""
+        assert self.source is not None
+        if not prod(self.size):
+            return self.tensor
+        order, base = self._through_all(), self.base.meta["val"]
+        if order is not None:
+            flat = self._call(aten.reshape.default, self._permuted(self.source, order), [-1])
+        else:
+            flat = self._call(aten.index_put.default, self._flat(self.base), [self._positions()], self.source)
+        whole = self._call(aten.view.default, flat, [base.shape[dim] for dim in self.order])
+        made = self._permuted(whole, _inverse(self.order))
+        assert made.meta["val"].shape == self.tensor.meta["val"].shape, "a view of what is written to"
+        return made
+
+    def _through_all(self) -> list[int] | None:
+        """The dims as they lie in memory, if each element of the base is there once; else None."""
+        order = sorted(range(len(self.size)), key=lambda dim: (self.size[dim] == 1, -self.stride[dim], dim))
+        steps = [(self.size[dim], self.stride[dim]) for dim in order if self.size[dim] != 1]
+        wanted = [prod(n for n, _ in steps[at + 1 :]) for at in range(len(steps))]
+        whole = not self.offset and prod(self.size) == self.base.meta["val"].numel()
+        return order if whole and [step for _, step in steps] == wanted else None
+
+    def _positions(self) -> fx.Node:
+        """int64, of the sizes asked for: where each element stands in the base's memory."""
+        device, made = self.base.meta["val"].device, None
+        for dim, (n, step) in enumerate(zip(self.size, self.stride, strict=True)):
+            if n == 1:
+                continue
+            along = self._call(aten.arange.default, n, dtype=torch.int64, device=device)
+            along = self._call(aten.mul.Tensor, along, step)
+            along = self._call(aten.view.default, along, [n if at == dim else 1 for at in range(len(self.size))])
+            made = along if made is None else self._call(aten.add.Tensor, made, along)
+        if made is None:
+            return self._call(aten.full.default, self.size, self.offset, dtype=torch.int64, device=device)
+        return made if not self.offset else self._call(aten.add.Tensor, made, self.offset)
+
+    def _flat(self, x: fx.Node) -> fx.Node:
+        return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
+
+    def _permuted(self, x: fx.Node, order: Sequence[int]) -> fx.Node:
+        return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
+        fakes = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+        made.meta["val"] = target(*fakes[0], **fakes[1])
+        return made
+
+
+def _memory(node: fx.Node) -> tuple[fx.Node, int]:
+    """The value in whose memory ``node`` lies, and where ``node`` starts there, counted from its first element."""
+    chain = [node]
+    while _is_view(chain[-1]):
+        chain.append(chain[-1].args[0])
+    base = chain.pop()
+    val = base.meta["val"]
+    at: Any = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
+    for view in reversed(chain):
+        at = view.target(at, *view.args[1:], **view.kwargs)
+    return base, at.storage_offset()
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether ``node`` is made of the memory of its first argument."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    if node.target is getitem:
+        return _is_view(node.args[0])
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [list(order).index(dim) for dim in range(len(order))]
