@@ -1,4 +1,7 @@
-"""Random ops as draws that do not depend on the mesh (`shardc.ir.random`) and what is made of them."""
+"""Random ops as draws that do not depend on the mesh (`shardc.ir.random`) and what is made of them.
+
+An op that is not here and draws would do so on each rank by itself: `refuse_draws`.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from math import log1p, pi
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 import shardc.ir.random  # noqa: F401  (defines the ops)
+from shardc.capture.source import frames, users_own
+from shardc.errors import CaptureError
 
 aten = torch.ops.aten
 Shape = Sequence[int]
@@ -42,6 +47,10 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
         aten.exponential.default: draws.exponential,
         aten.geometric.default: draws.geometric,
         aten.cauchy.default: draws.cauchy,
+        aten.normal.float_float: lambda mean, std, size, **how: draws.spread(mean, std, size, **_made(how)),
+        aten.multinomial.default: draws.multinomial,
+        aten.rrelu_with_noise_functional.default: draws.rrelu,
+        aten.rrelu_with_noise_backward.default: _rrelu_backward,
     }
 
 
@@ -50,6 +59,41 @@ def _made(how: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
     dtype = how.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = how.get("device") or (torch.device("cpu") if like is None else like.device)
     return {"dtype": dtype, "device": device}
+
+
+def _fine(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def refuse_draws(graph: fx.Graph) -> None:
+    """Refuses ops of a traced graph that draw from a generator of the process, which each rank has its own of.
+
+    Raises:
+        CaptureError: with the op and its line.
+    """
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded not in tags or node.target.namespace == "shardc_random":
+            continue
+        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        shares = [given[name] for name in ("dropout_p", "dropout") if name in given]
+        attends = "attention" in str(node.target) or "_rnn" in str(node.target)
+        if attends and not any(shares):
+            continue
+        raise CaptureError(
+            f"{node.target} draws random numbers of which each rank would have others",
+            source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
+            fix="write it with draws that do not depend on the mesh (rand, randn, bernoulli, dropout, multinomial, "
+            "randint without a generator of its own), or pass the numbers in",
+        )
+
+
+def _rrelu_backward(
+    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
+) -> Tensor:
+    if training and upper - lower > 1e-6:
+        return aten.mul.Tensor(grad, noise)
+    return aten.where.self(aten.gt.Scalar(x, 0), grad, aten.mul.Tensor(grad, (lower + upper) / 2))
 
 
 class _Draws:
@@ -64,8 +108,7 @@ class _Draws:
 
     def _exact(self, x: Tensor) -> Tensor:
         """Uniform numbers shaped like ``x``, fine enough for a comparison or a logarithm whatever its dtype."""
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return self.uniform(x.shape, dtype=dtype, device=x.device)
+        return self.uniform(x.shape, dtype=_fine(x.dtype), device=x.device)
 
     def between(self, x: Tensor, low: float, high: float) -> Tensor:
         unit = self.uniform(x.shape, dtype=x.dtype, device=x.device)
@@ -86,7 +129,7 @@ class _Draws:
 
     def normal(self, size: Shape, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The cosine branch of Box and Muller."""
-        fine = torch.float64 if dtype == torch.float64 else torch.float32
+        fine = _fine(dtype)
         radius, angle = (self.uniform(size, dtype=fine, device=device) for _ in range(2))
         length = aten.sqrt.default(aten.mul.Scalar(aten.log1p.default(aten.neg.default(radius)), -2))
         drawn = aten.mul.Tensor(length, aten.cos.default(aten.mul.Scalar(angle, 2 * pi)))
@@ -95,6 +138,33 @@ class _Draws:
     def gaussian(self, like: Tensor, mean: Tensor | float, std: Tensor | float) -> Tensor:
         drawn = self.normal(like.shape, dtype=like.dtype, device=like.device)
         return aten.add.Tensor(aten.mul.Tensor(drawn, std), mean)
+
+    def spread(self, mean: float, std: float, size: Shape, **how: Any) -> Tensor:
+        return aten.add.Tensor(aten.mul.Tensor(self.normal(size, **how), std), mean)
+
+    def multinomial(self, weights: Tensor, count: int, replacement: bool = False) -> Tensor:
+        """With replacement, where a number falls among the sums of the weights; else the first of races."""
+        if not replacement or count == 1:
+            fine = aten._to_copy.default(weights, dtype=_fine(weights.dtype))
+            races = aten.div.Tensor(fine, self.exponential(fine))
+            return aten.topk.default(races, count, -1)[1]
+        sums = aten.cumsum.default(weights, -1, dtype=torch.float64)
+        total = aten.slice.Tensor(sums, -1, weights.shape[-1] - 1)
+        shape = [*weights.shape[:-1], count]
+        at = aten.mul.Tensor(self.uniform(shape, dtype=torch.float64, device=weights.device), total)
+        found = aten.searchsorted.Tensor(sums, at, right=True)
+        return aten.minimum.default(found, aten.searchsorted.Tensor(sums, total))
+
+    def rrelu(
+        self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The slope of each negative element is drawn; in evaluation it is the mean."""
+        if not training:
+            slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
+            return slopes, aten.clone.default(noise)
+        one = aten.full.default([], 1, dtype=x.dtype, device=x.device)
+        drawn = aten.where.self(aten.gt.Scalar(x, 0), one, self.between(x, lower, upper))
+        return aten.mul.Tensor(x, drawn), drawn
 
     def integers(self, low: int, high: int, size: Shape, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         """From float64, whose 53 bits leave no number out of a range that is shorter."""

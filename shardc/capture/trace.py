@@ -29,7 +29,7 @@ from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.errors import capture_error
 from shardc.capture.functional import other_forms
 from shardc.capture.layers import other_layers
-from shardc.capture.randomness import random_decompositions
+from shardc.capture.randomness import random_decompositions, refuse_draws
 from shardc.capture.side_effects import side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.errors import InputError
@@ -179,6 +179,7 @@ class Traced:
     def annotated(self) -> Captured:
         """The captured model; ``graph`` becomes its graph."""
         without_strides(self.graph.graph, self.fake_mode)
+        refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
         return Captured(
             self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode

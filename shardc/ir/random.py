@@ -95,7 +95,7 @@ def _hash(number: int) -> int:
 
 
 def draw_key(*, device: torch.device | str = "cpu") -> Tensor:
-    """int64 [1]: the key of a step, from torch's CPU generator."""
+    """int64 [1]: the key of a step, from torch's CPU generator; all ranks take that of the first."""
     return torch.randint(2**63 - 1, (1,)).to(device)
 
 

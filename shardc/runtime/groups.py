@@ -126,6 +126,14 @@ class Groups:
         """The global ranks of this rank's group along ``axes``, in group order (first axis in mesh order slowest)."""
         return next(group for group in self._groups(self._ordered(axes)) if dist.get_rank() in group)
 
+    def of_first(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``, which all ranks have, with the values of the mesh's first rank: a broadcast along each axis."""
+        for axis, size in self.mesh.shape:
+            if size > 1:
+                group = c10d._resolve_process_group(self.add([(axis,)])[GROUP_PREFIX + axis])  # type: ignore[arg-type]
+                dist.broadcast(x, self.ranks((axis,))[0], group)
+        return x
+
     def coordinate(self, axes: Axes, device: torch.device | str | None = None) -> torch.Tensor:
         """This rank's index along ``axes``, the first slowest: int64 [1] on ``device`` (the mesh's by default).
 

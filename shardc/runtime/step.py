@@ -248,7 +248,7 @@ class Runner:
             elif role.kind == "coordinate":
                 feed.append(self.groups.coordinate(tuple(role.name.split(","))))
             elif role.kind == "key":
-                feed.append(draw_key(device=val.device))
+                feed.append(self.groups.of_first(draw_key(device=val.device)))
             else:
                 feed.append(given.get(role.name, val))
         return feed
