@@ -22,7 +22,8 @@ from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
-from shardc.plan.ports import resolve_activations, resolve_inputs
+from shardc.passes.objective import unit_of
+from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
@@ -50,6 +51,9 @@ def compile(
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:
     """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
+
+    Results are those of one device, whatever the mesh and the plan. What the model draws (dropout, ``torch.rand``) is
+    the same on every mesh for a seed of torch's, but other than what torch itself draws for that seed.
 
     Args:
         model: an ordinary single-device module (or a function of tensors), on a device, on ``meta`` or fake.
@@ -130,6 +134,7 @@ def compile(
         device=device,
         homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),
+        unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
     )
     for program in _loaded(precompiled):

@@ -326,7 +326,7 @@ def build_program(
     axes = ports.batch_axes(plan, mesh)
     reduce, grad_scale = ports.grad_mode(plan)
     # The gradient of an output that is a DTensor is of one global loss: the same on all replicas, and of no one rank.
-    tangents, scaling = ("mean", "sum") if plan.setting("dtensor_outputs") else (reduce, reduce)
+    tangents, own = ("mean", False) if plan.setting("dtensor_outputs") else (reduce, True)
     outputs = ports.output_specs(plan, captured.output_spec)
     uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
     stored = {name: p.dtype for name, p in model.named_parameters()}
@@ -375,7 +375,7 @@ def build_program(
                 mesh, options.cost, axes, output_layout, pin_layout,
                 storages, {n: p.split or p.compute for n, p in params.items()}, tangents, options.strict, deferred,
             ),
-            passes.Objective(axes, scaling, grad_scale),
+            passes.Objective(axes, reduce, grad_scale, own),
             passes.Precision(
                 stored, storages, precision.reduce or precision.param, precision.keep_low_precision_grads, deferred
             ),

@@ -1,7 +1,8 @@
-"""Objective: what the gradients that come in from outside mean for the global objective."""
+"""Objective: what the gradients that come in from outside mean for the global objective, and those that go out."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -10,42 +11,89 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import NameScope
+from shardc.ir.layout import Layout
 
 
 @dataclass(frozen=True)
 class Objective:
-    """Scales every tangent, so that the objective is the mean (or sum) of the ranks' losses.
+    """Scales every tangent, so that the objective is the mean (or sum) of the ranks' losses; inputs' gradients back.
 
     A tangent of an output that is split over the batch axes is the gradient of this rank's own loss alone;
-    one of an output that is whole over an axis is already averaged over it by its layout (``propagate``).
+    one of an output that is whole over an axis is already averaged (or summed) over it by its layout (``propagate``).
+    The gradient of an input is handed out in the unit in which tangents come in, so that it can be the tangent of
+    another module: of an input that is split, of this rank's own loss; of one that is whole, what the mean (or sum)
+    over the ranks of what each is handed is the gradient. Where no output is split over an axis, the ranks' losses are
+    one, and nothing is scaled.
 
     Args:
         batch_axes: the axes over which ranks' losses are averaged.
         reduce: "mean" or "sum".
-        grad_scale: a further factor.
+        grad_scale: a further factor, on parameters' gradients.
+        own: whether tangents are of each rank's own loss; else, of one global loss.
     """
 
     batch_axes: tuple[str, ...]
     reduce: str = "mean"
     grad_scale: float = 1.0
+    own: bool = True
     name = "objective"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        names = NameScope.of(gm.graph)
-        first = next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr"))
-        for tangent in ir.placeholders(gm.graph, "tangent"):
+        names, graph = NameScope.of(gm.graph), gm.graph
+        tangents = ir.placeholders(graph, "tangent")
+        axes = {axis for node in tangents for axis in (*ir.layout(node).bound, *dict(ir.layout(node).partial))}
+        losses = [axis for axis in self.batch_axes if axis in axes and self.own]
+        for tangent in tangents:
             layout = ir.layout(tangent)
-            over = [a for a in layout.bound if a in self.batch_axes] if self.reduce == "mean" else []
-            scale = self.grad_scale / prod(layout.mesh.size(a) for a in over)
+            over = [axis for axis in losses if axis in layout.bound] if self.reduce == "mean" else []
+            scale = self.grad_scale / _size(layout, over)
             if scale == 1.0 or not tangent.users:
                 continue
             users = list(tangent.users)
-            with gm.graph.inserting_before(next(n for n in gm.graph.nodes if n in tangent.users) or first):
-                node = gm.graph.call_function(torch.ops.aten.mul.Tensor, (tangent, scale))
-            record = ir.info(tangent)
-            cause = f"reduce={self.reduce!r}, grad_scale={self.grad_scale}"
-            ir.set_info(node, replace(record, name=names.fresh(f"{record.name}.scaled"), role=None,
-                                      origin=replace(record.origin, cause=cause), needs=(layout,)))  # fmt: skip
+            scaled = self._scaled(graph, next(n for n in graph.nodes if n in tangent.users), tangent, scale, names)
             for user in users:
-                user.replace_input_with(tangent, node)
+                user.replace_input_with(tangent, scaled)
+        output = ir.output_node(graph)
+        given = {ir.role(node).name: ir.layout(node) for node in ir.placeholders(graph, "input") if _is_tensor(node)}
+        results = list(output.args[0])
+        for at, (role, node) in enumerate(ir.outputs(graph)):
+            if role.kind != "grad" or not isinstance(node, fx.Node) or role.name not in given:
+                continue
+            scale = unit(given[role.name], losses, self.reduce) / self.grad_scale
+            if scale != 1.0:
+                results[at] = self._scaled(graph, output, node, scale, names)
+        output.args = (tuple(results),)
         return gm
+
+    def _scaled(self, graph: fx.Graph, before: fx.Node, node: fx.Node, scale: float, names: NameScope) -> fx.Node:
+        with graph.inserting_before(before):
+            made = graph.call_function(torch.ops.aten.mul.Tensor, (node, scale))
+        record = ir.info(node)
+        origin = replace(record.origin, cause=f"reduce={self.reduce!r}, grad_scale={self.grad_scale}")
+        name = names.fresh(f"{record.name}.scaled")
+        return ir.set_info(made, replace(record, name=name, role=None, origin=origin, needs=(ir.layout(node),)))
+
+
+def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
+    """What the gradient of an input is multiplied by, which is the objective's, to be this rank's own.
+
+    Args:
+        layout: of the input.
+        losses: the axes along which each rank has a loss of its own.
+    """
+    size = _size(layout, [axis for axis in losses if (axis in layout.bound) == (reduce == "mean")])
+    return size if reduce == "mean" else 1 / size
+
+
+def unit_of(plan_axes: Collection[str], reduce: str, own: bool, outputs: Iterable[ir.Role], layout: Layout) -> float:
+    """As `unit`, of a program with these ``outputs``."""
+    bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
+    return unit(layout, [axis for axis in plan_axes if axis in bound and own], reduce)
+
+
+def _size(layout: Layout, axes: Collection[str]) -> int:
+    return prod(layout.mesh.size(axis) for axis in axes)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(ir.info(node).value, ir.Value)

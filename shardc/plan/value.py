@@ -52,7 +52,7 @@ class Plan:
             dict by keyword.
         reduce: "mean" (the default) or "sum": without a loss in the graph, the gradient is that of the mean or of
             the sum of the ranks' losses over the axes that split the batch.
-        grad_scale: a factor on every gradient, 1.0 if not given.
+        grad_scale: a factor on every parameter's gradient, 1.0 if not given.
         dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed of them is the global
             one, of which there is no mean over ranks to take: ``reduce`` then has no say.
         accumulate: the module starts as after ``set_requires_grad_sync(False)``.

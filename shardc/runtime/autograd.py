@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc.errors import BackwardError
+from shardc.ir.layout import Layout
 from shardc.runtime.storage import grad_from_padded
 
 if TYPE_CHECKING:
@@ -133,6 +134,31 @@ def _check_versions(runner: Runner, which: Any, feed: Feed, before: Sequence[int
                 f"backward, which needs its values of then: it is at version {new}; expected version {old}",
                 fix="run backward before the optimizer's step (or whatever changes it), or run the forward again",
             )
+
+
+def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> None:
+    """Refuses an input that another module makes from ranks' own losses, where the loss is one of all ranks.
+
+    Raises:
+        BackwardError: gradients of that module's parameters would be too small, by the number of ranks.
+    """
+    if runner.own or runner.fits_behind or not torch.is_grad_enabled():
+        return
+    work = [x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound]
+    seen: set[Any] = set()
+    while work:
+        node: Any = work.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, Step._backward_cls) and node.runner.own:  # type: ignore[attr-defined]
+            raise BackwardError(
+                "an input comes from a compiled module whose gradients are averaged over losses of the ranks' own, and "
+                "the loss of this module is one of all ranks",
+                fix='give Plan(reduce="sum") to the module in front, or compute the loss outside of this one',
+            )
+        work += [before for before, _ in node.next_functions]
+    runner.fits_behind = bool(seen)
 
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:

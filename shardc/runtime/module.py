@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError, MeshError
 from shardc.runtime import changes
+from shardc.runtime.autograd import check_units
 from shardc.runtime.buffers import MemoryUse
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import local_input, shard_input
@@ -58,7 +60,12 @@ class ShardedModule(nn.Module):
         assert state.device_mesh is not None
         layouts = [layout for _, layout in program.inputs]
         local = [local_input(x, layout, state.device_mesh) for x, layout in zip(tensors, layouts, strict=True)]
-        outputs = state.runner(program)(local)
+        for x, mine, layout in zip(tensors, local, layouts, strict=True):
+            if isinstance(x, DTensor) and mine.requires_grad:  # whose gradient is of the objective
+                mine.register_hook(partial(torch.div, other=state.unit(program.outputs, layout)))
+        runner = state.runner(program)
+        check_units(runner, local, layouts)
+        outputs = runner(local)
         if not state.dtensor_outputs:
             return outputs
         roles = [role for role in program.outputs if role.kind == "output"]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.errors import InputError
+from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime import changes
@@ -77,6 +78,7 @@ class State:
         homes: where each parameter is kept between steps.
         sync: which gradients are reduced.
         dtensor_outputs: whether outputs come back as DTensors.
+        unit: (roles of the outputs, layout of an input) -> what its gradient is scaled by to be this rank's.
         buffers: the memory of collectives' results, of all programs.
         programs: by what they were made for; those that leave gradients unreduced are in ``deferring``.
         known: the programs that calls found, by all that finding them looks at.
@@ -99,6 +101,7 @@ class State:
     device: torch.device
     sync: Sync
     homes: dict[str, Home]
+    unit: Callable[[Sequence[Role], Layout], float]
     dtensor_outputs: bool = False
     buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Program] = field(default_factory=dict)
@@ -241,8 +244,11 @@ class State:
         """What runs ``program`` on this rank."""
         assert self.groups is not None
         if id(program) not in self._runners:
-            self._runners[id(program)] = Runner(
+            runner = self._runners[id(program)] = Runner(
                 program, lambda: self.census, self.storages, self.groups, self.lower, self.sync, self.buffers
+            )
+            runner.own = any(
+                self.unit(program.outputs, role.layout) != 1 for role in program.outputs if role.layout is not None
             )
         return self._runners[id(program)]
 

@@ -84,7 +84,13 @@ class Runner:
         lower: makes a local graph callable.
         sync: takes the gradients that the program leaves unreduced.
         buffers: the memory that the results of collectives lie in.
+
+    Attributes:
+        own: whether what comes in as gradients of outputs is of this rank's own loss, and is scaled.
+        fits_behind: whether what makes its inputs was looked at, by `shardc.runtime.autograd.check_units`.
     """
+
+    own = fits_behind = False
 
     def __init__(
         self,
