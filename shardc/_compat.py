@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from shardc.errors import MeshError
 
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
+no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
 DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
 
 

@@ -137,15 +137,16 @@ def compile(
         unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
     )
-    for program in _loaded(precompiled):
+    for program in (saved := _loaded(precompiled)):
         program.check(abstract, plan, described(template, loss), device)
-        state.programs[program.identity.signature] = program
     if plan.precision.grads is not None:
         for param in sharded.parameters():
             param.grad_dtype = plan.precision.grads
     subclass(sharded, ShardedModule)
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
+    for program in saved:
+        state.add(program)
     return sharded
 
 
@@ -243,4 +244,9 @@ def _store(
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
         padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
-    return to_parameter(padded, storage, x.shape, mesh, groups.rank, x.requires_grad)
+    made = to_parameter(padded, storage, x.shape, mesh, groups.rank, x.requires_grad)
+    for hook in (x._backward_hooks or {}).values():
+        made.register_hook(hook)
+    for hook in (x._post_accumulate_grad_hooks or {}).values():
+        made.register_post_accumulate_grad_hook(hook)
+    return made

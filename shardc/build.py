@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import named_groups, use_groups
+from shardc.runtime.surroundings import Surroundings
 
 
 class Build:
@@ -69,7 +70,12 @@ class Build:
         else:
             program = build_program(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
-        signature = Signature.of(Census(template).mode(), names, args, kwargs)
+        around = Surroundings.now(self.device)
+        signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
+        values = program.reads.values(template, self.loss)
+        if program.folded is not None:  # what the blocks that were left out read is not known
+            values = (*values, ("folded", "once"))
+        signature = replace(signature, reads=values)
         program.identity = Identity(signature, described(template, self.loss), self.device.type)
         program.lower_again = self._lower_again
         program.again = self._again(template, args, kwargs, with_loss)
@@ -77,14 +83,19 @@ class Build:
 
     def sized(
         self,
-        template: nn.Module,
+        template: Callable[[], nn.Module],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
         signature: Signature,
         deferred: frozenset[str] = frozenset(),
     ) -> Program | None:
-        """As a call, for inputs with dynamic sizes; None where there are none."""
+        """As a call, for inputs with dynamic sizes; None where there are none.
+
+        Args:
+            template: makes the template, where there is no program yet.
+            signature: of the call, without its sizes.
+        """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         inputs = list(zip(signature.names, leaves, strict=True))
         dims, sizes = self.dynamic.of(inputs)
@@ -102,12 +113,10 @@ class Build:
             return pytree.tree_unflatten(made, spec)
 
         def family() -> Family | None:
-            loss = self.loss if with_loss else None
-            pins = resolve_activations(self.plan, [name for name, _ in template.named_modules()])
+            loss, model = self.loss if with_loss else None, template()
+            pins = resolve_activations(self.plan, [name for name, _ in model.named_modules()])
             tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-            dtypes = Dtypes.of(precision_of(self.plan, template.training))
-            # Modes and requires_grad of the template change later on; what is compiled later is as it is now.
-            model = deepcopy(template)
+            dtypes = Dtypes.of(precision_of(self.plan, model.training))
 
             def captured(hints: Mapping[str, int]) -> SymbolicCapture:
                 given, named = at(hints)
@@ -136,8 +145,8 @@ class Build:
                 warnings.warn(ShardcWarning(str(said)), stacklevel=2)
                 return None
 
-        key = signature.without(dims), deferred
-        return self.families.program(key, sizes, family, lambda: self(template, args, kwargs, with_loss, deferred))
+        key = signature, deferred
+        return self.families.program(key, sizes, family, lambda: self(template(), args, kwargs, with_loss, deferred))
 
     def _again(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
         """Makes the program of another mesh, with the same axes, and of other input shapes, by the inputs' names."""

@@ -63,7 +63,7 @@ class Program:
         conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
         folded: where repeated blocks are analysed on a few of them, which; then stages up to the cut show these few.
-        identity: what call and model it is for, where `shardc.compile` had it made.
+        identity: what call and model it is for; ``reads``: what its capture looked at of them besides tensors.
     """
 
     cached = False
@@ -75,7 +75,7 @@ class Program:
         self.mesh, self.plan, self.options = mesh, plan, options
         self.inputs = tuple(inputs)
         self.input_spec, self.constants = captured.input_spec, captured.constants
-        self.output_spec = captured.output_spec
+        self.output_spec, self.reads = captured.output_spec, captured.reads
         self.outputs: tuple[ir.Role, ...] = ()
         self.output_values: tuple[Any, ...] = ()
         self._graphs: dict[str, fx.Graph] = {}

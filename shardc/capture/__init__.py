@@ -3,7 +3,8 @@
 from shardc.capture.once import CaptureOnce
 from shardc.capture.repeats import Repeat, find_repeats, shortened
 from shardc.capture.symbolic import SymbolicCapture, capture_symbolic
-from shardc.capture.trace import Captured, Dtypes, Tag, capture, decompositions, input_names, loss_arity
+from shardc.capture.tags import Tag
+from shardc.capture.trace import Captured, Dtypes, capture, decompositions, input_names, loss_arity
 
 __all__ = [
     "CaptureOnce",

@@ -10,7 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
-from shardc.capture.trace import Captured, Dtypes, Loss, Tag, capture
+from shardc.capture.tags import Tag
+from shardc.capture.trace import Captured, Dtypes, Loss, capture
 from shardc.ir import graph as ir
 
 

@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
-from shardc.capture.trace import Captured, Dtypes, Loss, Tag, Traced, trace
+from shardc.capture.tags import Tag
+from shardc.capture.trace import Captured, Dtypes, Loss, Traced, trace
 from shardc.errors import CaptureError
 
 Sizes = Mapping[str, int]
@@ -82,7 +83,7 @@ class SymbolicCapture:
                     copy.meta["val"] = pytree.tree_map(lambda x: _at(x, values), made)
         concrete = Traced(
             fx.GraphModule(traced.graph, graph), traced.inputs, traced.input_spec, traced.constants,
-            traced.output_spec, mode, traced.names, traced.stored, traced.dynamo,
+            traced.output_spec, mode, traced.reads, traced.names, traced.stored, traced.dynamo,
         )  # fmt: skip
         return concrete.annotated()
 

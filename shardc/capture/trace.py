@@ -24,15 +24,19 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc.capture.annotate import OUTPUT, PREFIX, annotate
+from shardc.capture.annotate import OUTPUT, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.errors import capture_error
 from shardc.capture.functional import other_forms
+from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.randomness import random_decompositions, refuse_draws
+from shardc.capture.reads import reads_of, recorded
 from shardc.capture.side_effects import side_effects
 from shardc.capture.strides import fake_like, without_strides
+from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError
+from shardc.ir.reads import Reads
 
 Loss = Callable[..., Any]
 
@@ -48,6 +52,7 @@ class Captured:
         constants: the non-tensor leaves of ``(args, kwargs)`` by flat position.
         output_spec: pytree spec of what the model returns.
         fake_mode: the mode of the graph's fake values.
+        reads: what of the model and the loss was looked at besides their tensors.
     """
 
     graph: fx.GraphModule
@@ -56,6 +61,7 @@ class Captured:
     constants: tuple[tuple[int, Any], ...]
     output_spec: pytree.TreeSpec
     fake_mode: FakeTensorMode
+    reads: Reads
 
 
 @dataclass(frozen=True)
@@ -75,31 +81,6 @@ class Dtypes:
     def of(cls, precision: Any) -> Dtypes:
         """Those of a plan's precision."""
         return cls(precision.param, precision.buffers, precision.output)
-
-
-@dataclass(frozen=True)
-class Tag:
-    """Where to put an `ops.tag` in the trace: on a module's input or output, tensor (or keyword) ``index`` of it."""
-
-    module: str
-    where: str
-    index: int | str
-
-    @property
-    def name(self) -> str:
-        return f"{self.module}.{self.where}.{self.index}"
-
-
-@torch.library.custom_op("shardc::tag", mutates_args=())
-def _tag(x: Tensor, name: str) -> Tensor:
-    return x.clone()
-
-
-_tag.register_fake(lambda x, name: torch.empty_like(x))
-_tag.register_autograd(
-    lambda ctx, grad: (_tag(grad, ctx.name), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "name", inputs[1]),
-)
 
 
 class _Root(nn.Module):
@@ -129,7 +110,7 @@ class _Root(nn.Module):
         if self._loss is not None:
             out = self._loss[0](out, *args[at:])
         # An output that is a view of another, or of an input, would have no gradient of its own.
-        return pytree.tree_map_only(Tensor, partial(_tag, name=OUTPUT), out)
+        return pytree.tree_map_only(Tensor, partial(mark, name=OUTPUT), out)
 
 
 def _floats_to(dtype: torch.dtype | None, tree: Any) -> Any:
@@ -160,7 +141,7 @@ class Traced:
 
     Args:
         graph: the joint graph.
-        inputs, input_spec, constants, output_spec, fake_mode: as `Captured`'s.
+        inputs, input_spec, constants, output_spec, fake_mode, reads: as `Captured`'s.
         names: every name of each parameter and buffer -> the first of its names.
         stored: dtype of each parameter and buffer.
         dynamo: the fake mode that Dynamo ran the model in.
@@ -172,6 +153,7 @@ class Traced:
     constants: tuple[tuple[int, Any], ...]
     output_spec: pytree.TreeSpec
     fake_mode: FakeTensorMode
+    reads: Reads
     names: dict[str, str]
     stored: dict[str, torch.dtype]
     dynamo: FakeTensorMode
@@ -182,7 +164,7 @@ class Traced:
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
         return Captured(
-            self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode
+            self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode, self.reads
         )  # fmt: skip
 
 
@@ -234,18 +216,22 @@ def trace(
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
+    refuse_hooks(model)
     root = _Root(model, flat, input_spec, loss, dtypes)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         stack.enter_context(_faked(root, mode, device, dtypes))
-        stack.enter_context(_tagged(root, tags))
+        stack.enter_context(tagged(root, tags))
         stack.enter_context(torch._dynamo.config.patch(_settings()))
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
-            traced = dynamo_graph_capture_for_export(root)(*fakes)
+            with recorded() as traces:
+                traced = dynamo_graph_capture_for_export(root)(*fakes)
+            # Backward runs outside of the autocast that forward runs in, as torch advises.
+            stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
             joint = aot_autograd.aot_export_joint_with_descriptors(
                 stack, traced, tuple(fakes), {}, decompositions=decompositions()
             )
@@ -263,6 +249,7 @@ def trace(
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
         output_spec=joint.out_spec,
         fake_mode=mode,
+        reads=reads_of(traces[-1], model, loss),
         names=_first_names(root),
         stored={name: x.dtype for name, x in (*root.named_parameters(), *root.named_buffers())},
         dynamo=traced.meta["fake_mode"],
@@ -327,46 +314,6 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
         for held, before in saved:
             held.clear()
             held.update(before)
-
-
-@contextlib.contextmanager
-def _tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
-    """Hooks that pass the tagged inputs and outputs through ``shardc::tag``."""
-    handles = []
-    modules = dict(root.named_modules())
-    for tag in tags:
-        module = modules[(PREFIX + tag.module).rstrip(".")]
-        if tag.where == "input":
-            handles.append(module.register_forward_pre_hook(partial(_replace_inputs, tag), with_kwargs=True))
-        else:
-            handles.append(module.register_forward_hook(lambda _m, _args, output, tag=tag: _replace(output, tag)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _replace_inputs(tag: Tag, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
-
-
-def _replace(values: Any, tag: Tag) -> Any:
-    """``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if it is there."""
-    if isinstance(values, Tensor):
-        return _tag(values, tag.name) if tag.index == 0 else values
-    if not isinstance(values, (tuple, list, dict)):
-        return values
-    places = list(values) if isinstance(values, dict) else range(len(values))
-    tensors = [at for at in places if isinstance(values[at], Tensor)]
-    if isinstance(tag.index, int):
-        tensors = tensors[tag.index : tag.index + 1]
-    else:
-        tensors = [at for at in tensors if at == tag.index]
-    made = dict(values) if isinstance(values, dict) else list(values)
-    for at in tensors:
-        made[at] = _tag(values[at], tag.name)
-    return tuple(made) if isinstance(values, tuple) else made
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:

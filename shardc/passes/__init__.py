@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import fx
 
+from shardc import _compat
 from shardc.ir.mesh import Mesh
 from shardc.passes.absent import Absent
 from shardc.passes.algorithms import Algorithms
@@ -84,10 +85,14 @@ Hook = Callable[[str, fx.GraphModule], None]
 
 
 def run(passes: tuple[Pass, ...], gm: fx.GraphModule, hook: Hook) -> fx.GraphModule:
-    """Runs ``passes`` in order on ``gm``; ``hook`` sees the graph after each, by the pass's name."""
-    for each in passes:
-        gm = each(gm)
-        hook(each.name, gm)
+    """Runs ``passes`` in order on ``gm``; ``hook`` sees the graph after each, by the pass's name.
+
+    The graph has its casts: an autocast that is on while passes run ops, to find out shapes and dtypes, adds none.
+    """
+    with _compat.no_autocast():
+        for each in passes:
+            gm = each(gm)
+            hook(each.name, gm)
     return gm
 
 

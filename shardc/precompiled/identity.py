@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardc.errors import PrecompiledError
+from shardc.ir.reads import Reads, tensor_text
 from shardc.precompiled.record import Call, TensorLeaf
 from shardc.precompiled.spec import spec_from_json, spec_to_json
 from shardc.runtime.signature import Constant, Like, Signature
@@ -58,7 +59,7 @@ def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, st
     if isinstance(loss, nn.Module):
         for name, module in loss.named_modules():
             held = {**module._parameters, **module._buffers}
-            values = "".join(f", {key}={_values(x)}" for key, x in held.items() if x is not None)
+            values = "".join(f", {key}={tensor_text(x)}" for key, x in held.items() if x is not None)
             out[f"module {name!r} of the loss"] = f"{_shown(module)}{values} {_code(type(module))}".strip()
     elif loss is not None:
         named: Any = loss if hasattr(loss, "__qualname__") else type(loss)
@@ -73,13 +74,8 @@ def _shown(module: nn.Module) -> str:
         if isinstance(value, _PLAIN) and key != "training" and not key.startswith("_"):
             text += f", {key}={value!r}"
         elif isinstance(value, Tensor) and not value.is_meta:
-            text += f", {key}={_values(value)}"
+            text += f", {key}={tensor_text(value)}"
     return text
-
-
-def _values(tensor: Tensor) -> str:
-    flat = tensor.detach().reshape(-1).tolist()
-    return f"{_dtype_text(tensor.dtype)}{list(tensor.shape)} sha256 {_hash(repr(flat))}"
 
 
 def _code(code: Any) -> str:
@@ -112,6 +108,7 @@ def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix:
 
 def signature_to_json(signature: Signature) -> dict[str, Any]:
     """Raises PrecompiledError for a constant, or a structure of arguments, that JSON cannot hold."""
+    around = signature.surroundings
     leaves = []
     for name, leaf in zip(signature.names, signature.leaves, strict=True):
         if isinstance(leaf, Like):
@@ -130,7 +127,24 @@ def signature_to_json(signature: Signature) -> dict[str, Any]:
         "modes": signature.modes,
         "grads": signature.grads,
         "dtypes": [_dtype_text(dtype) for dtype in signature.dtypes],
+        "surroundings": {
+            **around._asdict(),
+            "autocast": [[kind, _dtype_text(dtype)] for kind, dtype in around.autocast],
+            "default_dtype": _dtype_text(around.default_dtype),
+        },
+        "reads": signature.reads,
     }
+
+
+def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
+    """Raises PrecompiledError for what is in globals that only this process knows."""
+    for read in reads.found:
+        if "scope(" in read.expression:
+            raise PrecompiledError(
+                f"the program depends on {read}, a global of code that cannot be imported",
+                fix="put the code of the model into a file that is imported",
+            )
+    return [asdict(read) for read in reads.found]
 
 
 def signature_of(call: Call) -> Signature:
@@ -150,7 +164,9 @@ def signature_of(call: Call) -> Signature:
     spec = spec_from_json(call.spec, "the arguments")
     if not len(leaves) == len(call.names) == spec.num_leaves:
         raise PrecompiledError(f"{len(leaves)} arguments have {len(call.names)} names and {spec.num_leaves} places")
-    return Signature(call.names, tuple(leaves), spec, call.modes, call.grads, call.dtypes)
+    return Signature(
+        call.names, tuple(leaves), spec, call.modes, call.grads, call.dtypes, call.surroundings, call.reads
+    )
 
 
 def _dtype_text(dtype: torch.dtype) -> str:

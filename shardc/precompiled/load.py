@@ -21,6 +21,7 @@ from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
+from shardc.ir.reads import Reads
 from shardc.ir.verify import check, verify
 from shardc.lower import fakes, load_artifacts
 from shardc.passes import Absent, PlanMemory
@@ -52,6 +53,7 @@ class Precompiled:
     Attributes:
         mesh, plan: what it was compiled for.
         identity: what call, model and device it was compiled for.
+        reads: what of the model and the loss it depends on besides.
         folder: where it lies.
         forward, backward, inference: the local graphs; the first two are None where nothing needs a gradient.
         inputs: (name, layout) of each tensor input.
@@ -68,6 +70,7 @@ class Precompiled:
             raise PrecompiledError(f"the mesh {self.mesh} has {self.mesh.ranks} ranks")
         self.plan = Plan.from_json(json.dumps(record.plan), str(folder / RECORD))
         self.identity = Identity(signature_of(record.signature), record.model, record.device)
+        self.reads = Reads(record.reads)
         self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record.inputs)
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes

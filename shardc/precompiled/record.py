@@ -15,9 +15,11 @@ import torch
 
 from shardc.errors import PrecompiledError
 from shardc.ir.arena import MemoryPlan
+from shardc.ir.reads import Read
+from shardc.runtime.surroundings import Surroundings
 from shardc.validate import Range, checked
 
-VERSION = 2
+VERSION = 3
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
@@ -100,6 +102,8 @@ class Call:
     modes: tuple[bool, ...]
     grads: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
+    surroundings: Surroundings
+    reads: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class Record:
     device: str
     model: Mapping[str, str]
     signature: Call
+    reads: tuple[Read, ...]
     inputs: tuple[tuple[str, str], ...]
     levels: Mapping[str, Annotated[int, Range(0, 3)]]
     causes: Mapping[str, str]

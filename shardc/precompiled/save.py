@@ -20,12 +20,13 @@ from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.reads import Reads
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.text import dump
 from shardc.ir.verify import check
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed
-from shardc.precompiled.identity import Identity, signature_to_json, value_to_json
+from shardc.precompiled.identity import Identity, reads_to_json, signature_to_json, value_to_json
 from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
 from shardc.precompiled.spec import spec_to_json
 
@@ -41,6 +42,7 @@ class Saved(Protocol):
     output_spec: Any
     deferred: frozenset[str]
     identity: Identity | None
+    reads: Reads
     lower_again: Callable[[Path], bytes | None] | None
 
     @property
@@ -81,6 +83,7 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
         "device": identity.device,
         "model": dict(identity.model),
         "signature": signature_to_json(identity.signature),
+        "reads": reads_to_json(program.reads),
         "inputs": [[name, str(layout)] for name, layout in program.inputs],
         "levels": dict(program.levels),
         "causes": dict(program.causes),

@@ -5,17 +5,24 @@ A model is asked for them several times a step, and torch walks all modules each
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import is_
+from itertools import chain
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardc.ir.reads import HOOKS, global_hooks
+
+_HELD = itemgetter("_modules", "_parameters", "_buffers", *HOOKS)
+_values: Any = methodcaller("values")
+
 
 @dataclass(frozen=True)
 class Mode:
-    """What of a model decides which program it runs, but for its inputs.
+    """What of a model decides which program it runs, but for its inputs and for what its code reads.
 
     Args:
         training: train or eval, of each module.
@@ -41,37 +48,36 @@ class Census:
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         self._parameters, self._buffers = _once(self.parameters), _once(self.buffers)
-        self._held = [_held(module) for module in self.modules]
+        self._attributes = list(map(vars, self.modules))
+        own = list(chain.from_iterable(map(_HELD, self._attributes)))
+        self._dicts = [*own, *global_hooks()]
+        self._sizes = list(map(len, self._dicts))
+        self._full = [held for held in self._dicts if held]
+        self._names, self._things = list(chain.from_iterable(self._full)), self._present()
 
     def holds(self) -> bool:
-        """Whether each module still has the same things under the same names."""
-        return all(map(_same, self._held, map(_held, self.modules)))
+        """Whether each module still has the same things, and the same hooks, under the same names."""
+        return (
+            all(map(is_, chain.from_iterable(map(_HELD, self._attributes)), self._dicts))
+            and list(map(len, self._dicts)) == self._sizes
+            and _same(chain.from_iterable(self._full), self._names)
+            and _same(self._present(), self._things)
+        )
+
+    def _present(self) -> list[Any]:
+        return list(chain.from_iterable(map(_values, self._full)))
 
     def mode(self) -> Mode:
         return Mode(
-            tuple([module.training for module in self.modules]),
+            tuple([attributes["training"] for attributes in self._attributes]),
             tuple([param.requires_grad for param in self._parameters]),
             tuple([tensor.dtype for tensor in (*self._parameters, *self._buffers)]),
         )
 
-    def set_mode(self, mode: Mode) -> None:
-        """Gives the same mode to another model of the same structure, whose parameters are on ``meta``."""
-        for module, training in zip(self.modules, mode.training, strict=True):
-            module.training = training
-        for param, needs in zip(self._parameters, mode.grads, strict=True):
-            param.requires_grad_(needs)
-        for tensor, dtype in zip((*self._parameters, *self._buffers), mode.dtypes, strict=True):
-            if tensor.dtype != dtype:
-                tensor.data = tensor.data.to(dtype)
 
-
-def _held(module: nn.Module) -> tuple[Any, ...]:
-    children, parameters, buffers = module._modules, module._parameters, module._buffers
-    return (*children, *children.values(), *parameters, *parameters.values(), *buffers, *buffers.values())
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
+def _same(now: Iterable[Any], before: list[Any]) -> bool:
+    """Whether ``now`` is, one by one, what was there before, of which there were as many."""
+    return all(map(is_, now, before))
 
 
 def _once(named: dict[str, Any]) -> list[Tensor]:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 
 TensorFn = Callable[[str, torch.Tensor], torch.Tensor]
+_HELD = ("_parameters", "_buffers", "_modules")
 
 
 def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     """A copy of the tree under ``module`` whose parameters and buffers are ``tensor_fn(name, tensor)``.
 
     ``name`` is the qualified name under which a tensor is first met. What is shared in the original (a module
-    or a tensor at several places) is shared in the copy; ``None`` entries stay None. Hooks, training flags
-    and other attributes are copied shallowly; an attribute that is itself a module or a parameter of the
-    tree (or a list, tuple or dict of them) outside ``_modules`` still refers to the original.
+    or a tensor at several places) is shared in the copy; ``None`` entries stay None. Other attributes are copied
+    shallowly, but for lists, tuples and dicts: what these, or attributes themselves, hold of the tree (a module, a
+    tensor, a method of a module) is the copy's. A function that holds a module, or an object of another class, is the
+    same in both.
     """
-    return _Cloner(tensor_fn).module(module, "")
+    return _Cloner(tensor_fn).clone(module)
 
 
 def subclass(module: nn.Module, mixin: type) -> None:
@@ -30,22 +36,39 @@ def subclass(module: nn.Module, mixin: type) -> None:
     module.__class__ = type(f"Sharded{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
 
 
+def unsharded(module: nn.Module) -> nn.Module:
+    """A module of the class that ``module`` had before `subclass`, with the very attributes of ``module``."""
+    cls: Any = type(module).__bases__[1]
+    view: nn.Module = cls.__new__(cls)
+    object.__setattr__(view, "__dict__", vars(module))
+    return view
+
+
 class _Cloner:
     def __init__(self, tensor_fn: TensorFn) -> None:
         self._tensor_fn = tensor_fn
-        self._modules: dict[nn.Module, nn.Module] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._made: dict[int, Any] = {}  # by the id of a module, a tensor or a container
+        self._originals: list[nn.Module] = []
 
-    def module(self, module: nn.Module, prefix: str) -> nn.Module:
-        if module in self._modules:
-            return self._modules[module]
-        clone = self._modules[module] = module.__new__(type(module))
-        clone.__dict__.update({key: _own(value) for key, value in module.__dict__.items()})
+    def clone(self, module: nn.Module) -> nn.Module:
+        made = self._module(module, "")
+        for original in self._originals:
+            own = {key: self._copy(value) for key, value in vars(original).items() if key not in _HELD}
+            vars(self._made[id(vars(original))]).update(own)
+        return made
+
+    def _module(self, module: nn.Module, prefix: str) -> nn.Module:
+        # By its attributes: an `unsharded` module is the one that it is a view of.
+        if id(vars(module)) in self._made:
+            return self._made[id(vars(module))]
+        clone: nn.Module = module.__new__(type(module))
+        self._made[id(vars(module))] = clone
+        self._originals.append(module)
         for kind in ("_parameters", "_buffers"):
             entries = getattr(module, kind).items()
             clone.__dict__[kind] = {name: self._tensor(tensor, prefix + name) for name, tensor in entries}
         clone.__dict__["_modules"] = {
-            name: None if child is None else self.module(child, f"{prefix}{name}.")
+            name: None if child is None else self._module(child, f"{prefix}{name}.")
             for name, child in module._modules.items()
         }
         return clone
@@ -53,11 +76,29 @@ class _Cloner:
     def _tensor(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in self._tensors:
-            self._tensors[id(tensor)] = self._tensor_fn(name, tensor)
-        return self._tensors[id(tensor)]
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = self._tensor_fn(name, tensor)
+        return self._made[id(tensor)]
 
-
-def _own(value: object) -> object:
-    """A shallow copy of the containers that a module changes in place (hooks, sets of names); all else as it is."""
-    return value.copy() if isinstance(value, dict | set | list) else value
+    def _copy(self, value: Any) -> Any:
+        """The copy's own of what an attribute holds."""
+        if isinstance(value, nn.Module):
+            return self._made.get(id(vars(value)), value)
+        if isinstance(value, torch.Tensor):
+            return self._made.get(id(value), value)
+        if isinstance(value, MethodType):
+            owner = self._copy(value.__self__)
+            return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if type(value) is tuple:
+            items = tuple(map(self._copy, value))
+            return value if all(one is other for one, other in zip(items, value, strict=True)) else items
+        if not isinstance(value, (dict, set, list)):
+            return value
+        if id(value) not in self._made:
+            made: Any = copy.copy(value)
+            self._made[id(value)] = made
+            if type(value) is list:
+                made[:] = map(self._copy, value)
+            elif type(value) in (dict, OrderedDict, defaultdict):
+                made.update([(key, self._copy(item)) for key, item in made.items()])
+        return self._made[id(value)]

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.comm import group_name
 from shardc.ir.host import MOVES
@@ -101,7 +102,8 @@ class Lockstep:
                 return [None if out is None else values[out] for out in node.args[0]]
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: values[read])
-                values[node] = self.call(node.target, *args, **kwargs)
+                with _compat.no_autocast():
+                    values[node] = self.call(node.target, *args, **kwargs)
             for read in dead.get(node, ()):
                 del values[read]
         raise AssertionError("the graph has no output")

@@ -24,6 +24,7 @@ from shardc.runtime.signature import Signature, call_key, fitting
 from shardc.runtime.state import State
 from shardc.runtime.step import Program
 from shardc.runtime.storage import refill
+from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.whole import full_state_dict, summon_full_params
 
 
@@ -31,6 +32,10 @@ class ShardedModule(nn.Module):
     """Mixed into the user's class by `shardc.compile`; see there."""
 
     shardc: State
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `forward`: hooks, and a ``forward`` of the module's own, are in the program."""
+        return ShardedModule.forward(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One step on this rank's local shards of the inputs.
@@ -110,7 +115,8 @@ class ShardedModule(nn.Module):
         state.explicit = True
         state.known.clear()
         program = state.program_for(args, kwargs)
-        state.programs.setdefault(state.signature(args, kwargs), program)
+        if program not in state.programs.values():  # one of many sizes, for this one
+            state.programs[state.signature(args, kwargs)] = program
         return program
 
     def shard_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +154,7 @@ class ShardedModule(nn.Module):
         if state.device_mesh is None:
             raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
         state.check()
-        made = init_weights(state.template, fn, state.storages, state.rank)
+        made = init_weights(state.present(), fn, state.storages, state.rank)
         for name, param in self.named_parameters():
             refill(param, state.homes[name].keep(made[name].to(param.dtype)), state.storages[name], state.rank)
         fresh: dict[int, Tensor] = {}
@@ -186,7 +192,7 @@ class ShardedModule(nn.Module):
         Raises:
             RuntimeError: something is missing, unexpected or of another shape; nothing is loaded then.
         """
-        changes.check_loads(self.shardc.template, state_dict, strict)
+        changes.check_loads(self.shardc.present(), state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -198,7 +204,8 @@ class ShardedModule(nn.Module):
     def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         """The program for a call on local inputs; what it takes to find it is done once for calls that are alike."""
         state = self.shardc
-        key = call_key(leaves, spec, state.census.mode(), state.sync.deferred())
+        around = Surroundings.now(state.device)
+        key = call_key(leaves, spec, state.census.mode(), around, state.sync.deferred())
         if key is not None and key in state.known:
             return state.known[key]
         program = self._found(args, kwargs, leaves, spec)

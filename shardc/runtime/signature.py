@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from shardc import _compat
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
+from shardc.ir.reads import Values
 from shardc.runtime.census import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
+from shardc.runtime.surroundings import Surroundings
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Signature:
         modes: train or eval, of each module.
         grads: whether each parameter needs a gradient.
         dtypes: of each parameter, then of each buffer.
+        surroundings: the states of torch that the call is made under.
+        reads: what else of the model its capture looked at, and what that was; () where one is looked for.
     """
 
     names: tuple[str, ...]
@@ -54,9 +58,13 @@ class Signature:
     modes: tuple[bool, ...]
     grads: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
+    surroundings: Surroundings
+    reads: Values = ()
 
     @classmethod
-    def of(cls, mode: Mode, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
+    def of(
+        cls, mode: Mode, surroundings: Surroundings, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Signature:
         """The signature of a call of a model in ``mode``.
 
         Raises:
@@ -64,7 +72,7 @@ class Signature:
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         described = tuple(map(_leaf, names, leaves))
-        return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes)
+        return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
         """The same with names in the place of sizes that change.
@@ -94,7 +102,9 @@ class Signature:
         return self.spec, tuple(type(x) for x in self.leaves)
 
 
-def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, deferred: frozenset[str]) -> Hashable | None:
+def call_key(
+    leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: Surroundings, deferred: frozenset[str]
+) -> Hashable | None:
     """All that finding a program for a call on local inputs looks at; None where each such call is a case of its own.
 
     Args:
@@ -109,7 +119,7 @@ def call_key(leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, deferred:
             described.append((isinstance(x, DTensor), x.shape, x.dtype, x.requires_grad))
         else:
             described.append((type(x), x))
-    key = spec, tuple(described), mode, deferred, torch.is_grad_enabled()
+    key = spec, tuple(described), mode, surroundings, deferred, torch.is_grad_enabled()
     try:
         hash(key)
     except TypeError:

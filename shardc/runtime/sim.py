@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
@@ -98,6 +99,12 @@ class Simulation:
         None is of an output that the loss does not use.
         """
         assert self._saved is not None, "call the simulation with grad=True first"
+        for name, param in self.module.named_parameters():
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise InputError(
+                    f"parameter {name!r} has a hook, which a simulation does not run",
+                    fix="remove it, or step the module on the ranks of a DeviceMesh",
+                )
         program, values = self._saved
         backward = program.backward
         assert backward is not None

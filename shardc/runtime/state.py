@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.errors import InputError
@@ -20,11 +20,15 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import changes
 from shardc.runtime.buffers import Buffers, MemoryUse
 from shardc.runtime.census import Census
+from shardc.runtime.clone import clone_tree, unsharded
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Compiled, Program, Runner
+from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
+from shardc.runtime.variants import Variants
+from shardc.runtime.watch import Watch
 
 Lower = Callable[..., Compiled]
 
@@ -34,6 +38,7 @@ class Build(Protocol):
 
     dynamic: Any
     families: Any
+    loss: Any
 
     def __call__(
         self,
@@ -46,7 +51,7 @@ class Build(Protocol):
 
     def sized(
         self,
-        template: nn.Module,
+        template: Callable[[], nn.Module],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
@@ -67,7 +72,7 @@ class State:
         device_mesh: None for a module that is only analysed or simulated.
         param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes cut in parts.
         groups: this rank's process groups; None without a device mesh.
-        template: the user's module with ``meta`` parameters at global shapes, for capture.
+        template: the user's module as it was, with ``meta`` parameters at global shapes; see `present`.
         storages: storage layout of each parameter.
         build: makes the programs.
         global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
@@ -81,10 +86,12 @@ class State:
         unit: (roles of the outputs, layout of an input) -> what its gradient is scaled by to be this rank's.
         buffers: the memory of collectives' results, of all programs.
         programs: by what they were made for; those that leave gradients unreduced are in ``deferring``.
+        variants: what the captures of programs read of the module, by signatures without that.
         known: the programs that calls found, by all that finding them looks at.
         explicit: whether `ShardedModule.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         owner: the module itself.
+        view: the same as its own class has it, which knows nothing of this.
     """
 
     mesh: Mesh
@@ -106,13 +113,17 @@ class State:
     buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Program] = field(default_factory=dict)
     deferring: dict[tuple[Signature, frozenset[str]], Program] = field(default_factory=dict)
+    variants: Variants = field(default_factory=Variants)
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
     known: dict[Any, Program] = field(default_factory=dict)
     owner: Any = None
+    view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
     _census: Census | None = None
     _checked: changes.Seen | None = None
+    _watch: Watch | None = None
+    _variants_now: dict[Signature, Signature] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -125,12 +136,12 @@ class State:
             InputError: these are no arguments of the model, with or without those of the loss.
         """
         own = len(args) - (self.loss_args or 0)
-        if self.loss_args is not None and own >= 0 and _refuses(self.template, args[:own], kwargs) is None:
+        if self.loss_args is not None and own >= 0 and _refuses(self.view, args[:own], kwargs) is None:
             return True
-        reason = _refuses(self.template, args, kwargs)
+        reason = _refuses(self.view, args, kwargs)
         if reason is None:
             return False
-        takes = f"{type(self.template).__name__}.forward{inspect.signature(self.template.forward)}"
+        takes = f"{type(self.view).__name__}.forward{inspect.signature(self.view.forward)}"
         after = f", and after these {self.loss_args} for the loss, by position" if self.loss_args else ""
         raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
@@ -139,25 +150,57 @@ class State:
 
         It is for training too, even where the first call is under ``torch.no_grad()``.
         """
-        key = self.signature(args, kwargs)
-        self.mark(key.names, args, kwargs)
+        call = self.signature(args, kwargs)
+        self.mark(call.names, args, kwargs)
         deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
-        if self.build.dynamic.names:
-            with torch.enable_grad():
-                sized = self.build.sized(self.template, args, kwargs, self.with_loss(args, kwargs), key, deferred)
-            if sized is not None:
-                return sized
-        if deferred:
-            if (key, deferred) not in self.deferring:
-                self.deferring[key, deferred] = self._built(args, kwargs, deferred)
-            return self.deferring[key, deferred]
-        if key not in self.programs:
-            self.programs[key] = self._built(args, kwargs)
-        return self.programs[key]
+        sized = self._sized(call, args, kwargs, deferred)
+        if sized is not None:
+            return sized
+        key = self._variant(call)
+        found = None if key is None else self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                found = self.build(self.present(), args, kwargs, self.with_loss(args, kwargs), deferred)
+            self.add(found, deferred)
+        return found
 
-    def _built(self, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str] = frozenset()) -> Program:
-        with torch.enable_grad():
-            return self.build(self.template, args, kwargs, self.with_loss(args, kwargs), deferred)
+    def _variant(self, call: Signature) -> Signature | None:
+        if call not in self._variants_now:
+            found = self.variants.find(call, self.view, self.build.loss)
+            if found is None:
+                return None
+            self._variants_now[call] = found
+        return self._variants_now[call]
+
+    def add(self, program: Any, deferred: frozenset[str] = frozenset()) -> None:
+        """Takes a program, to be found by the calls and the state of the module that it was made for."""
+        made = program.identity.signature
+        self.variants.add(made, program.reads)
+        if deferred:
+            self.deferring[made, deferred] = program
+        else:
+            self.programs[made] = program
+        self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
+
+    def _sized(
+        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str]
+    ) -> Program | None:
+        """The program for a call with dynamic sizes; None where there are none."""
+        if not self.build.dynamic.names:
+            return None
+        leaves = pytree.tree_leaves((tuple(args), kwargs))
+        dims, sizes = self.build.dynamic.of(list(zip(call.names, leaves, strict=True)))
+        if not sizes:
+            return None
+        kind = call.without(dims)
+        if kind not in self._variants_now:
+            self._variants_now[kind] = self.variants.find_sized(kind, self.view, self.build.loss)
+        key = self._variants_now[kind]
+        with torch.inference_mode(False), torch.enable_grad():
+            found = self.build.sized(self.present, args, kwargs, self.with_loss(args, kwargs), key, deferred)
+        if found is not None and self.variants.add_sized(key, found.reads, self.view, self.build.loss):
+            self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
+        return found
 
     def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Takes the dims of a call's tensors (by the names of its leaves) that are marked as dynamic for such."""
@@ -193,13 +236,12 @@ class State:
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
         mode = self.look().mode()
-        self._template.set_mode(mode)
-        return Signature.of(mode, self.input_names(args, kwargs), args, kwargs)
+        return Signature.of(mode, Surroundings.now(self.device), self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
         """A name for each leaf of a call's arguments."""
         extra = self.loss_args if self.with_loss(args, kwargs) else 0
-        return self.names(self.template, args, kwargs, extra)
+        return self.names(self.view, args, kwargs, extra)
 
     @cached_property
     def kept(self) -> dict[str, changes.Kept]:
@@ -209,7 +251,7 @@ class State:
 
     def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
-        self.owner = owner
+        self.owner, self.view = owner, unsharded(owner)
         self.sync.parameters = lambda: self.look().parameters
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
@@ -217,20 +259,34 @@ class State:
             changes.watch(owner)
 
     def look(self) -> Census:
-        """What the module holds now."""
+        """What the module holds now; forgets which programs calls found, where what these depend on has changed."""
         if self._census is None or not self._census.holds():
-            self._census, self._checked = Census(self.owner), None
+            self._census, self._checked, self._watch = Census(self.owner), None, None
+        elif self._watch is not None and not self._watch.holds():
+            self._watch = None
+        if self._watch is None:
+            self.known.clear()
+            self._variants_now.clear()
+            self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
         return self._census
+
+    def present(self) -> nn.Module:
+        """The user's module as it is now, with ``meta`` parameters at global shapes, for capture."""
+        strides = {name: param.stride() for name, param in self.template.named_parameters(remove_duplicate=False)}
+
+        def tensor(name: str, x: Tensor) -> Tensor:
+            made = torch.empty_strided(x.shape, strides.get(name, x.stride()), dtype=x.dtype, device="meta")
+            return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+
+        made = clone_tree(self.view, tensor)
+        vars(made).pop("shardc")
+        return made
 
     @property
     def census(self) -> Census:
         """What the module held at the last `look`."""
         assert self._census is not None
         return self._census
-
-    @cached_property
-    def _template(self) -> Census:
-        return Census(self.template)
 
     def check(self, runs: bool = False) -> None:
         """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""

@@ -11,12 +11,14 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
+from shardc import _compat
 from shardc.ir import graph as ir
 from shardc.ir.arena import MemoryPlan
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
+from shardc.ir.reads import Reads
 from shardc.ir.tally import group_axes
 from shardc.runtime.agreement import agree
 from shardc.runtime.autograd import Step, watch_optimizers
@@ -50,6 +52,8 @@ class Program(Protocol):
     output_spec: Any
     deferred: frozenset[str]
     cached: bool
+    identity: Any
+    reads: Reads
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Any]: ...
 
@@ -149,7 +153,7 @@ class Runner:
     def _call(self, compiled: Compiled, inputs: list[Tensor], gm: fx.GraphModule, which: str) -> Sequence[Any]:
         """What a lowered graph gives; where it fails in a collective, the error names that."""
         try:
-            with self.buffers.planned(compiled.plan):
+            with self.buffers.planned(compiled.plan), _compat.no_autocast():
                 made = compiled(inputs)
             settle()
             return made
@@ -177,10 +181,11 @@ class Runner:
                 agree(self.groups, self.program.certificate(training=which == "forward").text())
             use_groups(graph, self.groups)
             prepare(graph.graph)
-            self._compiled[which] = self.lower(
-                graph, backward=part or which == "backward", inference=which == "inference",
-                cached=self.program.cached and not part,
-            )  # fmt: skip
+            with _compat.no_autocast():  # the graph has its casts
+                self._compiled[which] = self.lower(
+                    graph, backward=part or which == "backward", inference=which == "inference",
+                    cached=self.program.cached and not part,
+                )  # fmt: skip
         return self._compiled[which]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:

@@ -45,6 +45,8 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
     "a module is replaced": lambda m: m.__setitem__(2, nn.Linear(4, 4)),
     "modules change places": _swap_names,
     "a module comes, deep inside": lambda m: m[2].add_module("inner", nn.ReLU()),
+    "a hook comes": lambda m: m[2].register_forward_hook(lambda module, args, out: None),
+    "a backward hook comes": lambda m: m.register_full_backward_hook(lambda module, grads, others: None),
 }
 
 
@@ -68,13 +70,8 @@ def test_it_notices(change: Callable[[nn.Module], object]) -> None:
     ],
     ids=["mode", "requires_grad", "dtype", "dtype of a buffer"],
 )
-def test_modes_differ_and_are_taken_over(change: Callable[[nn.Module], object]) -> None:
+def test_modes_differ(change: Callable[[nn.Module], object]) -> None:
     made = model()
-    with torch.device("meta"):
-        template = model()
     before = Census(made).mode()
     change(made)
-    after = Census(made).mode()
-    assert after != before
-    Census(template).set_mode(after)
-    assert Census(template).mode() == after
+    assert Census(made).mode() != before

@@ -1,0 +1,114 @@
+"""What Dynamo read while it traced a model, from the guards that it would check before using the trace again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch._dynamo import functional_export
+
+from shardc.capture.source import users_own
+from shardc.errors import CaptureError
+from shardc.ir.reads import Lookup, Read, Reads, module_name, parse
+
+# By the name of a guard, what it looks at; guards that are not here look at a value.
+_WHAT: dict[str, Any] = {
+    "TYPE_MATCH": "type",
+    "SEQUENCE_LENGTH": "length", "TUPLE_ITERATOR_LEN": "length", "DICT_LENGTH": "length",
+    "DICT_KEYS_MATCH": "keys", "DICT_CONST_KEYS": "keys", "MAPPING_KEYS_CHECK": "keys",
+    "DICT_CONTAINS": "has", "DICT_NOT_CONTAINS": "has", "SET_CONTAINS": "has", "SET_NOT_CONTAINS": "has",
+    "HASATTR": "has", "NOT_PRESENT_IN_GENERIC_DICT": "own",
+}  # fmt: skip
+# What others look after: the arguments, the modules' own tensors, the surroundings of the call.
+_NOT_READS = {
+    "DUPLICATE_INPUT", "OBJECT_ALIASING", "EMPTY_NN_MODULE_HOOKS_DICT", "SHAPE_ENV", "WEAKREF_ALIVE", "DATA_PTR_MATCH",
+}  # fmt: skip
+_HELD = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
+_MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
+
+
+@contextmanager
+def recorded() -> Iterator[list[Any]]:
+    """What Dynamo returns to its export, for each trace in the block."""
+    traces: list[Any] = []
+    before = functional_export.fullgraph_capture
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        traces.append(before(*args, **kwargs))
+        return traces[-1]
+
+    functional_export.fullgraph_capture = record
+    try:
+        yield traces
+    finally:
+        functional_export.fullgraph_capture = before
+
+
+def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
+    """What a trace of ``loss(model(...))`` read.
+
+    Raises:
+        CaptureError: it read a tensor that needs a gradient and is neither a parameter of the model nor an input.
+    """
+    output = trace.graph_capture_output.output_graph
+    imported = dict(trace.graph_capture_output.import_sources)
+    scopes: dict[str, Any] = {}
+    found = {Read("model", "hooks")}
+    held, modules = {id(x) for x in (*model.parameters(), *model.buffers())}, set(model.modules())
+    for guard in output.guards:
+        create = guard.create_fn
+        kind, given = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
+        lookup = Lookup(model, loss, scopes)
+        text = _expression(guard.originating_source, imported, output.global_scope, scopes)
+        if text is None or kind in _NOT_READS:
+            continue
+        what, key = _WHAT.get(kind, "value"), given.get("attr", given.get("key"))
+        read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
+        if read.what != "value" and _HELD.search(text):
+            continue
+        path = parse(text)
+        try:
+            value = lookup(path)
+            if path[0] == "attribute" and path[2] == "training" and lookup(path[1]) in modules:
+                continue
+        except (AttributeError, KeyError, IndexError, TypeError):
+            continue  # such as what the trace put there for itself
+        if isinstance(value, Tensor):
+            if id(value) in held:
+                continue
+            if value.requires_grad and not text.startswith("loss"):
+                raise _foreign(text, value, guard)
+        found.add(read)
+    return Reads(tuple(sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))), scopes)
+
+
+def _expression(source: Any, imported: dict[str, str], scope: Any, scopes: dict[str, Any]) -> str | None:
+    """The source of a guard in terms of ``model`` and ``loss``; None where it is neither theirs nor a global."""
+    text = source.name if isinstance(source.name, str) else source.name()
+    text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
+
+    def name(found: re.Match[str]) -> str:
+        if found[1] in imported:
+            return f"module({module_name(imported[found[1]])!r})"
+        if not found[1].startswith("___unnamed_scope"):
+            return found[0]
+        known = f"globals{list(scopes.values()).index(scope[found[1]])}" if scope[found[1]] in scopes.values() else ""
+        scopes.setdefault(known := known or f"globals{len(scopes)}", scope[found[1]])
+        return f"scope({known!r})"
+
+    text = re.sub(r"G\['(\w+)'\]", name, text)
+    return text if text and not re.search(r"\b[LG]\[", text) else None
+
+
+def _foreign(text: str, value: Tensor, guard: Any) -> CaptureError:
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
+    return CaptureError(
+        f"forward reads {text}, a tensor of shape {list(value.shape)} that needs a gradient and is no parameter of the "
+        "compiled model",
+        source=users_own(frames) or None,
+        fix="reach it from self (an attribute, or a list of modules): a function that holds the model, or a parameter "
+        "of it, holds the one that was compiled, not the compiled one",
+    )

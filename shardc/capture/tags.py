@@ -1,0 +1,79 @@
+"""Marks on activations that a plan names: ops in the trace that do nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.capture.annotate import PREFIX
+
+
+@dataclass(frozen=True)
+class Tag:
+    """Where to put an `ops.tag` in the trace: on a module's input or output, tensor (or keyword) ``index`` of it."""
+
+    module: str
+    where: str
+    index: int | str
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.where}.{self.index}"
+
+
+@torch.library.custom_op("shardc::tag", mutates_args=())
+def mark(x: Tensor, name: str) -> Tensor:
+    return x.clone()
+
+
+mark.register_fake(lambda x, name: torch.empty_like(x))
+mark.register_autograd(
+    lambda ctx, grad: (mark(grad, ctx.name), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "name", inputs[1]),
+)
+
+
+@contextlib.contextmanager
+def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
+    """Hooks that pass the tagged inputs and outputs through ``shardc::tag``."""
+    handles = []
+    modules = dict(root.named_modules())
+    for tag in tags:
+        module = modules[(PREFIX + tag.module).rstrip(".")]
+        if tag.where == "input":
+            handles.append(module.register_forward_pre_hook(partial(_replace_inputs, tag), with_kwargs=True))
+        else:
+            handles.append(module.register_forward_hook(lambda _m, _args, output, tag=tag: _replace(output, tag)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _replace_inputs(tag: Tag, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
+
+
+def _replace(values: Any, tag: Tag) -> Any:
+    """``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if it is there."""
+    if isinstance(values, Tensor):
+        return mark(values, tag.name) if tag.index == 0 else values
+    if not isinstance(values, (tuple, list, dict)):
+        return values
+    places = list(values) if isinstance(values, dict) else range(len(values))
+    tensors = [at for at in places if isinstance(values[at], Tensor)]
+    if isinstance(tag.index, int):
+        tensors = tensors[tag.index : tag.index + 1]
+    else:
+        tensors = [at for at in tensors if at == tag.index]
+    made = dict(values) if isinstance(values, dict) else list(values)
+    for at in tensors:
+        made[at] = mark(values[at], tag.name)
+    return tuple(made) if isinstance(values, tuple) else made

@@ -1,0 +1,229 @@
+"""What of a model a program depends on besides its tensors: what its capture read, and what that is now.
+
+Attributes, items of containers, globals, cells and functions are named by expressions: ``model._modules['drop'].p``,
+``module('mine').ALPHA``. An expression is looked up by what stands here, never by running it as code.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import hashlib
+import sys
+import types
+from collections.abc import Callable, KeysView, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _nn
+
+Path = tuple[Any, ...]
+Values = tuple[tuple[str, str], ...]
+GONE = "nothing"
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
+HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+_MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
+_MISSING = (AttributeError, KeyError, IndexError, TypeError)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "dict": lambda x: x,  # a copy would be looked up just the same
+    "list": lambda x: _row(x),
+    "tuple": lambda x: _row(x),
+    "type": type,
+    "dict.keys": lambda x: x.keys(),
+    "getattr": getattr,
+    "object.__getattribute__": getattr,
+    "dict.__getitem__": lambda x, key: x[key],
+    "list.__getitem__": lambda x, key: x[key],
+}
+
+
+@dataclass(frozen=True)
+class Read:
+    """One thing that a capture looked at.
+
+    Args:
+        expression: where it is.
+        what: "value", "type", "length", "keys", "has" (an attribute, or a key), "own" (an attribute of the object
+            itself, not of its class), or "hooks" (of all modules of a model).
+        key: the attribute or key of "has" and "own".
+    """
+
+    expression: str
+    what: Literal["value", "type", "length", "keys", "has", "own", "hooks"] = "value"
+    key: bool | int | float | str | None = None
+
+    def __str__(self) -> str:
+        return self.expression if self.what == "value" else f"{self.what} {self.key or ''} of {self.expression}"
+
+
+@dataclass(frozen=True)
+class Reads:
+    """All that a capture looked at.
+
+    Args:
+        scopes: the globals of functions whose module cannot be imported, by name.
+    """
+
+    found: tuple[Read, ...] = ()
+    scopes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def values(self, model: nn.Module, loss: Any = None) -> Values:
+        """What each is now, as text that is the same in each process."""
+        at = Lookup(model, loss, self.scopes)
+        return tuple((str(read), at.text(read)) for read in self.found)
+
+
+class Lookup:
+    """Finds what expressions name; what several have in common is looked up once.
+
+    Args:
+        model, loss: what ``model`` and ``loss`` stand for.
+    """
+
+    def __init__(self, model: nn.Module, loss: Any = None, scopes: Mapping[str, Any] | None = None) -> None:
+        self._known: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
+        self._scopes = scopes or {}
+
+    def __call__(self, path: Path) -> Any:
+        """Raises AttributeError, KeyError, IndexError or TypeError where there is nothing."""
+        if path not in self._known:
+            self._known[path] = self._found(*path)
+        return self._known[path]
+
+    def _found(self, kind: str, first: Any, *more: Any) -> Any:
+        if kind == "constant":
+            return first
+        if kind == "module":
+            return sys.modules["__main__" if first == _MAIN else first]
+        if kind == "scope":
+            return self._scopes[first]
+        if kind == "attribute":
+            return getattr(self(first), more[0])
+        if kind == "item":
+            return self(first)[self(more[0])]
+        if kind == "call":
+            return _FUNCTIONS[first](*map(self, more))
+        raise KeyError(first)
+
+    def text(self, read: Read) -> str:
+        """What ``read`` is now."""
+        try:
+            value = self(parse(read.expression))
+        except _MISSING:
+            return GONE
+        if read.what == "has":
+            keys = isinstance(value, (dict, set, frozenset))
+            return str(read.key in value if keys else hasattr(value, str(read.key)))
+        if read.what == "own":
+            return str(read.key in getattr(value, "__dict__", ()))
+        if read.what == "hooks":
+            return "; ".join(hooks_of(value))
+        if read.what == "type":
+            return _name(type(value))
+        if read.what in ("length", "keys"):
+            return f"{_name(type(value))} of {len(value) if read.what == 'length' else list(map(text_of, value))}"
+        return text_of(value)
+
+
+@lru_cache(maxsize=8192)
+def parse(expression: str) -> Path:
+    """What an expression names, as nested tuples.
+
+    Raises:
+        KeyError: something that is no such expression.
+    """
+    try:
+        return _path(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise KeyError(expression) from error
+
+
+def _path(node: ast.expr) -> Path:
+    if isinstance(node, ast.Name):
+        return "name", node.id
+    if isinstance(node, ast.Attribute):
+        return "attribute", _path(node.value), node.attr
+    if isinstance(node, ast.Subscript):
+        return "item", _path(node.value), _path(node.slice)
+    if not isinstance(node, ast.Call):
+        return "constant", ast.literal_eval(node)
+    function = ast.unparse(node.func)
+    if function in ("module", "scope"):
+        return function, ast.literal_eval(node.args[0])
+    args = [_path(arg) for arg in node.args]
+    return ("attribute", args[0], args[1][1]) if function == "getattr" else ("call", function, *args)
+
+
+def _row(x: Any) -> list[Any]:
+    if not isinstance(x, (dict, list, tuple, set, frozenset, KeysView)):
+        raise TypeError(x)
+    return list(x)
+
+
+def hooks_of(model: nn.Module) -> list[str]:
+    """The hooks of all modules of ``model``, then those of all modules that there are."""
+    own = [
+        f"{path}.{kind} {text_of(hook)}{' with kwargs' * (key in getattr(module, f'{kind}_with_kwargs', ()))}"
+        for path, module in model.named_modules()
+        for kind in HOOKS
+        for key, hook in getattr(module, kind).items()
+    ]
+    return own + [text_of(hook) for held in global_hooks() for hook in held.values()]
+
+
+def global_hooks() -> list[dict[int, Any]]:
+    """The hooks of all modules that there are, kind by kind."""
+    return [getattr(_nn, f"_global{kind}") for kind in HOOKS]
+
+
+def text_of(value: Any) -> str:
+    """A value as text: of constants and tensors what they are, of functions their code, of other objects the class."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)) and not isinstance(value, enum.Enum):
+        return repr(value) if type(value) in (type(None), bool, str) else f"{_name(type(value))} {value!r}"
+    if isinstance(value, enum.Enum):
+        return f"{_name(type(value))}.{value.name}"
+    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        return str(value)
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    if isinstance(value, type):
+        return _name(value)
+    if isinstance(value, types.ModuleType):
+        return f"module {module_name(value.__name__)}"
+    if isinstance(value, types.MethodType):
+        return f"method {text_of(value.__func__)} of {_name(type(value.__self__))}"
+    if isinstance(value, types.FunctionType):
+        return f"{_name(value)} {_hash(_code(value.__code__))}"
+    if isinstance(value, (tuple, list)):
+        return f"{_name(type(value))}({', '.join(map(text_of, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{_name(type(value))}({', '.join(sorted(map(text_of, value)))})"
+    return _name(value) if hasattr(value, "__qualname__") else _name(type(value))
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Shape, dtype, and a hash of the values where there are any."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return text if tensor.is_meta else f"{text} sha256 {_hash(repr(tensor.detach().reshape(-1).tolist()))}"
+
+
+def module_name(name: str) -> str:
+    """The name of a module, of one that runs as ``python -m name`` too."""
+    return _MAIN if name == "__main__" else name
+
+
+def _name(thing: Any) -> str:
+    return f"{module_name(str(thing.__module__))}.{thing.__qualname__}".removeprefix("builtins.")
+
+
+def _code(code: types.CodeType) -> str:
+    constants = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
+    return f"{code.co_code!r}{constants}{code.co_names}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

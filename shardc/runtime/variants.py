@@ -1,0 +1,77 @@
+"""Programs of calls that are alike but for what the model's code read: attributes, containers, globals, hooks."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from shardc.errors import ShardcWarning
+from shardc.ir.reads import Reads, Values
+from shardc.runtime.signature import Signature
+
+_MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
+
+
+class Variants:
+    """What the captures of one module read, and what that was at the time."""
+
+    def __init__(self) -> None:
+        self._fixed: dict[Signature, list[tuple[Reads, Values]]] = {}
+        self._sized: dict[Signature, list[dict[Reads, Values]]] = {}
+
+    def reads(self) -> Iterator[Reads]:
+        """All that any of them read."""
+        yield from (reads for each in self._fixed.values() for reads, _ in each)
+        yield from (reads for each in self._sized.values() for one in each for reads in one)
+
+    def find(self, call: Signature, model: nn.Module, loss: Any) -> Signature | None:
+        """The signature of the program for a call of ``model`` as it is now, or None where there is none yet."""
+        for reads, values in self._fixed.get(call, ()):
+            if reads.values(model, loss) == values:
+                return replace(call, reads=values)
+        return None
+
+    def add(self, made: Signature, reads: Reads) -> None:
+        """Notes what the capture for ``made`` read; warns where there are many that differ in nothing else."""
+        known = self._fixed.setdefault(replace(made, reads=()), [])
+        if (reads, made.reads) in known:
+            return
+        known.append((reads, made.reads))
+        if len(known) >= _MANY and len(known) & (len(known) - 1) == 0:
+            warnings.warn(ShardcWarning(_changing([values for _, values in known])), stacklevel=2)
+
+    def find_sized(self, call: Signature, model: nn.Module, loss: Any) -> Signature:
+        """As `find`, for a call without its dynamic sizes; where there is none yet, a signature of its own."""
+        known = self._sized.setdefault(call, [])
+        for at, each in enumerate(known):
+            if all(reads.values(model, loss) == values for reads, values in each.items()):
+                return replace(call, reads=(("variant", str(at)),))
+        known.append({})
+        return replace(call, reads=(("variant", str(len(known) - 1)),))
+
+    def add_sized(self, found: Signature, reads: Reads, model: nn.Module, loss: Any) -> bool:
+        """Notes what the capture of a program for a call that `find_sized` found has read; whether that is new."""
+        each = self._sized[replace(found, reads=())][int(found.reads[0][1])]
+        new = reads not in each
+        each.setdefault(reads, reads.values(model, loss))
+        return new
+
+
+def _changing(variants: list[Values]) -> str:
+    held = [dict(values) for values in variants]
+    differ = [name for name in held[-1] if len({values.get(name) for values in held}) > 1]
+    shown = [f"{_shown(name)} is {held[-1][name]} and was {held[-2].get(name, 'not read')}" for name in differ[:3]]
+    return (
+        f"the module was compiled {len(variants)} times for calls that differ only in what its code reads, last "
+        f"because {' and '.join(shown)}; what changes from step to step should be an input or a buffer, which are "
+        "tensors, or not be read in forward"
+    )
+
+
+def _shown(name: str) -> str:
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", name)

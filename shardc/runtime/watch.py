@@ -1,0 +1,107 @@
+"""Whether what programs read of a model is still what it was: asked in front of each step, in some 10 microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import contains, is_, itemgetter
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardc.ir.reads import GONE, Lookup, Path, Read, Reads, parse
+
+_HELD = ("_modules", "_parameters", "_buffers")  # which the census looks at
+_MISSING = (AttributeError, KeyError, IndexError, TypeError)
+
+
+class Watch:
+    """What was read of a model, as it is now.
+
+    Places are compared by identity, so that `holds` may be False where all values are equal; never True where they
+    are not, but for what is inside of objects that say nothing of their attributes.
+    """
+
+    def __init__(self, reads: Iterable[Reads], model: nn.Module, loss: Any) -> None:
+        self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}  # mapping -> key -> value
+        self._own: dict[tuple[int, str], tuple[Any, str]] = {}  # names that are not in the __dict__ of an object
+        self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> what iterating it gives
+        self._tensors: list[tuple[Tensor, int]] = []
+        self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
+        for each in {id(one): one for one in reads}.values():
+            lookup = Lookup(model, loss, each.scopes)
+            seen: set[Path] = set()
+            for read in each.found:
+                if read.what != "hooks":  # which the census looks at, too
+                    self._note(read, lookup, seen)
+        # Its first key twice: an itemgetter of one key would give no tuple.
+        self._getters = [(itemgetter(*found, next(iter(found))), held) for held, found in self._items.values()]
+        self._values = [value for get, held in self._getters for value in get(held)]
+        self._absent = [held for held, _ in self._own.values()], [name for _, name in self._own.values()]
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        try:
+            now = [value for get, held in self._getters for value in get(held)]
+        except KeyError:
+            return False
+        return (
+            all(map(is_, now, self._values))
+            and not any(map(contains, *self._absent))
+            and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
+            and all(tensor._version == version for tensor, version in self._tensors)
+            and all(_same(getattr(held, name, GONE), value) for held, name, value in self._rest)
+        )
+
+    def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
+        path = parse(read.expression)
+        try:
+            self._path(path, lookup, seen)
+            value = lookup(path)
+        except _MISSING:
+            return
+        if read.what in ("length", "keys") or read.what == "has" and isinstance(value, (dict, set, frozenset)):
+            self._row(value)
+        elif read.what == "has":
+            self._rest.append((value, str(read.key), getattr(value, str(read.key), GONE)))
+        elif read.what == "own":
+            self._attribute(value, str(read.key))
+        elif isinstance(value, Tensor) and not value.is_inference():
+            self._tensors.append((value, value._version))
+
+    def _path(self, path: Path, lookup: Lookup, seen: set[Path]) -> None:
+        """Notes each place on the way to what ``path`` names."""
+        if path in seen:
+            return
+        seen.add(path)
+        kind, *more = path
+        if kind not in ("attribute", "item", "call"):
+            return
+        for part in more:
+            if isinstance(part, tuple):
+                self._path(part, lookup, seen)
+        if kind == "attribute":
+            self._attribute(lookup(more[0]), more[1])
+        elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _HELD):
+            held, key = lookup(more[0]), lookup(more[1])
+            if isinstance(held, (dict, MappingProxyType)):
+                self._items.setdefault(id(held), (held, {}))[1][key] = held[key]
+            else:
+                self._row(held)
+
+    def _row(self, held: Any) -> None:
+        if not isinstance(held, (tuple, str)):  # nothing of these changes
+            self._rows[id(held)] = held, tuple(held)
+
+    def _attribute(self, held: Any, name: str) -> None:
+        own: Mapping[str, Any] = getattr(held, "__dict__", {})
+        if name in own:
+            self._items.setdefault(id(own), (own, {}))[1][name] = own[name]
+            return
+        self._own[id(held), name] = own, name
+        if name not in ("__dict__", "__mro__") and not isinstance(held, nn.Module):
+            self._rest.append((held, name, getattr(held, name, GONE)))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (callable(one) and one == other)
