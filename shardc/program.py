@@ -383,6 +383,7 @@ def build_program(
             passes.Simplify(options.cost),
             *spelled,
             offload(deferred),
+            passes.Settle(),
         ),
         captured.graph,
         hook,
