@@ -36,8 +36,10 @@ class Stack(nn.Module):
         return x
 
 
-def backward(model: nn.Module, mesh: Mesh, plan: shardc.Plan, no_sync: bool = False) -> fx.Graph:
-    options = shardc.Options(bucket_size=0, max_in_flight=-1, direct=True)
+def backward(
+    model: nn.Module, mesh: Mesh, plan: shardc.Plan, no_sync: bool = False, bucket_size: int = 0
+) -> fx.Graph:
+    options = shardc.Options(bucket_size=bucket_size, max_in_flight=-1, direct=True)
     with torch.device("meta"):
         module = shardc.compile(model, mesh, plan, loss=lambda y: y.float().square().mean(), options=options)
     if no_sync:
@@ -111,3 +113,17 @@ def test_what_is_summed_up_without_reduction_is_cast_where_it_is_made() -> None:
     casts = [node for role, node in ir.outputs(graph) if role.kind == "grad"]
     assert len(casts) == 2 * LAYERS and all(ir.value(node).dtype == torch.float32 for node in casts)
     assert [products_between(graph, node) for node in casts] == [0] * len(casts)
+
+
+@pytest.mark.parametrize(("bucket", "counts"), [(0, (12, 12)), (4 << 20, (6, 2))])
+def test_a_gradient_that_is_reduced_twice_is_not_waited_for_in_between(bucket: int, counts: tuple[int, int]) -> None:
+    """Under hsdp the second reduction starts behind the next of the first kind, under the products between."""
+    with torch.device("meta"):
+        model = Stack(width=8 * WIDTH)  # 2 MiB a weight, a quarter of it on each rank
+    graph = backward(model, Mesh(rep=2, dp=4), hsdp(shard="dp", replicate="rep", level=2), bucket_size=bucket)
+    order = {node: at for at, node in enumerate(graph.nodes)}
+    scatters = [node for node in reductions(graph) if "reduce_scatter" in str(node.target)]
+    again = [node for node in reductions(graph) if "all_reduce" in str(node.target)]
+    assert (len(scatters), len(again)) == counts
+    for node, following in zip(scatters, scatters[1:], strict=False):
+        assert all(order[following] < order[wait] for wait in waits_of(node))
