@@ -13,6 +13,7 @@ from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
 from shardc.passes.starts import is_start, leaving, result_bytes, waits_of
 
+
 @dataclass(frozen=True)
 class Schedule:
     """Starts collectives and moves early and waits for them late; the values are the same.
@@ -23,8 +24,8 @@ class Schedule:
     wait stands in front of the first use; of a collective whose results only leave the graph, where more than that
     would be on its way. A move to the device starts ahead of its gather (or first use) in the same way. A reduced
     gradient that is reduced over other axes too, or goes to the host, is waited for, and goes on, when the next
-    reduction starts; what is moved to the host is waited for at the end, where nothing else is left to start. The collectives start in one order, the
-    same on every rank, since every rank has this graph.
+    reduction starts; what is moved to the host is waited for at the end, where nothing else is left to start. The
+    collectives start in one order, the same on every rank, since every rank has this graph.
 
     Args:
         max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives

@@ -36,9 +36,7 @@ class Stack(nn.Module):
         return x
 
 
-def backward(
-    model: nn.Module, mesh: Mesh, plan: shardc.Plan, no_sync: bool = False, bucket_size: int = 0
-) -> fx.Graph:
+def backward(model: nn.Module, mesh: Mesh, plan: shardc.Plan, no_sync: bool = False, bucket_size: int = 0) -> fx.Graph:
     options = shardc.Options(bucket_size=bucket_size, max_in_flight=-1, direct=True)
     with torch.device("meta"):
         module = shardc.compile(model, mesh, plan, loss=lambda y: y.float().square().mean(), options=options)
