@@ -5,12 +5,13 @@
     benchmarks/two_hosts.sh 1gbit python benchmarks/train_step.py --size tiny --steps 15
 
 Every row (see benchmarks/peers/) trains the same model on the same batches: AdamW, float32, gloo, one thread a
-rank. Each has worker processes of its own; the rows of a family take turns step by step, so that what else the
-machine does falls on all alike, and only the row whose turn it is has work to do. Families run one after another,
-each with the limit (every rank alone on its share of the batch) beside it. All rows of a family are in memory at
-once, as far as it has room for them by what one device took; larger families are cut into parts, each with the limit
-and shardc's rows (`--at-once` says how many rows, `--rows` picks fewer). A row that cannot run says why and the others
-go on. What was measured of a family is in the files as soon as the family is through.
+rank; rows of "bf16" cast parameters to it and reduce gradients in float32. Each has worker processes of its own; the
+rows of a family take turns step by step, so that what else the machine does falls on all alike, and only the row whose
+turn it is has work to do. Families run one after another, each with the limit (every rank alone on its share of the
+batch, in float32) beside it. All rows of a family are in memory at once, as far as it has room for them by what one
+device took; larger families are cut into parts, each with the limit and shardc's rows (`--at-once` says how many rows,
+`--rows` picks fewer). A row that cannot run says why and the others go on. What was measured of a family is in the
+files as soon as the family is through.
 
 Started by itself it runs two ranks on this machine; under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
 MASTER_PORT set, it is one of the hosts of a run.
@@ -141,8 +142,8 @@ def _conditions(options: argparse.Namespace) -> list[str]:
     return [
         f"{now}; torch {torch.__version__}; {dist.get_world_size()} ranks on {os.cpu_count()} cores; gloo over {link}",
         f"load averages before: {load} (the run itself makes about {dist.get_world_size()})",
-        f"AdamW, float32, one thread a rank; {options.steps} timed steps after {options.warmup}, "
-        "rows of a family in turn",
+        f"AdamW, float32 (rows of bf16: computed in it), one thread a rank; {options.steps} timed steps after "
+        f"{options.warmup}, rows of a family in turn",
         f"first step: rows share the compilers' cache, {'kept from earlier runs' if options.cache else 'new'}; "
         "what an earlier row compiled costs nothing",
     ]

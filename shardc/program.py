@@ -239,7 +239,8 @@ class Program:
         else:
             first = self.forward or self.inference
             step = of_halves(first.graph, self.backward and self.backward.graph, levels)
-        useful = (model_flops if folded is None else folded.model_flops)(self.graph("collectives")) / self.mesh.ranks
+        # Before ``pad``: what is computed on filling is of no use.
+        useful = (model_flops if folded is None else folded.model_flops)(self.graph("seed")) / self.mesh.ranks
         described = find(hardware) if isinstance(hardware, str) else hardware
         return build(
             step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=causes,
@@ -383,6 +384,7 @@ def build_program(
             passes.Simplify(options.cost),
             *spelled,
             offload(deferred),
+            passes.Settle(),
         ),
         captured.graph,
         hook,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 import shardc
 from examples.models import gpt2, llama
@@ -119,6 +120,59 @@ def test_what_is_folded_is_what_is_whole(model: str, layers: int, plan: str) -> 
     make, tp = MODELS[model]
     said_of, axes = PLANS[plan]
     check(lambda: make(layers), said_of(tp), layers > 4, **axes)
+
+
+HALF = shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+
+
+class Checkpointed(llama.Llama):
+    """Its blocks run again in backward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        cos, sin = llama.rotary_tables(tokens.shape[1], self.config, like=x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def checkpointed_of(layers: int) -> Any:
+    config = llama.LlamaConfig(layers=layers)
+    with torch.device("meta"):
+        return Checkpointed(config), llama.batch(config), llama.loss
+
+
+def tied_of(layers: int) -> Any:
+    """Its head is its embedding."""
+    made = llama_of(layers)
+    made[0].head.weight = made[0].embed.weight
+    return made
+
+
+def llama_sp(axis: str) -> shardc.Plan:
+    return llama.llama_tp(axis, sequence=True)
+
+
+LOW: dict[str, tuple[Callable[[int], Any], shardc.Plan, dict[str, int]]] = {
+    "fsdp": (llama_of, shardc.fsdp("dp") | HALF, {"dp": 2}),
+    "fsdp of parameters alone": (llama_of, shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16), {"dp": 2}),
+    "hsdp": (llama_of, shardc.hsdp(shard="dp", replicate="rep") | HALF, {"rep": 2, "dp": 2}),
+    "tp+sp": (llama_of, shardc.fsdp("dp") | llama_sp("tp") | HALF, {"dp": 2, "tp": 2}),
+    "checkpointed": (checkpointed_of, shardc.fsdp("dp") | HALF, {"dp": 2}),
+    "checkpointed, tp+sp": (checkpointed_of, shardc.fsdp("dp") | llama_sp("tp") | HALF, {"dp": 2, "tp": 2}),
+    "tied": (tied_of, shardc.fsdp("dp") | HALF, {"dp": 2}),
+    "uneven": (llama_of, shardc.fsdp("dp") | HALF, {"dp": 3}),
+    "offloaded": (lambda layers: stack(layers), shardc.fsdp("dp") | shardc.offload("layers.*") | HALF, {"dp": 2}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in ("hsdp", "checkpointed") else [pytest.mark.long]) for case in LOW]
+)
+def test_what_is_folded_in_low_precision_is_what_is_whole(case: str) -> None:
+    make, plan, axes = LOW[case]
+    check(lambda: make(7), plan, True, **axes)
 
 
 def test_the_graphs_are_those_of_the_whole_model() -> None:

@@ -18,9 +18,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardc.runtime.groups  # noqa: F401  (implements the collectives)
 from shardc.errors import VerifyError
 from shardc.ir.emitted import check_order, collective_at, of_graph, of_source
-from shardc.lower import lower
+from shardc.ir.flops import is_dense
+from shardc.lower import _decomposed, lower
 
-c10d, direct = torch.ops._c10d_functional, torch.ops.shardc
+aten, c10d, direct = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
 GROUP = "shardc:dp"
 
 
@@ -51,6 +52,40 @@ def emitted(inference: bool) -> tuple[fx.GraphModule, str]:
     # A cache could give the code of another version.
     with inductor_config.patch(force_disable_caches=True):
         return gm, lower(gm, "inductor", inference=inference).source_code  # type: ignore[attr-defined]
+
+
+def low(x: Tensor, w: Tensor, image: Tensor, kernel: Tensor, q: Tensor) -> list[Tensor]:
+    """Products, a convolution and attention with their gradients, in the dtype of what is given."""
+    mixed = torch.addmm(torch.mm(x, w), x, w) + torch.mm(w.t(), x.t()).t()
+    seen = aten.convolution.default(image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    around = aten.convolution_backward.default(
+        seen, image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+    )
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q * 0.5, q, 0.0, True)
+    back = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(q, q, q * 0.5, q, out, lse, 0.0, True)
+    return [mixed, torch.bmm(q[0], q[0].mT), seen, *around[:2], out, *back]
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_products_of_few_bits_run_in_float32_where_the_cpu_lacks_them(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardc.lower._slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else []))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, 8), (8, 16), (2, 4, 8, 8), (6, 4, 3, 3), (2, 4, 8, 16)]
+    given = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in given]
+    gm = make_fx(low)(*fakes)
+    ran = [node for node in _decomposed(gm, fakes).graph.nodes if is_dense(node.target)]
+    assert {node.args[0].meta["val"].dtype for node in ran} == {torch.float32 if slow else torch.bfloat16}
+    assert len(ran) == 8
+    expected = low(*(x.double() for x in given))
+    with inductor_config.patch(force_disable_caches=True):
+        made = lower(gm, "inductor", inference=True)(given)
+    for ours, theirs in zip(made, expected, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < 2**-6
 
 
 def test_results_have_the_strides_that_they_were_traced_with() -> None:

@@ -33,11 +33,17 @@ def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], mem
     return Counted(train_step(module, (), optimizer), collectives)
 
 
+def _half(axis: str, level: int) -> shardc.Plan:
+    return shardc.fsdp(axis, level=level) | shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+
+
 ROWS = (
     Row("shardc/ddp", OURS, "ddp", partial(_build, plan=shardc.ddp)),
     Row("shardc/fsdp3", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3))),
     Row("shardc/fsdp3+8MiB", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), memory_budget=8 << 20)),
     Row("shardc/fsdp2", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=2))),
+    Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=3))),
+    Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=2))),
     Row("shardc/tp", OURS, "tp", partial(_build, plan=llama_tp), whole_batch=True),
     Row("shardc/tp+sp", OURS, "tp", partial(_build, plan=partial(llama_tp, sequence=True)), whole_batch=True),
 )

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks.peers.row import Row
@@ -16,14 +16,18 @@ from examples.models.llama import Block
 COMPILED = ("eager", "blocks", "whole")
 
 
-def _fsdp2(work: Work, mesh: DeviceMesh, compiled: str, reshard: bool) -> Step:
+FULL = MixedPrecisionPolicy()
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _fsdp2(work: Work, mesh: DeviceMesh, compiled: str, reshard: bool, policy: MixedPrecisionPolicy) -> Step:
     model = work.model()
     for layer in model.layers:
         if compiled == "blocks":
             layer.compile(dynamic=False)
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
     # The root's own parameters are needed first in backward: FSDP2's own default keeps them.
-    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=None if reshard else False, mp_policy=policy)
     if compiled == "whole":
         model.compile(dynamic=False)
     return train_step(model_loss(model), model.parameters())
@@ -43,7 +47,13 @@ def _fsdp1(work: Work, mesh: DeviceMesh, strategy: ShardingStrategy) -> Step:
 
 ROWS = (
     *(
-        Row(f"fsdp2/{compiled}/{name}", "FSDP2", "fsdp", partial(_fsdp2, compiled=compiled, reshard=reshard))
+        Row(
+            f"fsdp2/{compiled}/{name}{dtype}",
+            "FSDP2",
+            family,
+            partial(_fsdp2, compiled=compiled, reshard=reshard, policy=policy),
+        )
+        for dtype, family, policy in (("", "fsdp", FULL), ("/bf16", "fsdp-bf16", HALF))
         for compiled in COMPILED
         for name, reshard in (("reshard", True), ("keep", False))
     ),

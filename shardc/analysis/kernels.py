@@ -6,27 +6,21 @@ it does not make and writes what others read: roughly what Inductor's fusion doe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardc.analysis.sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
 from shardc.ir import graph as ir
+from shardc.ir.flops import flops
+from shardc.ir.flops import is_dense as is_dense_op
 
 aten = torch.ops.aten
 # They read rows of their first operand, not all of it.
 _LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor}
-# Attention on a CPU, of which torch's counter knows nothing: (formula of shapes, how many leading operands it takes).
-_CPU_ATTENTION: dict[Any, tuple[Callable[..., int], int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (sdpa_flop_count, 3),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (sdpa_backward_flop_count, 4),
-}
 
 
 @dataclass
@@ -75,16 +69,7 @@ def flops_of(node: fx.Node) -> int:
     if not is_dense(node):
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
-    return _counted(node.target, args, tuple(kwargs.items()), _shape(node))
-
-
-@lru_cache(maxsize=4096)
-def _counted(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], made: Any) -> int:
-    """Operations of a dense op on arguments of such shapes."""
-    if target in _CPU_ATTENTION:
-        count, operands = _CPU_ATTENTION[target]
-        return int(count(*args[:operands]))
-    return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=made))
+    return flops(node.target, args, tuple(kwargs.items()), _shape(node))
 
 
 def _shape(node: fx.Node) -> Any:
@@ -97,7 +82,7 @@ def _shape(node: fx.Node) -> Any:
 
 def is_dense(node: fx.Node) -> bool:
     """Whether ``node`` is a kernel of its own: a matrix product, an attention, a convolution."""
-    return node.target in _CPU_ATTENTION or getattr(node.target, "overloadpacket", None) in flop_registry
+    return is_dense_op(node.target)
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -169,10 +154,10 @@ def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int
 def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[int, ...], kept: set[int]) -> Kernel:
     mine = set(run)
     reads: dict[int, int] = {}
-    written = flops = 0
+    written = operations = 0
     for at in run:
         op = step.ops[at]
-        flops += flops_of(op.node)
+        operations += flops_of(op.node)
         made = tensor_bytes(op.node.meta.get("val"))
         for place, (node, read) in enumerate(zip(op.node.all_input_nodes, op.reads, strict=True)):
             size = tensor_bytes(node.meta.get("val"))
@@ -186,7 +171,7 @@ def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[
     record = ir.info(first.node)
     return Kernel(
         run, record.name, record.origin.module, record.origin.source, first.phase,
-        flops, written + sum(reads.values()), _dtype(first.node), is_attention(first.node),
+        operations, written + sum(reads.values()), _dtype(first.node), is_attention(first.node),
     )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from shardc.program import PARTITIONED, Program
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # what a tensor's largest element counts as at least
 GLOBAL = ("capture", "canonicalize", "seed", "pad")  # stages before layouts are chosen
-LOCAL = ("localize", "offload")  # stages at local shapes, before the cut
+LOCAL = ("localize", "offload", "settle")  # stages at local shapes, before the cut
 SCALED = GLOBAL + ("propagate",)  # stages before the objective is in the graph
 
 

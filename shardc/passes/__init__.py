@@ -30,6 +30,7 @@ from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
 from shardc.passes.schedule import Schedule
 from shardc.passes.seed import Seed
+from shardc.passes.settle import Settle
 from shardc.passes.silence import Silence
 from shardc.passes.simplify import Simplify
 
@@ -54,6 +55,7 @@ PIPELINE: tuple[type[Pass], ...] = (
     Collectives,  # each spelled as steps
     Localize,  # global shapes become local ones
     Offload,  # the shards are known; what is moved is then cut, bucketed and scheduled as collectives are
+    Settle,  # all that a gradient goes through is there
 )
 
 # Partition then cuts the joint graph in two; these run on each half, and on the forward alone for inference.
@@ -118,6 +120,7 @@ __all__ = [
     "Schedule",
     "Options",
     "Seed",
+    "Settle",
     "Silence",
     "Simplify",
     "halves",

@@ -15,6 +15,7 @@ from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.graph import NameScope
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
+from shardc.passes.starts import is_start, leaving
 
 c10d = torch.ops._c10d_functional
 
@@ -67,9 +68,10 @@ class Bucket:
         every: list[_Open] = []
         last: dict[Any, _Open] = {}
         made_by: dict[fx.Node, _Open] = {}
-        for node in graph.nodes:
-            if node.op != "call_function" or node.target not in _NATIVE:
-                continue
+        level = leaving(graph)
+        # What is reduced again on its way out waits for the last of its bucket: all of the first come before.
+        fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
+        for node in sorted(fusible, key=lambda node: level.get(node, 0)):
             key = (node.target, ir.value(node).dtype, node.args[1:])
             ready = -1.0
             for x in node.all_input_nodes:
@@ -79,14 +81,18 @@ class Bucket:
                     ready = max(ready, made_by[x].at)
                 elif x.op != "placeholder" and x not in free:
                     ready = max(ready, order[x])
-            use = min((order[user] for wait in node.users for user in wait.users), default=float(len(order)))
+            used = [order[user] for wait in node.users if wait not in level for user in wait.users]
+            use = min(used, default=float(len(order)))
             one = _Open([node], order[node], ready, use, _wire_size(node))
             if key in last and last[key].takes(one, self.size):
                 last[key].add(one)
             else:
                 last[key] = one
                 every.append(one)
-            made_by.update(dict.fromkeys(node.users, last[key]))
+            work = list(node.users)
+            while work:
+                made_by[x := work.pop()] = last[key]
+                work += [user for user in x.users if user in level and not is_start(user)]
         return every
 
     def _coalesce(self, graph: fx.Graph, bucket: _Open, names: NameScope, wished: dict[fx.Node, float]) -> None:

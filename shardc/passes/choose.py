@@ -93,7 +93,7 @@ def compute_seconds(spec: Spec, strategy: Strategy, itemsize: int, cost: CostMod
     layouts = (*strategy.operands, *strategy.results)
     split = prod(layouts[0].mesh.size(axis) for axis in {axis for layout in layouts for axis in layout.bound})
     moved = 0 if spec.moves else sum(layout.local_numel for layout in layouts) * itemsize
-    return cost.compute_seconds(spec.points() * spec.flops_per_point / split, moved)
+    return cost.compute_seconds(spec.flops / split, moved)
 
 
 def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: CostModel) -> float:

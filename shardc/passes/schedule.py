@@ -6,21 +6,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import fx
 
 from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
-from shardc.passes.starts import is_start, result_bytes, waits_of
-
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-
-# What may stand between a wait and the output.
-_FINISHING = (
-    c10d.wait_tensor.default, aten.reshape.default, aten.sum.dim_IntList, aten.slice.Tensor, aten.div.Tensor,
-    aten._to_copy.default, torch.ops.shardc.to_host.default,
-)  # fmt: skip
+from shardc.passes.starts import is_start, leaving, result_bytes, waits_of
 
 
 @dataclass(frozen=True)
@@ -32,9 +23,9 @@ class Schedule:
     `from_start`), under the compute before the present use of another, as far ahead as ``max_in_flight`` allows. A
     wait stands in front of the first use; of a collective whose results only leave the graph, where more than that
     would be on its way. A move to the device starts ahead of its gather (or first use) in the same way. A reduced
-    gradient that goes to the host is waited for, and starts to move, when the next reduction starts; what is moved to
-    the host is waited for at the end, where nothing else is left to start. The collectives start in one order, the
-    same on every rank, since every rank has this graph.
+    gradient that is reduced over other axes too, or goes to the host, is waited for, and goes on, when the next
+    reduction starts; what is moved to the host is waited for at the end, where nothing else is left to start. The
+    collectives start in one order, the same on every rank, since every rank has this graph.
 
     Args:
         max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
@@ -68,7 +59,7 @@ class Schedule:
         self._prefetch([node for node in collectives if _always_ready(node, free)], uses, wished, -1.0)
         pull(gm.graph, free, wished)
         self._prefetch(fetches, {node: _first_wait(node, wished) for node in fetches}, wished, -2.0)
-        _drain(gm.graph, collectives, wished, self.max_in_flight)
+        _drain(gm.graph, collectives, free, wished, self.max_in_flight)
         reorder(gm.graph, wished)
         gm.recompile()
         return gm
@@ -93,45 +84,41 @@ class Schedule:
             wished[node] = min(place, uses[node] - 0.5)
 
 
-def _drain(graph: fx.Graph, starts: list[fx.Node], wished: dict[fx.Node, float], limit: int) -> None:
+def _drain(
+    graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], wished: dict[fx.Node, float], limit: int
+) -> None:
     """Waits for collectives whose results only leave the graph: where more than ``limit`` would be on its way.
 
     Each is waited for behind the start of a later such one, at the earliest the next; the last ones at the end. What
-    then goes to the host is waited for when the next one starts, and is not held back from there any longer.
+    then is reduced over other axes, or goes to the host, starts when the next one does, and is not held back from
+    there any longer.
     """
-    leaving = _leaving(graph)
-    moving: set[fx.Node] = set()
+    level = leaving(graph)
+    going_on: set[fx.Node] = set()  # what leads to another start
     for node in reversed(graph.nodes):
-        if node in leaving and (move_kind(node) is not None or any(user in moving for user in node.users)):
-            moving.add(node)
-    drained = [node for node in starts if waits_of(node) and all(wait in leaving for wait in waits_of(node))]
-    drained.sort(key=wished.__getitem__)
-    behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first so many
-    for at, node in enumerate(drained):
-        later = len(drained)
-        if moving.issuperset(waits_of(node)):
-            later = at + 1
-        elif limit >= 0:  # the first with which there is more on its way
-            later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
-        place = wished[drained[later]] + 0.1 if later < len(drained) else float(len(graph.nodes))
-        work = waits_of(node)
-        while work:
-            tail = work.pop()
-            wished[tail] = place
-            work += [user for user in tail.users if user in leaving]
-    for node in moving:
-        if move_kind(node) is not None:
+        if node in level and (is_start(node) or any(user in going_on for user in node.users)):
+            going_on.add(node)
+    every = [node for node in starts if waits_of(node) and all(wait in level for wait in waits_of(node))]
+    # What gathers inputs is started ahead of its use already.
+    every = [node for node in every if going_on.isdisjoint(waits_of(node)) or not _always_ready(node, free)]
+    for turn in sorted({level.get(node, 0) for node in every}):
+        drained = sorted((node for node in every if level.get(node, 0) == turn), key=wished.__getitem__)
+        behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first so many
+        for at, node in enumerate(drained):
+            later, end = len(drained), float(len(graph.nodes) + turn)
+            if going_on.issuperset(waits_of(node)):
+                later, end = at + 1, end - 0.5
+            elif limit >= 0:  # the first with which there is more on its way
+                later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
+            place = wished[drained[later]] + 0.1 if later < len(drained) else end
+            work = waits_of(node)
+            while work:
+                tail = work.pop()
+                wished[tail] = place
+                work += [user for user in tail.users if user in level]
+    for node in graph.nodes:
+        if move_kind(node) == "to_host":
             wished |= dict.fromkeys(waits_of(node), float("inf"))
-
-
-def _leaving(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes whose every use leads to the graph's output through local moves and sums of what came."""
-    out: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "call_function" and node.target in _FINISHING and node.users:
-            if all(user.op == "output" or user in out for user in node.users):
-                out.add(node)
-    return out
 
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:

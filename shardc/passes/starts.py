@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from math import prod
+from operator import getitem
 
 import torch
 from torch import fx
 
 from shardc.ir import graph as ir
 
-c10d = torch.ops._c10d_functional
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+# What may stand between a collective and the output, or the next collective on the way there.
+_FINISHING = {
+    c10d.wait_tensor.default, getitem, aten.reshape.default, aten.view.default, aten.permute.default, aten.t.default,
+    aten.transpose.int, aten.clone.default, aten.slice.Tensor, aten.index_select.default, aten.constant_pad_nd.default,
+    aten.sum.dim_IntList, aten.div.Tensor, aten._to_copy.default,
+}  # fmt: skip
 
 
 def is_start(node: fx.Node) -> bool:
@@ -34,3 +42,22 @@ def result_bytes(node: fx.Node) -> int:
     made = ir.info(node).value
     values = made if isinstance(made, tuple) else (made,)
     return sum(prod(v.shape) * v.itemsize for v in values if v is not None)
+
+
+def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
+    """What is behind collectives and leads to the graph's output alone, with how many collectives stand in front of it.
+
+    On the way are moves, casts, sums of what came, further collectives, and copies to the host.
+    """
+    out: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if (node.target in _FINISHING or is_start(node)) and node.users:
+            if all(user.op == "output" or user in out for user in node.users):
+                out.add(node)
+    level: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node in out:
+            behind = [level.get(x, 0) + is_start(x) for x in node.all_input_nodes if x in out]
+            if any(behind):
+                level[node] = max(behind)
+    return level

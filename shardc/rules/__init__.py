@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
 
+import torch
+
+from shardc.ir.flops import flops, is_dense
+from shardc.ir.graph import Value
 from shardc.rules import (
     advanced_indexing,
     attention,
@@ -66,13 +71,25 @@ def is_registered(target: Any) -> bool:
 
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
-    """The factors of ``call``, or None where its op has no rule.
+    """The factors of ``call``, or None where its op has no rule; operations of dense ops are as torch counts them.
 
     Raises:
         RuleError: where the op's rule does not fit the call's shapes.
     """
     found = find_rule(call.target)
-    return None if found is None else found.spec(call)
+    spec = None if found is None else found.spec(call)
+    if spec is None or not is_dense(call.target):
+        return spec
+    args, kwargs = _shapes(call.args), tuple((name, _shapes(x)) for name, x in call.kwargs)
+    made = _shapes(call.results)
+    return replace(spec, flops=flops(call.target, args, kwargs, made[0] if len(made) == 1 else made))
+
+
+def _shapes(x: Any) -> Any:
+    """``x`` with shapes in the place of tensors."""
+    if isinstance(x, tuple):
+        return tuple(_shapes(item) for item in x)
+    return torch.Size(x.shape) if isinstance(x, Value) else x
 
 
 def register_rule(

@@ -61,8 +61,7 @@ def _forward(call: Call) -> Spec:
     heads = _Heads(loops, backward=False)
     state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.made[2:])]
     results = [heads.output, heads.row(loops.made[1]), *state]
-    # Two products of queries and keys.
-    return loops.spec(heads.operands(), results, flops=4, aside=range(2, len(results)))
+    return loops.spec(heads.operands(), results, aside=range(2, len(results)))
 
 
 def _backward(call: Call) -> Spec:
@@ -71,7 +70,7 @@ def _backward(call: Call) -> Spec:
     known = [heads.query, heads.key, heads.value]
     given = [dims for dims, result in zip(known, call.results, strict=False) if result is not None]
     bias = [heads.bias(v.shape) for v in call.results[3:] if v is not None]
-    return loops.spec(heads.operands(), [*given, *bias], flops=10)
+    return loops.spec(heads.operands(), [*given, *bias])
 
 
 _KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")

@@ -21,8 +21,8 @@ def added(op: str, text: str, *summed: str) -> Rule:
 
 
 TABLE = table(
-    rule("mm", "i k, k j -> i j", k="sum", linear="0|1", flops=2),
-    rule("bmm", "b i k, b k j -> b i j", k="sum", linear="0|1", flops=2),
+    rule("mm", "i k, k j -> i j", k="sum", linear="0|1"),
+    rule("bmm", "b i k, b k j -> b i j", k="sum", linear="0|1"),
     rule("mv", "i k, k -> i", k="sum", linear="0|1", flops=2),
     rule("dot", "k, k -> ", k="sum", linear="0|1", flops=2),
     rule("vdot", "k, k -> ", k="sum", linear="0|1", flops=2),

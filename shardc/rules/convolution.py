@@ -33,7 +33,7 @@ def _forward(call: Call) -> Spec:
     # Every rank would add the bias to its term of a pending sum.
     image = _Image(loops, loops.shapes[0], loops.shapes[1], loops.made[0], c=WHOLE if biased else "sum")
     operands = [image.x, image.w, *([(image.channels,)] if biased else [])]
-    return loops.spec(operands, [image.y], linear=() if biased else [{0}, {1}], flops=2)
+    return loops.spec(operands, [image.y], linear=() if biased else [{0}, {1}])
 
 
 def _backward(call: Call) -> Spec:
@@ -43,7 +43,7 @@ def _backward(call: Call) -> Spec:
     image = _Image(loops, x, w, y, n="sum", o="sum", c=WHOLE if call["output_mask"][2] else FREE)
     made: list[Dims] = [image.x, image.w, (image.channels,)]
     results = [dims for dims, result in zip(made, call.results, strict=True) if result is not None]
-    return loops.spec([image.y, image.x, image.w], results, linear=[{0}], flops=4)
+    return loops.spec([image.y, image.x, image.w], results, linear=[{0}])
 
 
 def _local_groups(local: Local) -> Any:

@@ -65,7 +65,7 @@ class Loops:
             frozenset(f for f, kind in self._kinds.items() if kind == WHOLE),
             tuple(frozenset(group) for group in linear),
             moves,
-            flops,
+            flops * prod(self._sizes.values()),
             frozenset(aside),
         )
         spec.check(self.shapes, self.made, self.call.name)

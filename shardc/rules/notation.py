@@ -114,7 +114,7 @@ def bind(
     left, right = (tuple(_only_sized(side, sizes) for side in sides) for sides in (left, right))
     reduce = tuple((f, op) for f, op in factors.items() if op != WHOLE and f in sizes)
     whole = frozenset(f for f, op in factors.items() if op == WHOLE)
-    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves, flops)
+    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves, flops * prod(sizes.values()))
     spec.check(shapes, made, call.name)
     return spec
 

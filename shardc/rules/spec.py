@@ -35,7 +35,7 @@ class Spec:
         linear: sets of operand positions; an op carries a pending sum over an axis through when exactly
             the operands of one set are partial over it.
         moves: the op only moves data, so it carries any pending reduction of operand 0.
-        flops_per_point: floating-point operations for each point of the loop nest.
+        flops: floating-point operations, at these sizes.
         aside: results that no factor's split changes (a kernel's random state): the same on every rank.
     """
 
@@ -46,7 +46,7 @@ class Spec:
     whole: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
-    flops_per_point: int = 1
+    flops: int = 0
     aside: frozenset[int] = frozenset()
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
@@ -57,10 +57,6 @@ class Spec:
 
     def size(self, factor: str) -> int:
         return self._size[factor]
-
-    def points(self) -> int:
-        """How many points the loop nest has."""
-        return prod(self._size.values())
 
     def splittable(self, factor: str) -> bool:
         """Whether ``factor`` may be split: every result carries it, or its reduction is known."""

@@ -203,6 +203,22 @@ def test_useful_work_is_the_models(composed: shardc.Program) -> None:
     assert composed.schedule().useful_flops * 4 == dense + attention
 
 
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
+def test_work_on_filling_is_of_no_use() -> None:
+    """Three sequences on eight ranks are padded to eight; the model needs the work of three."""
+    config = llama.LlamaConfig(layers=5)
+    with torch.device("meta"):
+        model, batch = llama.Llama(config), llama.batch(config, size=3)
+    useful = []
+    for ranks, plan in ((1, shardc.ddp("dp")), (8, shardc.fsdp("dp"))):
+        options = shardc.Options(fold=ranks > 1, verify=False)
+        program = shardc.compile(model, Mesh(dp=ranks), plan, loss=llama.loss, options=options).lower(*batch)
+        assert (program.folded is not None) == (ranks > 1)
+        schedule = program.schedule()
+        useful.append(schedule.useful_flops * ranks)
+    assert useful[1] == useful[0] and schedule.flops * 8 > 2 * useful[0]
+
+
 def test_buckets_and_order_change_no_bytes(composed: shardc.Program) -> None:
     cut, joint = composed.schedule(), composed.schedule(stage="localize")
     assert {axis: total.wire for axis, total in cut.totals("axis").items()} == {

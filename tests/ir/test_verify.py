@@ -32,6 +32,7 @@ LEGAL = {
     "collectives": "all_gather all_reduce all_to_all pad permute_ranks reduce_scatter shard to_partial unpad",
     "localize": "",
     "offload": "",
+    "settle": "",
     "partition": "",
 }
 

@@ -64,7 +64,7 @@ SHOWN = {
     "mlp_fsdp_kept": ["partition", "partition.backward"],
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
-    "mlp_fsdp_bf16": ["precision", "collectives"],
+    "mlp_fsdp_bf16": ["precision", "collectives", "settle"],
     "mlp_offload": ["offload", "schedule", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
     "llama_tp": ["collectives"],

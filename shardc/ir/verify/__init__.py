@@ -38,6 +38,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "collectives": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
     "localize": LOCAL,
     "offload": LOCAL,
+    "settle": LOCAL,
     "partition": LOCAL,
 }
 # The stages whose passes move data and change no value: what was computed before is computed after.

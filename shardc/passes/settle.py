@@ -1,0 +1,49 @@
+"""Settle: what only makes a gradient stands right behind what it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from shardc.analysis.kernels import is_dense
+from shardc.ir import graph as ir
+from shardc.ir.order import places, reorder
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Moves the last ops of each gradient to where their operands are made.
+
+    Casts, pads and moves of gradients are inserted in front of the output, and autograd casts a parameter's gradient
+    when all uses are through. Left there, they would keep every whole gradient until the end of backward, and its
+    reduction with it.
+
+    Takes: a local joint graph. Guarantees: an op of backward whose every use leads to an output, and that is no matrix
+    product, attention or convolution, stands behind the last of its operands; all else keeps its order.
+    """
+
+    name = "settle"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph, wished = gm.graph, places(gm.graph)
+        for node in _last_ops(graph):
+            operands = [wished[x] for x in node.all_input_nodes if x.op == "call_function"]
+            if operands:
+                wished[node] = max(operands) + 1e-4
+        reorder(graph, wished)
+        return gm
+
+
+def _last_ops(graph: fx.Graph) -> list[fx.Node]:
+    """The ops of backward that only outputs need, in order, but for those that take long or draw random numbers."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or ir.info(node).origin.phase != "backward" or not node.users or is_dense(node):
+            continue
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        if all(user.op == "output" or user in found for user in node.users):
+            found.add(node)
+    return [node for node in graph.nodes if node in found]

@@ -1,0 +1,91 @@
+"""Layouts are chosen, and schedules predicted, by the operations that torch counts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import shardc
+from shardc.analysis.kernels import flops_of
+from shardc.ir.flops import is_dense
+from shardc.passes.calls import call_of
+from shardc.rules import RULES, spec_of
+from shardc.rules.proof import Sample
+from shardc.rules.samples import samples
+
+DENSE = sorted({op for op in RULES if any(is_dense(sample.op) for sample in samples(op))})
+
+
+def counted(sample: Sample) -> tuple[int, int]:
+    """(operations by the rule, operations that torch counts when the op runs)."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        given = [torch.empty_like(x, device=sample.device) if isinstance(x, Tensor) else x for x in sample.args]
+    with fake, FlopCounterMode(display=False) as counter:
+        made = replace(sample, args=tuple(given)).dense()
+    spec = spec_of(sample.call(made))
+    assert spec is not None
+    return spec.flops, counter.get_total_flops()
+
+
+@pytest.mark.parametrize("op", [op for op in DENSE if "for_cpu" not in op])
+def test_a_dense_op_counts_as_in_torch(op: str) -> None:
+    for sample in samples(op):
+        ours, theirs = counted(sample)
+        assert ours == theirs > 0, str(sample)
+
+
+@pytest.mark.parametrize(("op", "products"), [("", 2), ("_backward", 5)])
+def test_attention_on_a_cpu_counts_its_products(op: str, products: int) -> None:
+    for sample in samples(f"aten._scaled_dot_product_flash_attention_for_cpu{op}"):
+        ours, _ = counted(sample)
+        query, key = (x.shape for x in sample.args[bool(op) :][:2])
+        batch, heads, rows, width = query
+        assert ours == products * 2 * batch * heads * rows * key[2] * width
+
+
+class Products(nn.Module):
+    """Products by many names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+        self.conv = nn.Conv2d(4, 8, 3, padding=1, groups=2)
+        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
+        self.weight = nn.Parameter(torch.randn(4, 16, 6))
+
+    def forward(self, x: Tensor, image: Tensor) -> Tensor:
+        rows = self.linear(x)  # [4, 10, 16]
+        heads = torch.einsum("bsd,bde->bse", rows, self.weight)
+        scores = torch.baddbmm(torch.zeros(()), heads, heads.transpose(1, 2))
+        mixed = torch.addmm(rows[0, :, :10], scores[0], scores[1])
+        pictures = self.up(F.relu(self.conv(image)))
+        return mixed.square().sum() + pictures.square().sum() + torch.einsum("ij,ij,ik->jk", *[mixed] * 3).sum()
+
+
+def test_the_products_of_a_model_count_as_in_torch() -> None:
+    torch.manual_seed(0)
+    model, inputs = Products(), (torch.randn(4, 10, 8, requires_grad=True), torch.randn(2, 4, 6, 6, requires_grad=True))
+    module = shardc.compile(model, shardc.Mesh(dp=1), shardc.ddp("dp"), backend="eager")
+    graph = module.lower(*inputs).graph("propagate")
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).backward()
+    dense = [node for node in graph.nodes if node.op == "call_function" and is_dense(node.target)]
+    specs = [spec_of(call_of(node)) for node in dense]
+    assert sum(spec.flops for spec in specs if spec is not None) == counter.get_total_flops()
+    assert [spec.flops for spec in specs if spec is not None] == [flops_of(node) for node in dense]
+
+
+def test_attention_is_no_dearer_than_the_products_around_it() -> None:
+    """A head of 128 once counted 128 times, so that splitting attention was worth any reshard."""
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    q = torch.empty(1, 8, 64, 128, device="meta")
+    sample = Sample(attention, (q, q, q, 0.0, True))
+    spec = spec_of(sample.call([q, q[..., 0]]))
+    assert spec is not None and spec.flops == 4 * 8 * 64 * 64 * 128
