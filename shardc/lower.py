@@ -28,6 +28,7 @@ from torch.compiler import config
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.node import _side_effectful_functions
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -38,6 +39,7 @@ from shardc.ir.emitted import check_order, uses_of
 from shardc.ir.graph import output_node
 from shardc.ir.sized import SIZED, At
 
+c10d = torch.ops._c10d_functional
 BACKENDS = ("inductor", "eager")
 
 aten = torch.ops.aten
@@ -264,7 +266,7 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
-    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws():
+    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go():
         return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
 
 
@@ -277,6 +279,17 @@ def _nothing_draws() -> Iterator[None]:
         yield
     finally:
         partitioners.has_recomputable_rng_ops = asked
+
+
+@contextmanager
+def _unread_waits_go() -> Iterator[None]:
+    """A collective that nobody reads is dead: each half has those that it reads, and the cut does not keep the rest."""
+    waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
+    _side_effectful_functions.difference_update(waits)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.update(waits)
 
 
 def must_recompute(node: fx.Node, region: int) -> None:

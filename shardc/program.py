@@ -25,6 +25,7 @@ from shardc.analysis.unshard import keep_within
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
+from shardc.ir import verify
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -32,7 +33,6 @@ from shardc.lower import min_cut, must_recompute, must_save
 from shardc.passes.check import check
 from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.options import Options
-from shardc.passes.partition import inference
 from shardc.passes.seed import SeededParam as Seeded
 from shardc.plan import ports
 from shardc.plan.resolve import ParamPlan
@@ -43,10 +43,6 @@ from shardc.precompiled import Identity, save_program
 
 if TYPE_CHECKING:
     from shardc.fold import Folded
-
-# The stages behind the cut into forward and backward; they run when a half is first asked for.
-_BEHIND = ("partition", *(half.name for half in passes.HALVES))
-PARTITIONED = tuple(f"{name}{suffix}" for name in _BEHIND for suffix in ("", ".backward"))
 
 
 class Program:
@@ -77,7 +73,6 @@ class Program:
         self.input_spec, self.constants = captured.input_spec, captured.constants
         self.output_spec, self.reads = captured.output_spec, captured.reads
         self.outputs: tuple[ir.Role, ...] = ()
-        self.output_values: tuple[Any, ...] = ()
         self._graphs: dict[str, fx.Graph] = {}
         self._root = captured.graph
         self.levels: Mapping[str, int] = {}
@@ -105,7 +100,7 @@ class Program:
     def stages(self) -> tuple[str, ...]:
         """The stages in order; the last ones run when they are first asked for."""
         differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.localized.graph))
-        last = PARTITIONED if self.folded is None else PARTITIONED[:2]
+        last = passes.PARTITIONED if self.folded is None else passes.PARTITIONED[:2]
         return tuple(dict.fromkeys((*self._graphs, *(last if differentiated else last[::2]))))
 
     @property
@@ -124,13 +119,16 @@ class Program:
 
     @cached_property
     def inference(self) -> fx.GraphModule:
-        made = inference(self.localized)
+        made = passes.inference(self.localized)
         return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
 
     @cached_property
     def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """The forward and the backward, or two None where nothing needs a gradient."""
-        first, second = passes.Partition(self.levels, min_cut, must_recompute, must_save)(self.localized)
+        cut = passes.Partition(self.levels, min_cut, must_recompute, must_save, self.options.checkpoint_collectives)
+        first, second = cut(self.localized)
+        if self.options.verify:
+            verify.verify_halves(first, second, self.mesh)
         self.keep("partition", first.graph)
         if second is not None:
             self.keep("partition.backward", second.graph)
@@ -154,6 +152,8 @@ class Program:
         """``half`` bucketed and scheduled; with ``suffix`` the graphs are kept under the passes' names."""
 
         def keep(stage: str, gm: fx.GraphModule) -> None:
+            if self.options.verify:
+                verify.check(gm, self.mesh, stage, verify.SENT)
             if suffix is not None and self.folded is None:
                 self.keep(stage + suffix, gm.graph)
 
@@ -189,7 +189,7 @@ class Program:
         Raises:
             PlanError: no such stage, or none for this program (no backward where nothing needs a gradient).
         """
-        if stage in PARTITIONED and stage not in self._graphs:
+        if stage in passes.PARTITIONED and stage not in self._graphs:
             _ = self._halves
         if stage not in self._graphs:
             near = get_close_matches(stage, self.stages)
@@ -235,7 +235,8 @@ class Program:
         folded = self.folded
         levels, causes = (self.levels, self.causes) if folded is None else (folded.levels, folded.causes)
         if stage == "localize":
-            step = of_joint((self.localized if folded is None else folded.joint(self.localized)).graph, levels)
+            joint = self.localized if folded is None else folded.joint(self.localized)
+            step = of_joint(joint.graph, levels, self.options.checkpoint_collectives)
         else:
             first = self.forward or self.inference
             step = of_halves(first.graph, self.backward and self.backward.graph, levels)
@@ -336,9 +337,8 @@ def build_program(
     storages = {name: p.storage for name, p in params.items()}
 
     def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
-        pin = by_tag[tag]
+        pin, base = by_tag[tag], base.without_partial()
         what = f"{pin.where} of module {pin.module!r}"
-        base = base.without_partial()
         return to_layout(pin.spec, mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry
 
     def grow(tag: str, shape: Sequence[int], held: Sequence[int]) -> Layout | None:

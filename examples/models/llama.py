@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardc
 
@@ -23,6 +24,7 @@ class LlamaConfig:
     kv_heads: int = 8
     hidden: int = 128
     rope_theta: float = 10000.0
+    checkpoint: bool = False  # backward computes each block again
 
     @property
     def head_size(self) -> int:
@@ -110,7 +112,7 @@ class Llama(nn.Module):
         x = self.embed(tokens)
         cos, sin = rotary_tables(tokens.shape[1], self.config, like=x)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = checkpoint(layer, x, cos, sin, use_reentrant=False) if self.config.checkpoint else layer(x, cos, sin)
         return self.head(self.norm(x))
 
 

@@ -1,14 +1,15 @@
 """The ops of one training step in the order in which a rank runs them.
 
 Read from the forward and backward graphs that run, or from the localized joint graph that they are cut from, which
-needs no cut: its forward ops, then its backward ops, with the gathers of level-3 parameters run again before their
-first use in backward, as ``partition`` has them. The cut also computes cheap ops again; in the joint graph their
-results are saved instead, so that its saved activations are an upper bound, and nothing is bucketed or moved yet.
+needs no cut: its forward ops, then its backward ops, with the gathers of level-3 parameters and checkpoint regions run
+again before their first use in backward, as ``partition`` has them. The cut also computes cheap ops again; in the joint
+graph their results are saved instead, so that its saved activations are an upper bound, and nothing is bucketed or
+moved yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import getitem
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc.analysis.again import runs_again
 from shardc.ir import graph as ir
 from shardc.ir import tally
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan
@@ -79,12 +81,13 @@ class Sequence:
 
 
 @uncollected()
-def of_joint(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
+def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "auto") -> Sequence:
     """The step that a localized joint graph makes.
 
     Args:
         graph: local shapes, forward and backward, ``meta["val"]`` on every node.
         levels: reshard level of each parameter that is gathered; 3 is gathered again in backward.
+        collectives: what becomes of those in checkpoint regions; see `shardc.analysis.again`.
     """
     builder = _Builder(gathered_parameters(graph, levels))
     later: list[fx.Node] = []
@@ -96,7 +99,7 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int]) -> Sequence:
                 builder.add(node, "forward")
             else:
                 later.append(node)
-    builder.forget()
+    builder.forget(runs_again(graph, collectives))
     for node in later:
         builder.add(node, "backward")
     return Sequence(tuple(builder.ops), builder.results(graph))
@@ -149,21 +152,28 @@ class _Builder:
         self.at: dict[fx.Node, int] = {}
         self.names: dict[str, int] = {}
 
-    def forget(self) -> None:
-        """Backward begins: what level 3 gathered is gone."""
-        for node, level in self.gathered.items():
-            if level == 3:
-                self.at.pop(node, None)
+    def forget(self, again: Set[fx.Node]) -> None:
+        """Backward begins: what level 3 gathered is gone, and so is what runs ``again``."""
+        gone = {node for node, level in self.gathered.items() if level == 3}
+        kept = {node for node, level in self.gathered.items() if level < 3}
+        for node in gone | (again - kept):
+            self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
         """``node``, after what it reads and is not there."""
-        inputs = node.all_input_nodes
-        for read in inputs:
-            if read not in self.at:
-                self.add(read, phase)
-        self.at[node] = self.names[node.name] = len(self.ops)
-        reads = tuple([self.at[read] for read in inputs])
-        self.ops.append(Op(node, kind_of(node), phase, reads, node in self.gathered))
+        work = [node]
+        while work:
+            here = work[-1]
+            inputs = here.all_input_nodes
+            if missing := [read for read in inputs if read not in self.at]:
+                work += reversed(missing)
+                continue
+            work.pop()
+            if here in self.at:
+                continue
+            self.at[here] = self.names[here.name] = len(self.ops)
+            reads = tuple([self.at[read] for read in inputs])
+            self.ops.append(Op(here, kind_of(here), phase, reads, here in self.gathered))
 
     def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:
         """The outputs of ``graph`` that leave the step."""

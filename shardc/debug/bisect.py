@@ -19,10 +19,11 @@ from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.verify import window
+from shardc.passes import PARTITIONED
 from shardc.passes.check import check
 from shardc.plan.entries import Precision
 from shardc.plan.ports import batch_axes, grad_mode
-from shardc.program import PARTITIONED, Program
+from shardc.program import Program
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # what a tensor's largest element counts as at least

@@ -19,8 +19,8 @@ from shardc.errors import CaptureError, LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.sized import SizedGraph
-from shardc.passes import PlanMemory
-from shardc.program import PARTITIONED, Program
+from shardc.passes import PARTITIONED, PlanMemory
+from shardc.program import Program
 
 Sizes = Mapping[str, int]
 # What is left of a size that strides and pools halve is as often even as the size itself.

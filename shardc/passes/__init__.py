@@ -23,7 +23,7 @@ from shardc.passes.objective import Objective
 from shardc.passes.offload import Offload
 from shardc.passes.options import Options
 from shardc.passes.pad import Pad
-from shardc.passes.partition import Partition
+from shardc.passes.partition import Partition, inference
 from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.precision import Precision
 from shardc.passes.propagate import Propagate
@@ -81,6 +81,11 @@ def halves(mesh: Mesh, options: Options) -> tuple[Pass, ...]:
     return made if options.comm == "real" else (*made, Silence())
 
 
+# The stages behind the cut into forward and backward; they run when a half is first asked for.
+PARTITIONED: tuple[str, ...] = tuple(
+    f"{name}{suffix}" for name in (Partition.name, *(p.name for p in HALVES)) for suffix in ("", ".backward")
+)
+
 STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name, *(p.name for p in HALVES))
 
 Hook = Callable[[str, fx.GraphModule], None]
@@ -100,6 +105,7 @@ def run(passes: tuple[Pass, ...], gm: fx.GraphModule, hook: Hook) -> fx.GraphMod
 
 __all__ = [
     "HALVES",
+    "PARTITIONED",
     "PIPELINE",
     "STAGES",
     "Absent",
@@ -124,5 +130,6 @@ __all__ = [
     "Silence",
     "Simplify",
     "halves",
+    "inference",
     "run",
 ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardc.analysis.again import CHOICES
 from shardc.analysis.cost import CostModel
 from shardc.errors import InputError
 from shardc.plan.value import Plan
@@ -26,6 +27,9 @@ class Options:
             two buckets, 16 MiB at least.
         memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward, -1 for
             all; those that save most time per byte come first, and of equal ones those that the forward uses last.
+        checkpoint_collectives: what becomes of collectives in a `torch.utils.checkpoint` region, of activations:
+            "recompute" runs them again in backward, "keep" keeps their results, "auto" runs those again whose result
+            is larger than what a rank sends for it (gathers and all-to-alls) and keeps the others (reductions).
         overlap: collectives run beside compute; False waits for each where it starts.
         direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
@@ -43,6 +47,7 @@ class Options:
     bucket_size: int | None = None
     max_in_flight: int | None = None
     memory_budget: int = 0
+    checkpoint_collectives: str = "auto"
     overlap: bool = True
     direct: bool | None = None
     comm: str = "real"
@@ -54,6 +59,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.comm not in ("real", "none"):
             raise InputError(f"unknown comm={self.comm!r}", fix='use "real" or "none"')
+        if self.checkpoint_collectives not in CHOICES:
+            listed = ", ".join(f'"{choice}"' for choice in CHOICES)
+            raise InputError(
+                f"unknown checkpoint_collectives={self.checkpoint_collectives!r}", fix=f"use one of {listed}"
+            )
         if self.debug not in (None, "buffers"):
             raise InputError(f"unknown debug={self.debug!r}", fix='use "buffers" or None')
 

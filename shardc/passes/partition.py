@@ -9,10 +9,10 @@ from operator import getitem
 import torch
 from torch import fx
 
+from shardc.analysis.again import runs_again
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
-from shardc.passes.calls import call_of
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Mark = Callable[[fx.Node, int], None]
@@ -34,19 +34,21 @@ class Partition:
     """Splits a localized joint graph; what stands between is saved or run again.
 
     Level 3 gathers a parameter again in backward; levels 1 and 2 keep it whole from forward to backward.
-    What stands in a checkpoint region of the model runs again, but its collectives, which are never run twice, and
-    kernels that draw random numbers of their own, which would be others.
+    What stands in a checkpoint region of the model runs again, its collectives as ``collectives`` says. Collectives
+    that neither of these is about run once.
 
     Args:
         levels: reshard level of each parameter that is gathered.
         split: cuts a joint graph after so many forward outputs.
         recompute, save: mark a node for the cut.
+        collectives: of checkpoint regions; see `shardc.analysis.again`.
     """
 
     levels: Mapping[str, int]
     split: Split
     recompute: Mark
     save: Mark
+    collectives: str = "auto"
     name = "partition"
 
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
@@ -56,14 +58,15 @@ class Partition:
             level = self.levels.get(ir.info(node).name, 0)
             if level:
                 self._mark(node, level)
+        again = runs_again(graph, self.collectives)
         for node in graph.nodes:
             if "recompute" in node.meta or node.op != "call_function":
                 continue
             origin = ir.info(node).origin
-            if _is_collective(node):
-                self.save(node, 0)
-            elif origin.region and origin.phase == "forward":
-                (self.save if _draws(node) else self.recompute)(node, origin.region)
+            if node in again:
+                self.recompute(node, origin.region)
+            elif _is_collective(node) or (origin.region and origin.phase == "forward"):
+                self.save(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]
         count = len(forward_outputs)
         if not any(role.kind == "grad" for role in roles):
@@ -145,12 +148,6 @@ def _wait_once(graph: fx.Graph) -> None:
 def _is_collective(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective, or a move between host and device, or waits for it."""
     return getattr(node.target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether a kernel draws from the device's generator; attention does so only where it drops out."""
-    tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    return tagged and ("dropout_p" not in (call := call_of(node)) or call["dropout_p"] != 0)
 
 
 def _is_coordinate(node: fx.Node) -> bool:

@@ -81,10 +81,13 @@ class _Sweep:
 
     def run(self) -> None:
         settled = False
+        last: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "output":
                 if not settled:
                     self._forward_outputs()
+                for leaf in last:
+                    self._visit(leaf)
                 self._grad_outputs()
             elif node.op == "placeholder":
                 if ir.role(node).kind == "param":
@@ -93,7 +96,11 @@ class _Sweep:
                 if not settled and ir.info(node).origin.phase == "backward":
                     self._forward_outputs()
                     settled = True
-                self._visit(node)
+                # What leads to a parameter's gradient alone decides last, when all that others gather is known.
+                if node in self.grad_target:
+                    last.append(node)
+                else:
+                    self._visit(node)
         self._sweep_back()
         output = ir.output_node(self.graph)
         output.meta[ir.ROLES] = tuple(

@@ -29,7 +29,7 @@ class Reshard:
         for node in list(gm.graph.nodes):
             if node.op == "output":
                 results = [
-                    _at(gm.graph, names, made, x, role.layout, _after(x), role.name) if isinstance(x, fx.Node) else x
+                    _at(gm.graph, names, made, x, role.layout, None, role.name) if isinstance(x, fx.Node) else x
                     for role, x in ir.outputs(gm.graph)
                 ]
                 node.args = (tuple(results),)
@@ -58,19 +58,23 @@ def _at(
     made: dict[tuple[fx.Node, Layout], fx.Node],
     x: fx.Node,
     want: Layout | None,
-    before: fx.Node,
+    user: fx.Node | None,
     cause: str,
 ) -> fx.Node:
-    """``x`` at layout ``want``: itself, a reshard made before, or a new one in front of ``before``."""
+    """``x`` at layout ``want``: itself, a reshard made before, or a new one, of the phase and the region of its use.
+
+    Args:
+        user: what wants it, in front of which a new one stands; None for the outside.
+    """
     record = ir.info(x)
     if want is None or ir.layout(x) == want:
         return x
     if (x, want) not in made:
-        wanted_outside = before is _after(x) or before.op == "output"
-        phase = record.origin.phase if wanted_outside else ir.info(before).origin.phase
-        with graph.inserting_before(before):
+        phase = record.origin.phase if user is None else ir.info(user).origin.phase
+        region = 0 if user is None else ir.info(user).origin.region
+        with graph.inserting_before(_after(x) if user is None else user):
             node = graph.call_function(ops.reshard, (x,))
-        origin = replace(record.origin, phase=phase, cause=record.origin.cause or f"needed by {cause}")
+        origin = replace(record.origin, phase=phase, cause=record.origin.cause or f"needed by {cause}", region=region)
         fresh = replace(record, name=names.fresh(f"{record.name}.at"), origin=origin, role=None, needs=None)
         made[x, want] = ir.set_info(node, fresh.at(want))
     return made[x, want]

@@ -116,7 +116,7 @@ def test_sequence_parallel_block_has_the_matching_gathers_and_scatters() -> None
     )
     lines = program("llama_tp_sp").text("collectives").splitlines()
     backward = lines[lines.index("backward:") :]
-    moved = [line for line in backward if "[8,16,64] = all_gather" in line or "[8,16@tp,64] = reduce_scatter" in line]
+    moved = [line for line in backward if "[128,64] = all_gather" in line or "[8,16@tp,64] = reduce_scatter" in line]
     # Two and two for the block, one scatter for the head's input; norms' weights are reduced besides.
     assert len(moved) == 2 + 2 + 1
 

@@ -15,7 +15,7 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import layouts, local, structure
+from shardc.ir.verify import layouts, local, sent, structure
 from shardc.ir.verify.identity import Program, changed
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
@@ -24,6 +24,7 @@ PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
+SENT = (sent.read, sent.once)  # of each half, from the cut on
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
@@ -71,6 +72,19 @@ def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], a
     for one in checks:
         for node, reason in one(subject):
             raise broken(subject, stage, node, reason)
+
+
+def verify_halves(forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh) -> None:
+    """Checks each half as the cut made it, and that the second runs nothing again that the first has kept.
+
+    Raises:
+        VerifyError: as `verify`.
+    """
+    check(forward, mesh, "partition", SENT)
+    if backward is not None:
+        check(backward, mesh, "partition", SENT)
+        for node, reason in sent.kept(forward, backward):
+            raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

@@ -1,0 +1,62 @@
+"""What runs again in backward instead of being kept: the model's checkpoint regions, with some of their collectives."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir.host import move_kind
+from shardc.ir.tally import arguments_of, collective_kind
+
+CHOICES = ("auto", "keep", "recompute")
+# What keeps more bytes on a rank than it sends: (n-1)/n of them. Reductions send as much as they keep, or more.
+_LARGE = ("all_gather", "all_to_all")
+
+
+def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
+    """The forward nodes of checkpoint regions that backward computes again.
+
+    Not among them are what is used behind its region, as by eager checkpoints, kernels that draw random numbers of
+    their own, which would be others, and moves between host and device.
+
+    Args:
+        graph: a localized joint graph.
+        collectives: of which "recompute" runs all again, "keep" none, and "auto" those whose result is larger than
+            what they send.
+    """
+    again: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not (region := _region(node)) or move_kind(node) is not None:
+            continue
+        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+            repeated = node.args[0] in again
+        elif (kind := collective_kind(node)) is not None:
+            chosen = collectives == "recompute" or (collectives == "auto" and kind in _LARGE)
+            repeated = chosen and not any(_leaves(wait, region) for wait in node.users)
+        else:
+            repeated = not _leaves(node, region) and not _draws(node)
+        if repeated:
+            again.add(node)
+    return again
+
+
+def _region(node: fx.Node) -> int:
+    origin = ir.info(node).origin
+    return origin.region if origin.phase == "forward" else 0
+
+
+def _leaves(node: fx.Node, region: int) -> bool:
+    """Whether what is behind its region in forward uses ``node``."""
+    return any(
+        user.op == "output" or (ir.info(user).origin.phase == "forward" and _region(user) != region)
+        for user in node.users
+    )
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a kernel draws from the device's generator; attention does so only where it drops out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = arguments_of(node)
+    return given.get("dropout_p", 0) != 0 or all(a.name != "dropout_p" for a in node.target._schema.arguments)
