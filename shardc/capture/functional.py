@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import decompositions
+from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch.nn import _reduction as _Reduction
 
 try:
@@ -220,6 +221,7 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 @contextmanager
 def other_forms() -> Iterator[None]:
     """Puts the functions of this file in the place of torch's."""
+    get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _OTHER_FORMS]
     try:
         for owner, name, function in _OTHER_FORMS:

@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
+import shardc
 from shardc.capture.functional import other_forms
 
 
@@ -87,3 +89,12 @@ def results(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
 def test_a_wrong_call_is_refused(bad: dict[str, Any]) -> None:
     with other_forms(), pytest.raises((ValueError, NotImplementedError)):
         F.embedding_bag(ids(3, 5), draw(6, 2), **bad)
+
+
+def test_torch_compile_afterwards() -> None:
+    """What Dynamo learns of torch during a capture, it learns of torch's own functions."""
+    get_torch_obj_rule_map.cache_clear()
+    args = draw(6, 2), ids(5), torch.tensor([0, 2])
+    shardc.compile(torch.nn.Linear(2, 3).double(), shardc.Mesh(dp=2), shardc.ddp("dp")).lower(draw(4, 2))
+    bags = torch.compile(lambda *args: torch.embedding_bag(*args)[0], backend="eager", fullgraph=True)
+    torch.testing.assert_close(bags(*args), torch.embedding_bag(*args)[0])
