@@ -6,10 +6,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ from shardc.runtime.module import ShardedModule
 from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
+from shardc.validate import checked
 
 
 def compile(
@@ -47,7 +47,7 @@ def compile(
     loss: Callable[..., Any] | None = None,
     backend: str = "inductor",
     options: Options | None = None,
-    precompiled: str | Path | Precompiled | Sequence[Precompiled] = (),
+    precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled] = (),
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
 ) -> Any:
     """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
@@ -85,7 +85,7 @@ def compile(
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
-    _check_kinds(model, plan, backend, options)
+    _check_kinds(model, plan, backend, options, loss, precompiled)
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
@@ -150,18 +150,22 @@ def compile(
     return sharded
 
 
-def _check_kinds(model: Any, plan: Any, backend: Any, options: Any) -> None:
+def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any) -> None:
     """Raises InputError where an argument of `compile` is not what it should be."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
+    for what, given in (("model", model), ("loss", loss)):
+        if isinstance(given, type):
+            raise InputError(f"the {what} {given.__name__} is a class", fix=f"make one first: {given.__name__}(...)")
+    if isinstance(model, ShardedModule):
+        raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the model that it is of")
     if not isinstance(plan, Plan):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
-    if backend not in BACKENDS:
-        near = get_close_matches(str(backend), BACKENDS)
-        fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(map(repr, BACKENDS))}"
-        raise InputError(f"unknown backend {backend!r}", fix=fix)
-    if options is not None and not isinstance(options, Options):
-        raise InputError(f"{options!r} are not options", fix="pass shardc.Options(...)")
+    checked(backend, Literal[BACKENDS], "backend")
+    checked(options, Options | None, "options", fix="pass shardc.Options(...)")
+    checked(loss, Callable[..., Any] | None, "loss", fix="pass a function of the output and the targets")
+    kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
+    checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
 
 
 def _as_module(function: Callable[..., Any]) -> nn.Module:
@@ -178,10 +182,9 @@ def _as_module(function: Callable[..., Any]) -> nn.Module:
     return cls()
 
 
-def _loaded(given: str | Path | Precompiled | Sequence[Precompiled]) -> Sequence[Precompiled]:
-    if isinstance(given, str | Path):
-        return [load(given)]
-    return [given] if isinstance(given, Precompiled) else given
+def _loaded(given: Any) -> list[Precompiled]:
+    several = given if isinstance(given, list | tuple) else [given]
+    return [one if isinstance(one, Precompiled) else load(one) for one in several]
 
 
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
@@ -190,7 +193,10 @@ def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int,
     guess = [(name, tuple(size * mesh.ranks for size in shape)) for name, shape in local]
     layouts = [found.layout for found in resolve_inputs(plan, mesh, guess)]
     return [
-        tuple(size * (whole // part) for size, whole, part in zip(shape, layout.shape, layout.local_shape, strict=True))
+        tuple(
+            size * (whole // part) if part else 0
+            for size, whole, part in zip(shape, layout.shape, layout.local_shape, strict=True)
+        )
         for (_, shape), layout in zip(local, layouts, strict=True)
     ]
 

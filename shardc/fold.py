@@ -133,10 +133,10 @@ def build_folded(
     A model without such runs is built whole; so is one whose blocks look alike but do not come out so, with a warning.
     """
     why: NotPeriodic | None = None
-    if options.memory_budget > 0:
+    if options.budget_bytes() > 0:
         text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
         warnings.warn(ShardcWarning(text), stacklevel=2)
-    for keep in KEEP if options.memory_budget <= 0 else ():
+    for keep in KEEP if options.budget_bytes() <= 0 else ():
         repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
         if not repeats:
             break

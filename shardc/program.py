@@ -269,7 +269,8 @@ class Program:
         Raises:
             PrecompiledError: something of it has no form on disk, or it leaves its gradients unreduced (`no_sync`).
         """
-        return [*self.write_stages(directory), *save_program(self, Path(directory))]
+        paths = save_program(self, Path(directory))
+        return [*self.write_stages(directory), *paths]
 
     def write_stages(self, directory: str | Path, stages: Sequence[str] | None = None) -> list[Path]:
         """Writes the text of every stage (or of ``stages``) as ``NN_stage.txt``; returns the paths."""
@@ -393,7 +394,7 @@ def build_program(
     again, said = {n: p.again for n, p in params.items()}, options.said(plan)
     program.finish(
         local,
-        keep_within(local.graph, mesh, again, options.memory_budget, options.cost, said.bucket_bytes()),
+        keep_within(local.graph, mesh, again, options.budget_bytes(), options.cost, said.bucket_bytes()),
         {name: p.compute_cause for name, p in params.items()},
         passes.halves(mesh, said),
     )

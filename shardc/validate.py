@@ -34,25 +34,31 @@ _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a s
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from ``least`` to ``most``, and ``also`` these."""
+    """Numbers from ``least`` (or ``above`` it) to ``most``, and ``also`` these."""
 
     least: float = -math.inf
     most: float = math.inf
     also: tuple[int, ...] = ()
+    above: bool = False
+
+    def holds(self, value: float) -> bool:
+        low = value > self.least if self.above else value >= self.least
+        return (low and value <= self.most) or value in self.also
 
     def __str__(self) -> str:
         low = f"of {self.least:g} or more" if self.most == math.inf else f"from {self.least:g} to {self.most:g}"
+        low = f"above {self.least:g}" if self.above else low
         return f"{low}{''.join(f', or {one}' for one in self.also)}"
 
 
-@dataclass(frozen=True, init=False)
 class Bytes:
     """A number of bytes, or text with a unit ("8 MiB"), and ``also`` these numbers, which mean something else."""
 
-    also: tuple[int, ...]
-
     def __init__(self, *also: int) -> None:
-        object.__setattr__(self, "also", also)
+        self.also = also
+
+    def __str__(self) -> str:
+        return f"a number of bytes{''.join(f', or {one}' for one in self.also)}"
 
 
 class _Wrong(Exception):
@@ -62,12 +68,15 @@ class _Wrong(Exception):
         self.path, self.value, self.expected, self.fix = path, value, expected, fix
 
 
-def checked(value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, **said: Any) -> Any:
+def checked(
+    value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, *, tables: bool = False, **said: Any
+) -> Any:
     """``value`` as ``kind``, a type annotation, has it.
 
     Args:
         what: names the value in messages.
         error: the class that is raised.
+        tables: dicts are taken for dataclasses and named tuples, and text for dtypes, as JSON has them.
         said: further arguments of the error (``plan_entry``).
 
     Raises:
@@ -77,7 +86,7 @@ def checked(value: Any, kind: Any, what: str, error: type[ShardcError] = InputEr
     1610612736
     """
     try:
-        return _read(value, kind, ())
+        return _Reader(tables).read(value, kind, ())
     except _Wrong as wrong:
         path = "".join(part if part.startswith("[") else f".{part}" for part in wrong.path)
         said.setdefault("fix", wrong.fix)
@@ -114,61 +123,109 @@ def _hints(kind: Any) -> dict[str, Any]:
     return {name: hints[name] for name in names}
 
 
-def _read(value: Any, kind: Any, path: tuple[str, ...]) -> Any:
-    origin = get_origin(kind)
-    if kind is Any:
+class _Reader:
+    """Reads values by their annotations; ``tables`` as that of `checked`."""
+
+    def __init__(self, tables: bool) -> None:
+        self.tables = tables
+
+    def read(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+        origin = get_origin(kind)
+        if kind is Any:
+            return value
+        if origin is Annotated:
+            inner, *marks = get_args(kind)
+            return self.marked(value, inner, marks, path)
+        if origin in (Union, types.UnionType):
+            return self.one_of(value, get_args(kind), path)
+        if origin is Literal:
+            if not any(type(value) is type(one) and value == one for one in get_args(kind)):
+                close = get_close_matches(str(value), [one for one in get_args(kind) if isinstance(one, str)], n=1)
+                raise _Wrong(path, value, expected(kind), f"did you mean {close[0]!r}?" if close else None)
+            return value
+        if origin is tuple:
+            return self.items(value, get_args(kind), kind, path)
+        if origin is not None and issubclass(origin, Mapping):
+            key_kind, item = get_args(kind)
+            if not isinstance(value, Mapping):
+                raise _Wrong(path, value, expected(kind))
+            return {
+                self.read(key, key_kind, path): self.read(one, item, (*path, f"[{key!r}]"))
+                for key, one in value.items()
+            }
+        if origin is not None:  # Callable[...]
+            if not isinstance(value, origin):
+                raise _Wrong(path, value, expected(kind))
+            return value
+        return self.plain(value, kind, path)
+
+    def plain(self, value: Any, kind: Any, path: tuple[str, ...]) -> Any:
+        if self.tables and kind is torch.dtype and isinstance(value, str):
+            if value not in DTYPES:
+                raise _Wrong(path, value, "a dtype", near(value, DTYPES))
+            return DTYPES[value]
+        if self.tables and isinstance(value, dict) and (is_dataclass(kind) or hasattr(kind, "_fields")):
+            return self.table(value, kind, path)
+        if kind is float:
+            if type(value) not in (int, float) or value != value:
+                raise _Wrong(path, value, expected(kind))
+            return value
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise _Wrong(path, value, expected(kind), "write torch.bfloat16" if kind is torch.dtype else None)
         return value
-    if origin is Annotated:
-        inner, *marks = get_args(kind)
-        return _marked(value, inner, marks, path)
-    if origin in (Union, types.UnionType):
-        return _one_of(value, get_args(kind), path)
-    if origin is Literal:
-        if not any(type(value) is type(one) and value == one for one in get_args(kind)):
-            raise _Wrong(path, value, expected(kind), near(value, get_args(kind)) if isinstance(value, str) else None)
+
+    def marked(self, value: Any, inner: Any, marks: list[Any], path: tuple[str, ...]) -> Any:
+        for mark in marks:
+            if get_origin(mark) is Literal:
+                inner = mark
+            if isinstance(mark, Bytes) and isinstance(value, str):
+                value = _bytes(value, path)
+            value = self.read(value, inner, path)
+            if isinstance(mark, Range) and value is not None:
+                if not mark.holds(value):
+                    raise _Wrong(path, value, f"{expected(inner)} {mark}")
+            elif isinstance(mark, Bytes) and value is not None and value < 0 and value not in mark.also:
+                raise _Wrong(path, value, str(mark))
         return value
-    if origin is tuple:
-        return _tuple(value, get_args(kind), kind, path)
-    if origin is not None and issubclass(origin, Mapping):
-        key_kind, item = get_args(kind)
-        if not isinstance(value, Mapping):
+
+    def one_of(self, value: Any, kinds: tuple[Any, ...], path: tuple[str, ...]) -> Any:
+        deepest: _Wrong | None = None
+        for kind in kinds:
+            try:
+                return self.read(value, kind, path)
+            except _Wrong as wrong:
+                if deepest is None or len(wrong.path) > len(deepest.path):
+                    deepest = wrong
+        assert deepest is not None
+        if len(deepest.path) > len(path) or deepest.fix is not None:
+            raise deepest
+        raise _Wrong(path, value, " or ".join(expected(kind) for kind in kinds))
+
+    def items(self, value: Any, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
+        many = len(items) == 2 and items[1] is Ellipsis
+        if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
             raise _Wrong(path, value, expected(kind))
-        return {_read(key, key_kind, path): _read(one, item, (*path, f"[{key!r}]")) for key, one in value.items()}
-    if origin is not None:  # Callable[...]
-        if not isinstance(value, origin):
-            raise _Wrong(path, value, expected(kind))
-        return value
-    return _plain(value, kind, path)
+        kinds = [items[0]] * len(value) if many else items
+        made = tuple(
+            self.read(one, item, (*path, f"[{at}]")) for at, (one, item) in enumerate(zip(value, kinds, strict=True))
+        )
+        same = type(value) is tuple and all(a is b for a, b in zip(made, value, strict=True))
+        return value if same else made  # type: ignore[return-value]
 
-
-def _plain(value: Any, kind: Any, path: tuple[str, ...]) -> Any:
-    if kind is torch.dtype and isinstance(value, str):
-        if value not in DTYPES:
-            raise _Wrong(path, value, "a dtype", near(value, DTYPES))
-        return DTYPES[value]
-    if isinstance(value, dict) and (is_dataclass(kind) or hasattr(kind, "_fields")):
-        return _table(value, kind, path)
-    if kind is float:
-        if type(value) not in (int, float) or value != value:
-            raise _Wrong(path, value, expected(kind))
-        return value
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise _Wrong(path, value, expected(kind))
-    return value
-
-
-def _marked(value: Any, inner: Any, marks: list[Any], path: tuple[str, ...]) -> Any:
-    for mark in marks:
-        if isinstance(mark, Bytes) and isinstance(value, str):
-            value = _bytes(value, path)
-        value = _read(value, inner, path)
-        if isinstance(mark, Range) and value is not None:
-            if not mark.least <= value <= mark.most and value not in mark.also:
-                raise _Wrong(path, value, f"{expected(inner)} {mark}")
-        elif isinstance(mark, Bytes) and value is not None and value < 0 and value not in mark.also:
-            also = "".join(f", or {one}" for one in mark.also)
-            raise _Wrong(path, value, f"a number of bytes{also}")
-    return value
+    def table(self, value: dict[Any, Any], kind: Any, path: tuple[str, ...]) -> Any:
+        """An instance of a dataclass, or of a named tuple, of what a JSON object holds."""
+        hints = _hints(kind)
+        for key in value:
+            if key not in hints:
+                raise _Wrong((*path, f"[{key!r}]"), value[key], "known", near(key, hints))
+        if is_dataclass(kind):
+            needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.init]
+        else:
+            needed = [key for key in hints if key not in kind._field_defaults]
+        for key in needed:
+            if key not in value:
+                raise _Wrong(path, value, f"complete: it has no {key!r}")
+        return kind(**{key: self.read(one, hints[key], (*path, key)) for key, one in value.items()})
 
 
 def _bytes(text: str, path: tuple[str, ...]) -> int:
@@ -181,63 +238,26 @@ def _bytes(text: str, path: tuple[str, ...]) -> int:
     )
 
 
-def _one_of(value: Any, kinds: tuple[Any, ...], path: tuple[str, ...]) -> Any:
-    deepest: _Wrong | None = None
-    for kind in kinds:
-        try:
-            return _read(value, kind, path)
-        except _Wrong as wrong:
-            if deepest is None or len(wrong.path) > len(deepest.path):
-                deepest = wrong
-    assert deepest is not None
-    if len(deepest.path) > len(path) or deepest.fix is not None:
-        raise deepest
-    raise _Wrong(path, value, " or ".join(expected(kind) for kind in kinds))
-
-
-def _tuple(value: Any, items: tuple[Any, ...], kind: Any, path: tuple[str, ...]) -> tuple[Any, ...]:
-    many = len(items) == 2 and items[1] is Ellipsis
-    if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
-        raise _Wrong(path, value, expected(kind))
-    kinds = [items[0]] * len(value) if many else items
-    made = tuple(_read(one, item, (*path, f"[{at}]")) for at, (one, item) in enumerate(zip(value, kinds, strict=True)))
-    same = type(value) is tuple and all(a is b for a, b in zip(made, value, strict=True))
-    return value if same else made  # type: ignore[return-value]
-
-
-def _table(value: dict[Any, Any], kind: Any, path: tuple[str, ...]) -> Any:
-    """An instance of a dataclass, or of a named tuple, of what a JSON object holds."""
-    hints = _hints(kind)
-    for key in value:
-        if key not in hints:
-            raise _Wrong((*path, f"[{key!r}]"), value[key], "known", near(key, hints))
-    if is_dataclass(kind):
-        needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING and f.init]
-    else:
-        needed = [key for key in hints if key not in kind._field_defaults]
-    for key in needed:
-        if key not in value:
-            raise _Wrong(path, value, f"complete: it has no {key!r}")
-    return kind(**{key: _read(one, hints[key], (*path, key)) for key, one in value.items()})
-
-
 def expected(kind: Any) -> str:
     """``kind`` in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
+        args = next(((mark,) for mark in args if get_origin(mark) is Literal), args)
         marks = " ".join(str(mark) for mark in args[1:] if isinstance(mark, Range))
-        return "a number of bytes" if any(isinstance(m, Bytes) for m in args[1:]) else f"{expected(args[0])} {marks}"
+        sizes = [str(mark) for mark in args[1:] if isinstance(mark, Bytes)]
+        return sizes[0] if sizes else f"{expected(args[0])} {marks}".rstrip()
     if origin in (Union, types.UnionType):
         return " or ".join(expected(one) for one in args)
     if origin is Literal:
         return " or ".join(map(repr, args))
     if origin is tuple:
         if len(args) == 2 and args[1] is Ellipsis:
-            return f"a list whose items are each {expected(args[0])}"
+            return f"a list, each item {expected(args[0])}"
         return f"a list of {len(args)}"
     if origin is not None:
         return "a table" if issubclass(origin, Mapping) else "a function"
-    return _NAMES.get(kind) or ("a table" if hasattr(kind, "_fields") else f"a {kind.__name__}")
+    article = "an" if kind.__name__[0] in "AEIO" else "a"
+    return _NAMES.get(kind) or ("a table" if hasattr(kind, "_fields") else f"{article} {kind.__name__}")
 
 
 def _shown(value: Any) -> str:

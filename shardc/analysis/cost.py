@@ -10,10 +10,13 @@ import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from shardc.errors import InputError
+from shardc.validate import Range, check_fields, checked
 
+Time = Annotated[float, Range(0)]
+Rate = Annotated[float, Range(0, above=True)]
 _EXCHANGEABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
@@ -29,8 +32,8 @@ class Measured(NamedTuple):
 
     kind: str
     ranks: int
-    latency: float
-    bandwidth: float
+    latency: Time
+    bandwidth: Rate
 
 
 class Messages(NamedTuple):
@@ -70,15 +73,18 @@ class CostModel:
         messages: of collectives in messages between CPU ranks, for schedules; None where it was not measured.
     """
 
-    latency: float = 20e-6
-    hop: float = 1e-6
-    bandwidth: float = 50e9
-    flops: float = 100e12
-    memory_bandwidth: float = 1e12
+    latency: Time = 20e-6
+    hop: Time = 1e-6
+    bandwidth: Rate = 50e9
+    flops: Rate = 100e12
+    memory_bandwidth: Rate = 1e12
     kinds: tuple[Measured, ...] = (Measured("permute_ranks", 2, 30e-6, 40e9),)
-    attention: float = 1.0
-    launch: float = 0.0
+    attention: Rate = 1.0
+    launch: Time = 0.0
     messages: Messages | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @cached_property
     def _by_kind(self) -> dict[str, list[Measured]]:
@@ -156,12 +162,11 @@ class CostModel:
             table = json.loads(Path(path).read_text())
             if lacking := {"latency", "bandwidth", "flops", "memory_bandwidth"} - set(table):
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-            table["kinds"] = tuple(Measured(**row) for row in table.get("kinds", ()))
-            if (messages := table.get("messages")) is not None:
-                table["messages"] = Messages(**messages)
-            return cls(**table)
+            made: CostModel = checked(table, cls, "it", tables=True)
+            return made
         except OSError as error:
             raise InputError(f"cost model {path} cannot be read: {error.strerror}", fix=fix) from error
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             names = ", ".join(field.name for field in fields(cls))
-            raise InputError(f"{path} is not a cost model ({names}): {error}", fix=fix) from error
+            said = getattr(error, "what", error)
+            raise InputError(f"{path} is not a cost model ({names}): {said}", fix=fix) from error

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from typing import Any
 
-from torch import nn
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
 from shardc.capture.source import frames, users_own
 from shardc.errors import CaptureError
+from shardc.ir.graph import info, placeholders, role
+
+# What Dynamo says of an op that does not take its operands: (op, why).
+_FAILED = (
+    r"fake tensors: .*?<[^>]*?(?:function|method) '?(\w+).*?got \w+\(['\"](.*?)['\"]\)",
+    r"Error <[^>]*?(?:function|method) '?(\w+)[^>]*>: ([^\n]*)",
+)
+# Ops that multiply operands of one dtype; fake tensors do not check that.
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mv.default,
+    _aten.addmv.default, _aten.dot.default, _aten.convolution.default,
+}  # fmt: skip
+LOSS_GAVE = "what is traced gave "
 
 
-def capture_error(model: nn.Module, error: RuntimeError) -> CaptureError:
-    """``error``, raised while ``model`` was traced, in terms of the model."""
+def capture_error(
+    model: nn.Module, error: Exception, loss: Any = None, inputs: Sequence[tuple[str, Tensor]] = ()
+) -> CaptureError:
+    """``error``, raised while ``model`` was traced for such inputs, in terms of the model."""
     text = str(error)
+    if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
+        if loss is None:
+            return CaptureError(f"{type(model).__name__} returns no tensor", fix="return what a step computes")
+        name = getattr(loss, "__name__", type(loss).__name__)
+        return CaptureError(
+            f"the loss {name!r} gives {gave[1].strip()}, not one real number as a tensor",
+            fix="return a tensor of one element: a mean or a sum, and no .item()",
+        )
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, TorchDynamoException):
         reason = f"{type(error).__name__}: {reason}"
     stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
+    for form in _FAILED:
+        if failed := re.search(form, text, re.DOTALL):
+            return CaptureError(
+                f"{type(model).__name__} does not run on {_shown(inputs)}: {failed[1]} says: {failed[2]}",
+                source=users_own(stack) or None,
+                fix="pass inputs that it runs on uncompiled, of the same shapes and dtypes",
+            )
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
@@ -31,3 +66,32 @@ def capture_error(model: nn.Module, error: RuntimeError) -> CaptureError:
         source=users_own(stack) or None,
         fix=hint[1].strip() if hint else "write this line with tensor operations whose shapes do not depend on values",
     )
+
+
+def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:
+    listed = [f"{name}: {str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for name, x in inputs]
+    return ", ".join(listed) or "no tensors"
+
+
+def check_result(out: Any, is_loss: bool) -> None:
+    """Raises what `capture_error` reads where a loss is no number, or a model gives no tensor; it is traced too."""
+    if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
+        kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise ValueError(f"{LOSS_GAVE}{kind}")
+    if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
+        raise ValueError(f"{LOSS_GAVE}nothing")
+
+
+def check_dtypes(graph: fx.Graph) -> None:
+    """Raises CaptureError for a product of several dtypes, which fake tensors let pass and no kernel takes."""
+    for node in graph.nodes:
+        if node.target in _PRODUCTS:
+            found = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
+            if len(found) > 1:
+                given = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
+                raise CaptureError(
+                    f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in found)}; the inputs "
+                    f"are {_shown(given)}",
+                    source=info(node).origin.source or None,
+                    fix="pass inputs of the parameters' dtype, or cast where the model multiplies",
+                )

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc.capture.annotate import OUTPUT, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
-from shardc.capture.errors import capture_error
+from shardc.capture.errors import capture_error, check_dtypes, check_result
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
@@ -109,6 +109,7 @@ class _Root(nn.Module):
         out = _floats_to(self._dtypes.output, self.model(*own[0], **own[1]))
         if self._loss is not None:
             out = self._loss[0](out, *args[at:])
+        check_result(out, self._loss is not None)
         # An output that is a view of another, or of an input, would have no gradient of its own.
         return pytree.tree_map_only(Tensor, partial(mark, name=OUTPUT), out)
 
@@ -163,6 +164,7 @@ class Traced:
         without_strides(self.graph.graph, self.fake_mode)
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
+        check_dtypes(self.graph.graph)
         return Captured(
             self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode, self.reads
         )  # fmt: skip
@@ -236,7 +238,7 @@ def trace(
                 stack, traced, tuple(fakes), {}, decompositions=decompositions()
             )
         except RuntimeError as error:  # Dynamo's errors are such too
-            raise capture_error(model, error) from error
+            raise capture_error(model, error, loss, named) from error
         messages = [str(warning.message) for warning in said]
         with mode:
             changes = side_effects(messages, model, lambda: root(*fakes))

@@ -28,12 +28,18 @@ class Mesh:
     shape: tuple[tuple[str, int], ...]
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None, **named: int) -> None:
-        pairs = tuple(dict(axes or {}, **named).items())
-        for name, size in pairs:
-            if not str(name).isidentifier():
+        given = axes.items() if isinstance(axes, Mapping) else () if axes is None else axes
+        listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in listed):
+            raise MeshError(f"{axes!r} are no axes of a mesh", fix="write shardc.Mesh(dp=2, tp=4)")
+        pairs = tuple((name, size) for name, size in (*listed, *named.items()))
+        for at, (name, size) in enumerate(pairs):
+            if not isinstance(name, str) or not name.isidentifier():
                 raise MeshError(f"mesh axis {name!r} is not an identifier", fix="name axes like dp or tp")
-            if not isinstance(size, int) or size < 1:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size!r}", fix="give each axis a size of 1 or more")
+            if name in dict(pairs[:at]):
+                raise MeshError(f"mesh axis {name!r} is there twice", fix="give each axis a name of its own")
         object.__setattr__(self, "shape", pairs)
 
     def __hash__(self) -> int:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.errors import InputError
+from shardc.errors import InputError, PlanError
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.validate import checked
 
 Function = Callable[..., Any]
 
@@ -140,6 +142,10 @@ def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Calla
     >>> linear(torch.ones(2, 8), torch.ones(3, 8)).shape
     torch.Size([2, 3])
     """
+    checked(function, Callable[..., Any], "local_map: function")
+    for what, given in (("in_layouts", in_layouts), ("out_layouts", out_layouts)):
+        fix = f'write {what}=("_, @tp", "@tp, _")'
+        checked(given, str | Layout | tuple[Any, ...], f"local_map: {what}", PlanError, fix=fix)
     frame = sys._getframe(1)
     made = Region(
         function,

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
 
 from shardc.analysis.again import CHOICES
 from shardc.analysis.cost import CostModel
-from shardc.errors import InputError
 from shardc.plan.value import Plan
+from shardc.validate import Bytes, check_fields
+
+Size = Annotated[int | str, Bytes(-1)]
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile.
+    """How to compile. Sizes are numbers of bytes, or text with a unit: ``"8 MiB"``, ``"1.5GB"``.
 
     Args:
         strict: an op without a sharding rule is an error instead of a warning.
@@ -39,47 +42,46 @@ class Options:
         capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
             model.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
+
+    Raises:
+        InputError: a value of another type, out of range, or none of those that there are.
     """
 
     strict: bool = False
     cost: CostModel = field(default_factory=CostModel)
     verify: bool = True
-    bucket_size: int | None = None
-    max_in_flight: int | None = None
-    memory_budget: int = 0
-    checkpoint_collectives: str = "auto"
+    bucket_size: Size | None = None
+    max_in_flight: Size | None = None
+    memory_budget: Size = 0
+    checkpoint_collectives: Annotated[str, Literal[CHOICES]] = "auto"
     overlap: bool = True
     direct: bool | None = None
-    comm: str = "real"
-    debug: str | None = None
+    comm: Literal["real", "none"] = "real"
+    debug: Literal["buffers"] | None = None
     fold: bool = False
     capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
-    dump: str | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
+    dump: str | Path | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def __post_init__(self) -> None:
-        if self.comm not in ("real", "none"):
-            raise InputError(f"unknown comm={self.comm!r}", fix='use "real" or "none"')
-        if self.checkpoint_collectives not in CHOICES:
-            listed = ", ".join(f'"{choice}"' for choice in CHOICES)
-            raise InputError(
-                f"unknown checkpoint_collectives={self.checkpoint_collectives!r}", fix=f"use one of {listed}"
-            )
-        if self.debug not in (None, "buffers"):
-            raise InputError(f"unknown debug={self.debug!r}", fix='use "buffers" or None')
+        check_fields(self)
 
     def bucket_bytes(self) -> int:
         """The size of a bucket: by default where latency is a twentieth of a collective's time, 8 MiB at most."""
         if self.bucket_size is not None:
-            return self.bucket_size
+            return cast(int, self.bucket_size)
         latency, bandwidth = self.cost.latency, self.cost.bandwidth
         if (sent := self.cost.messages) is not None and self.direct is not False:
             latency, bandwidth = sent.latency + sent.call + sent.message, sent.bandwidth
         return min(int(20 * latency * bandwidth), 8 << 20)
 
+    def budget_bytes(self) -> int:
+        """Of parameters that stay whole."""
+        return cast(int, self.memory_budget)
+
     def in_flight_bytes(self) -> int:
         """How much may be started ahead."""
         if self.max_in_flight is not None:
-            return self.max_in_flight
+            return cast(int, self.max_in_flight)
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def said(self, plan: Plan) -> Options:

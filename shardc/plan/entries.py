@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 
 from shardc.errors import PlanError
 from shardc.plan.forms import Form, quote, show
+from shardc.validate import Bytes, Range, check_fields, checked
 
 STYLES = ("colwise", "rowwise", "vocab")
-REDUCTIONS = ("mean", "sum")
-PLACES = ("host", "device")
+ShardSize = Annotated[int, Range(1, also=(-1,))]
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,18 @@ class Fsdp:
 
     shard: tuple[str, ...]
     replicate: tuple[str, ...] = ()
-    level: int = 3
-    threshold: int = 0
-    shard_size: int = -1
-    overrides: tuple[tuple[str, int], ...] = ()
+    level: Annotated[int, Literal[1, 2, 3]] = 3
+    threshold: Annotated[int, Bytes()] = 0
+    shard_size: ShardSize = -1
+    overrides: tuple[tuple[str, ShardSize], ...] = ()
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
         if not self.shard:
             raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
         for axis in self.axes:
             if self.axes.count(axis) > 1:
                 raise PlanError(f"axis {axis!r} is used twice", plan_entry=str(self), fix="name each axis once")
-        if self.level not in (1, 2, 3):
-            raise PlanError(f"level {self.level!r} is not 1, 2 or 3", plan_entry=str(self), fix="use level=3")
-        if not isinstance(self.threshold, int) or self.threshold < 0:
-            raise PlanError(f"threshold {self.threshold!r} is not a number of bytes", plan_entry=str(self))
-        for size in (self.shard_size, *(size for _, size in self.overrides)):
-            if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
-                fix = "give how many ranks a parameter is split over, or -1 for all"
-                raise PlanError(f"shard size {size!r} is not a number of ranks", plan_entry=str(self), fix=fix)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -111,8 +103,11 @@ class Tp:
     """The modules that ``glob`` matches are computed split over ``axis``, in one of `STYLES`."""
 
     axis: str
-    style: str
+    style: Annotated[str, Literal["colwise", "rowwise", "vocab"]]
     glob: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -189,10 +184,18 @@ class Setting:
     name: str
     value: str | float | bool
 
+    KINDS: ClassVar[dict[str, Any]] = {
+        "reduce": Literal["mean", "sum"], "grad_scale": Annotated[float, Range(-1e300, 1e300)], "dtensor_outputs": bool,
+        "accumulate": bool, "overlap": bool, "bucket_size": Annotated[int | str, Bytes(-1)],
+    }  # fmt: skip
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "reduce": "mean", "grad_scale": 1.0, "dtensor_outputs": False, "accumulate": False, "overlap": True,
         "bucket_size": None,
     }  # fmt: skip
+
+    def __post_init__(self) -> None:
+        made = checked(self.value, self.KINDS[self.name], self.name, PlanError, plan_entry=str(self))
+        object.__setattr__(self, "value", made)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -223,9 +226,10 @@ class Precision:
     full_precision_eval: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry="precision(...)")
         for name in DTYPE_FIELDS:
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            if dtype is not None and not dtype.is_floating_point:
                 raise PlanError(
                     f"{name}={dtype!r} is not a floating-point dtype",
                     plan_entry="precision(...)",
@@ -260,14 +264,11 @@ class Offload:
     """
 
     glob: str
-    to: str = "host"
+    to: Annotated[str, Literal["host", "device"]] = "host"
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        if self.to not in PLACES:
-            near = get_close_matches(str(self.to), PLACES)
-            fix = f"did you mean {near[0]!r}?" if near else f"use one of {PLACES}"
-            raise PlanError(f"{self.to!r} is no place to keep parameters", plan_entry=str(self), fix=fix)
+        check_fields(self, PlanError, "", plan_entry=str(self))
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -301,7 +302,7 @@ def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
     """``axis``, a name or a sequence of them, as a tuple."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     for name in names:
-        if not isinstance(name, str):
+        if not isinstance(name, str) or not name:
             raise PlanError(f"{name!r} is not the name of a mesh axis", plan_entry=entry, fix='name axes like "dp"')
     return names
 

@@ -69,8 +69,8 @@ def decode(text: str, path: str) -> Iterator[Call]:
     """
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"{path} is not JSON: {error}", source=f"{path}:{error.lineno}") from None
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{path} is not JSON: {error}", source=f"{path}:{getattr(error, 'lineno', 1)}") from None
     if not isinstance(data, dict) or "shardc_plan" not in data:
         raise PlanError(f"{path} is not a plan file", fix="write it with plan.save(path)")
     _check_keys(data, ("shardc_plan", "calls"), path, "a plan file")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tabulate import tabulate
@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call, to_row
 from shardc.plan.entries import (
-    REDUCTIONS,
     Data,
     Ddp,
     Entry,
@@ -34,6 +33,7 @@ from shardc.plan.from_sharding_plan import sharding_plan_entries
 from shardc.plan.from_styles import style_entries
 from shardc.plan.json import decode, encode
 from shardc.plan.targets import activation_entries, port_entries
+from shardc.validate import checked
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -76,8 +76,11 @@ class Plan:
         dtensor_outputs: bool | None = None,
         accumulate: bool | None = None,
         overlap: bool | None = None,
-        bucket_size: int | None = None,
+        bucket_size: int | str | None = None,
     ) -> None:
+        for what, given in (("params", params), ("activations", activations)):
+            fix = f'write {what}={{"layers.*": ("dp", None)}}'
+            checked(given, Mapping[str, Any] | None, what, PlanError, fix=fix)
         entries: list[Entry] = []
         entries += [
             Param(glob, freeze(spec, f"params[{quote(glob)}] = {spec!r}")) for glob, spec in (params or {}).items()
@@ -85,10 +88,6 @@ class Plan:
         entries += port_entries("inputs", inputs) + port_entries("outputs", outputs)
         for target, value in (activations or {}).items():
             entries += activation_entries(target, value)
-        if reduce is not None and reduce not in REDUCTIONS:
-            raise PlanError(
-                f"unknown reduction {reduce!r}", plan_entry=f"reduce={reduce!r}", fix=f"use one of {REDUCTIONS}"
-            )
         settings = {
             "reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs, "accumulate": accumulate,
             "overlap": overlap, "bucket_size": bucket_size,
@@ -211,7 +210,12 @@ class Plan:
         Raises:
             PlanError: the file is not a plan, or has a key that no plan has.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"), str(path))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+            raise PlanError(f"the plan {path} cannot be read: {reason}", fix="write it with plan.save(path)") from None
+        return cls.from_json(text, str(path))
 
     @classmethod
     def from_json(cls, text: str, path: str = "the text") -> Plan:
@@ -227,14 +231,14 @@ class Plan:
 
 def ddp(axis: str) -> Plan:
     """Data parallel: the batch is split over ``axis``, parameters are whole, gradients are reduced once."""
-    (name,) = axis_names(axis, f"ddp({axis!r})") if isinstance(axis, str) else axis_names([axis], f"ddp({axis!r})")
+    (name,) = axis_names([axis], f"ddp({axis!r})")
     return Plan.of([Ddp(name)])
 
 
 def fsdp(
     axis: str | Sequence[str],
     level: int = 3,
-    threshold: int = 0,
+    threshold: int | str = 0,
     shard_size: int = -1,
     overrides: Mapping[str, int] | None = None,
 ) -> Plan:
@@ -244,7 +248,7 @@ def fsdp(
         axis: a mesh axis, or several, bound in order.
         level: 1: parameters and optimizer state split, gradients accumulated whole; 2: gradients reduced every
             micro-batch, parameters kept whole from forward to backward; 3: gathered again in backward.
-        threshold: parameters of fewer bytes (all of the parameter, not a shard) stay whole.
+        threshold: parameters of fewer bytes (all of the parameter, not a shard; ``"1 MiB"`` too) stay whole.
         shard_size: ranks that a parameter is split over, neighbours along ``axis`` (the minor ones of several axes);
             it is whole over the rest, over which gradients are reduced a second time. -1 for all.
         overrides: parameter glob -> shard size of these, whatever the threshold; 1 keeps them whole. The last that
@@ -254,19 +258,20 @@ def fsdp(
         PlanError: a shard size that is not one. When it is used, one that does not divide the ranks of ``axis``, two
             neither of which divides the other, or a glob that matches no parameter.
     """
-    pairs = tuple((overrides or {}).items())
-    return Plan.of([Fsdp(axis_names(axis, f"fsdp({axis!r})"), (), level, threshold, shard_size, pairs)])
+    entry = f"fsdp({axis!r}, ...)"
+    pairs = tuple(checked(overrides or {}, Mapping[str, Any], "overrides", PlanError, plan_entry=entry).items())
+    return Plan.of([Fsdp(axis_names(axis, f"fsdp({axis!r})"), (), level, cast(int, threshold), shard_size, pairs)])
 
 
 def hsdp(
-    shard: str | Sequence[str] = "dp", replicate: str | Sequence[str] = "rep", level: int = 3, threshold: int = 0
+    shard: str | Sequence[str] = "dp", replicate: str | Sequence[str] = "rep", level: int = 3, threshold: int | str = 0
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
     ``level`` and ``threshold`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    return Plan.of([Fsdp(axis_names(shard, entry), axis_names(replicate, entry), level, threshold)])
+    return Plan.of([Fsdp(axis_names(shard, entry), axis_names(replicate, entry), level, cast(int, threshold))])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
@@ -279,9 +284,14 @@ def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), voca
     """
     (name,) = axis_names([axis], f"tp({axis!r})")
     globs = {"colwise": colwise, "rowwise": rowwise, "vocab": vocab}
+    styles: dict[str, str] = {}
     for style, given in globs.items():
-        if isinstance(given, str):
-            raise PlanError(f"{style} is a string", plan_entry=f"tp({axis!r})", fix=f"write {style}=[{quote(given)}]")
+        fix = f"write {style}=[{quote(given)}]" if isinstance(given, str) else f'write {style}=["layers.*.up"]'
+        for glob in checked(given, tuple[str, ...], style, PlanError, plan_entry=f"tp({axis!r})", fix=fix):
+            if styles.setdefault(glob, style) != style:
+                raise PlanError(
+                    f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="say one of them"
+                )
     return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
 
 
@@ -317,7 +327,8 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     Raises:
         PlanError: a place that is not one; when it is used, a glob that matches no parameter.
     """
-    globs = [names] if isinstance(names, str) else list(names)
+    said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry="offload(...)")
+    globs = [said] if isinstance(said, str) else said
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
 
 

@@ -41,6 +41,7 @@ from shardc.precompiled.record import (
 )
 from shardc.precompiled.save import untied
 from shardc.precompiled.spec import spec_from_json
+from shardc.validate import checked
 
 _MOST_RANKS = 1 << 20
 
@@ -166,7 +167,8 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
         PrecompiledError: nothing was saved there, the save was cut off or changed since, it is of another torch, or it
             is no program: it calls an op that none has, or a table of it holds something else than it must.
     """
-    folder = Path(folder)
+    folder = Path(checked(folder, str | Path, "folder"))
+    checked(trust, bool, "trust")
     try:
         record = read_record(folder)
         made = Precompiled(folder, record, trust)

@@ -155,7 +155,7 @@ def read_record(folder: Path) -> Record:
         raise PrecompiledError(
             f"the program in {folder} is stale: torch was {was} and is {torch.__version__}", fix=AGAIN
         )
-    record: Record = checked(found, Record, str(path), PrecompiledError, fix=AGAIN)
+    record: Record = checked(found, Record, str(path), PrecompiledError, tables=True, fix=AGAIN)
     halves = set(record.halves)
     if halves not in ({"inference"}, set(HALVES)):
         raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)

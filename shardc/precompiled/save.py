@@ -72,7 +72,10 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
             fix="save what module.lower(*examples) returns outside of no_sync()",
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PrecompiledError(f"the folder {folder} cannot be made: {error.strerror}", fix="name another") from None
     (folder / ARTIFACTS).unlink(missing_ok=True)
     (folder / RECORD).unlink(missing_ok=True)
     record: dict[str, Any] = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardc.errors import RuleError
 from shardc.ir.flops import flops, is_dense
 from shardc.ir.graph import Value
 from shardc.rules import (
@@ -32,6 +33,7 @@ from shardc.rules.fallback import fallback_rule
 from shardc.rules.notation import rule
 from shardc.rules.rule import Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
+from shardc.validate import checked
 
 FAMILIES = (
     pointwise,
@@ -116,6 +118,10 @@ def register_rule(
 
     >>> _ = register_rule("mylib::rowwise_scale", "i j, i -> i j", linear="0|1")
     """
+    checked(text, str, "register_rule: text", RuleError, fix='write "i k, k j -> i j"')
+    checked(linear, str, "register_rule: linear", RuleError, fix='write "0|1"')
+    if not isinstance(op, str) and not hasattr(op, "_schema"):
+        raise RuleError(f"{op!r} is no op", fix="pass torch.ops.mylib.scale.default, or its name")
     name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
     made = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
     _registered[made.op] = made

@@ -83,6 +83,24 @@ def check_inputs(
         raise InputError("; ".join(wrong), fix=fix)
 
 
+def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> None:
+    """Checks that the tensors of a call are plain ones, with ``values`` where they are needed.
+
+    Raises:
+        InputError: the first that is not.
+    """
+    for name, x in zip(names, leaves, strict=True):
+        if not isinstance(x, torch.Tensor):
+            continue
+        if x.layout is not torch.strided or x.is_nested:
+            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+            raise InputError(f"input {name!r} is a {kind} tensor", fix=f"pass a dense one: {name}.to_dense()")
+        if x.is_quantized:
+            raise InputError(f"input {name!r} is quantised, of {x.dtype}", fix=f"pass {name}.dequantize()")
+        if values and x.device.type == "meta":
+            raise InputError(f"input {name!r} is on meta, without values", fix="pass a tensor with values")
+
+
 def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:
     """Checks the inputs that are not tensors: the program holds their values at capture as constants.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,7 +17,7 @@ from shardc.runtime import changes
 from shardc.runtime.autograd import check_units
 from shardc.runtime.buffers import MemoryUse
 from shardc.runtime.initialize import init_weights
-from shardc.runtime.inputs import local_input, shard_input
+from shardc.runtime.inputs import check_kinds, local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.signature import Signature, call_key, fitting
@@ -26,6 +26,7 @@ from shardc.runtime.step import Program
 from shardc.runtime.storage import refill
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.whole import full_state_dict, summon_full_params
+from shardc.validate import Range, checked
 
 
 class ShardedModule(nn.Module):
@@ -97,7 +98,7 @@ class ShardedModule(nn.Module):
         These are gradients of parameters that are whole between steps or are stored at level 1. At levels 2 and 3
         gradients are reduced by every step. See `no_sync` for what becomes of them.
         """
-        self.shardc.sync.mode = "all" if sync else "levels"
+        self.shardc.sync.mode = "all" if checked(sync, bool, "sync") else "levels"
 
     def memory(self) -> MemoryUse:
         """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""
@@ -112,9 +113,10 @@ class ShardedModule(nn.Module):
         """
         state = self.shardc
         state.check()
+        check_kinds(state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
+        program = state.program_for(args, kwargs)
         state.explicit = True
         state.known.clear()
-        program = state.program_for(args, kwargs)
         if program not in state.programs.values():  # one of many sizes, for this one
             state.programs[state.signature(args, kwargs)] = program
         return program
@@ -178,6 +180,8 @@ class ShardedModule(nn.Module):
         """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
         state = self.shardc
         state.sync.refuse("clip_grad_norm_()")
+        checked(max_norm, Annotated[float, Range(0)], "max_norm")
+        checked(norm_type, Annotated[float, Range(0, above=True)], "norm_type")
         if state.groups is None:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(
@@ -216,6 +220,7 @@ class ShardedModule(nn.Module):
     def _found(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
         call = state.signature(args, kwargs)
+        check_kinds(call.names, leaves, values=True)
         state.mark(call.names, args, kwargs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if not state.explicit:

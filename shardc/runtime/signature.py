@@ -116,7 +116,7 @@ def call_key(
         if isinstance(x, Tensor):
             if hasattr(x, _compat.DYNAMIC_DIMS):
                 return None
-            described.append((isinstance(x, DTensor), x.shape, x.dtype, x.requires_grad))
+            described.append((isinstance(x, DTensor), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
         else:
             described.append((type(x), x))
     key = spec, tuple(described), mode, surroundings, deferred, torch.is_grad_enabled()

@@ -20,6 +20,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
+from shardc.runtime.inputs import check_kinds
 from shardc.runtime.lockstep import Lockstep, PerRank
 from shardc.runtime.shards import same
 from shardc.runtime.storage import cut, shard_tensor
@@ -53,6 +54,9 @@ class Simulation:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        if not hasattr(module, "shardc"):
+            what = f"{type(module).__name__} is not from shardc.compile"
+            raise InputError(what, fix="compile it for an abstract shardc.Mesh first")
         self.module = module
         self.state = cast(Any, module.shardc)
         self.mesh: Mesh = self.state.mesh
@@ -71,6 +75,7 @@ class Simulation:
 
     def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
         """The global outputs for global inputs; with ``grad``, `backward` may follow."""
+        check_kinds(self.state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
         program: Lowered = self.state.program_for(args, kwargs)
         graph = program.forward if grad and program.forward is not None else program.inference
         assert graph is not None
@@ -98,7 +103,8 @@ class Simulation:
 
         None is of an output that the loss does not use.
         """
-        assert self._saved is not None, "call the simulation with grad=True first"
+        if self._saved is None or self._saved[0].backward is None:
+            raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
         for name, param in self.module.named_parameters():
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise InputError(

@@ -39,8 +39,8 @@ ERRORS = {
     'fsdp("dp") | number': 'column 14: number is a int, not a plan\n  | fsdp("dp") | number\n  |              ^',
     "number": "column 1: this is a int, not a plan\n  | number\n  | ^",
     'number("dp")': 'column 1: number cannot be called\n  | number("dp")\n  | ^',
-    'ddp("é") | fsdp("dp", level=9)': "column 12: level 9 is not 1, 2 or 3\n"
-    '  | ddp("é") | fsdp("dp", level=9)\n  |            ^\n  fix: use level=3',
+    'ddp("é") | fsdp("dp", level=9)': "column 12: level is 9, not 1 or 2 or 3\n"
+    '  | ddp("é") | fsdp("dp", level=9)\n  |            ^',
     'fsdp("dp", lvl=2)': "column 1: fsdp('dp', lvl=2): fsdp() got an unexpected keyword argument 'lvl'\n"
     '  | fsdp("dp", lvl=2)\n  | ^',
     "broken()": "column 1: broken(): division by zero\n  | broken()\n  | ^",

@@ -107,7 +107,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "not a dtype": (
         {"shardc_plan": 1, "calls": [{"precision": {"param": "bf16"}}]},
-        "param='bf16' is not a floating-point dtype\n  plan entry: precision(...)\n  fix: write param=torch.bfloat16",
+        "param is 'bf16', not a dtype\n  plan entry: precision(...)\n  fix: write torch.bfloat16",
     ),
     "not a spec": (
         {"shardc_plan": 1, "calls": [{"Plan": {"params": {"w": "dp"}}}]},

@@ -113,12 +113,13 @@ def test_settings() -> None:
 
 
 ERRORS: dict[str, Callable[[], Plan]] = {
-    'level 4 is not 1, 2 or 3\n  plan entry: fsdp("dp", level=4)\n  fix: use level=3': lambda: fsdp("dp", level=4),
-    'threshold -1 is not a number of bytes\n  plan entry: fsdp("dp", level=3, threshold=-1)': (
+    'level is 4, not 1 or 2 or 3\n  plan entry: fsdp("dp", level=4)': lambda: fsdp("dp", level=4),
+    'threshold is -1, not a number of bytes\n  plan entry: fsdp("dp", level=3, threshold=-1)': (
         lambda: fsdp("dp", threshold=-1)
     ),
-    'shard size 0 is not a number of ranks\n  plan entry: fsdp("dp", level=3, shard_size=0)\n'
-    "  fix: give how many ranks a parameter is split over, or -1 for all": lambda: fsdp("dp", shard_size=0),
+    'shard_size is 0, not an integer of 1 or more, or -1\n  plan entry: fsdp("dp", level=3, shard_size=0)': lambda: (
+        fsdp("dp", shard_size=0)
+    ),
     'axis \'dp\' is used twice\n  plan entry: hsdp(shard="dp", replicate="dp", level=3)\n  fix: name each axis once': (
         lambda: hsdp("dp", "dp")
     ),
@@ -129,12 +130,11 @@ ERRORS: dict[str, Callable[[], Plan]] = {
     '2 is not the name of a mesh axis\n  plan entry: ddp(2)\n  fix: name axes like "dp"': (
         lambda: ddp(2)  # type: ignore[arg-type]
     ),
-    "colwise is a string\n  plan entry: tp('tp')\n  fix: write colwise=[\"*.up\"]": lambda: tp("tp", colwise="*.up"),
+    "colwise is '*.up', not a list, each item a string\n  plan entry: tp('tp')\n"
+    '  fix: write colwise=["*.up"]': lambda: tp("tp", colwise="*.up"),
     "reduce=torch.int32 is not a floating-point dtype\n  plan entry: precision(...)\n"
     "  fix: write reduce=torch.bfloat16": (lambda: precision(reduce=torch.int32)),
-    "unknown reduction 'avg'\n  plan entry: reduce='avg'\n  fix: use one of ('mean', 'sum')": lambda: Plan(
-        reduce="avg"
-    ),
+    "reduce is 'avg', not 'mean' or 'sum'\n  plan entry: reduce=\"avg\"": lambda: Plan(reduce="avg"),
     'axis \'dp\' is given to two data-parallel entries: hsdp(shard="dp", replicate="rep", level=3) and fsdp("dp", '
     'level=3)\n  plan entry: fsdp("dp", level=3)\n  fix: give each axis to one entry': lambda: hsdp() | fsdp("dp"),
     '3 is neither a spec nor a list or dict of specs\n  plan entry: inputs\n  fix: write ("dp", None), '
