@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +39,7 @@ from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, save_program
+from shardc.validate import near
 
 if TYPE_CHECKING:
     from shardc.fold import Folded
@@ -192,9 +192,7 @@ class Program:
         if stage in passes.PARTITIONED and stage not in self._graphs:
             _ = self._halves
         if stage not in self._graphs:
-            near = get_close_matches(stage, self.stages)
-            fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(self.stages)}"
-            raise PlanError(f"there is no stage {stage!r}", fix=fix)
+            raise PlanError(f"there is no stage {stage!r}", fix=near(stage, self.stages))
         return self._graphs[stage]
 
     def whole(self, stage: str) -> fx.Graph:
@@ -347,8 +345,7 @@ def build_program(
         return grown_layout(pin.spec, mesh, shape, what=f"{pin.where} of {pin.module!r}", entry=pin.entry, held=held)
 
     def output_layout(index: int, name: str, natural: Layout) -> tuple[Layout, str]:
-        said = outputs.get(index)
-        if said is None:
+        if (said := outputs.get(index)) is None:
             return natural, ""
         return to_layout(said[0], mesh, natural.shape, natural, what=f"output {name!r}", entry=said[1]), said[1]
 

@@ -168,7 +168,7 @@ def test_an_unknown_stage() -> None:
     assert str(caught.value) == "there is no stage 'reshrad'\n  fix: did you mean 'reshard'?"
     with pytest.raises(PlanError) as caught:
         program.text("inline")
-    assert str(caught.value) == f"there is no stage 'inline'\n  fix: use one of {', '.join(program.stages)}"
+    assert str(caught.value) == f"there is no stage 'inline'\n  fix: use one of {', '.join(map(repr, program.stages))}"
 
 
 def test_a_call_without_a_process_group() -> None:
