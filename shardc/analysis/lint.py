@@ -19,7 +19,6 @@ from shardc.analysis.kernels import flops_of
 from shardc.analysis.schedule import HOST, Collective, Run, Schedule
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.layout import Layout
 
 SEVERITIES = ("high", "medium", "low")
 LARGE_PARAMETER = 1 << 20  # bytes a rank of a whole parameter that are worth a word
@@ -136,19 +135,52 @@ def reduce_then_slice(subject: Subject) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def repeated_gather(subject: Subject) -> Iterator[Finding]:
-    """One value is gathered to one layout more than once in one phase."""
-    seen: dict[tuple[fx.Node, str, Layout, str], fx.Node] = {}
+def repeated_collective(subject: Subject) -> Iterator[Finding]:
+    """One value becomes the same by more than one collective in one phase."""
+    seen: dict[tuple[object, ...], fx.Node] = {}
     for node in subject.graph.nodes:
-        if node.target is ops.all_gather:
-            key = (node.args[0], str(node.kwargs["axis"]), ir.layout(node), ir.info(node).origin.phase)
+        if node.target in ops.COLLECTIVES:
+            key = (node.target, node.args[0], *sorted(node.kwargs.items()), ir.layout(node), ir.info(node).origin.phase)
             first = seen.setdefault(key, node)
             if first is not node:
-                again = f"gathered again over {node.kwargs['axis']}, as %{ir.info(first).name}"
+                kind, axis = node.target.__name__, node.kwargs["axis"]
+                name = "repeated-gather" if kind == "all_gather" else "repeated-collective"
+                verb = "gathered" if kind == "all_gather" else f"sent ({kind})"
                 yield from subject.wasted(
-                    "repeated-gather", node, 1.0, again,
+                    name, node, 1.0, f"{verb} again over {axis}, as %{ir.info(first).name}",
                     "pin the value's layout where both consumers read it",
                 )  # fmt: skip
+
+
+def unread_collective(subject: Subject) -> Iterator[Finding]:
+    """What a collective brings is read by nobody."""
+    step = subject.step.step
+    live = {at for _, at in step.outputs}
+    for at in reversed(range(len(step.ops))):
+        if at in live:
+            live.update(step.ops[at].reads)
+    unread = {ir.info(step.ops[at].node).name for at in step.starts if at not in live}
+    for row in subject.step.collectives:
+        if row.name in unread:
+            yield subject.finding(
+                "unread-collective", (row.cause.tensor, row.cause.module, row.cause.source), row.seconds, row.wire,
+                f"{row.kind} over {row.axis} in {row.phase}, whose result nobody reads",
+                "report it: the compiler should have left it out",
+            )  # fmt: skip
+
+
+def collective_run_again(subject: Subject) -> Iterator[Finding]:
+    """A checkpoint region's collective that runs again in backward, for memory."""
+    again = {row.name: row for row in subject.schedule.collectives if row.phase == "backward"}
+    whole = {ir.info(op.node).name for op in subject.schedule.step.ops if op.gathered}
+    for row in subject.schedule.collectives:
+        second = again.get(row.name) if row.phase == "forward" and row.name not in whole else None
+        if second is not None:
+            yield subject.finding(
+                "collective-run-again", (row.cause.tensor, row.cause.module, row.cause.source), second.seconds,
+                second.wire, f"{row.kind} over {row.axis} of a checkpoint region runs again in backward",
+                'Options(checkpoint_collectives="keep") keeps its result, where memory allows',
+            )  # fmt: skip
 
 
 def small_messages(subject: Subject) -> Iterator[Finding]:
@@ -256,8 +288,8 @@ def _route(subject: Subject, row: Collective) -> Route:
 
 
 RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    gather_then_slice, reduce_then_slice, repeated_gather, small_messages, exposed_axis, axis_across_nodes,
-    replicated_work, whole_parameter, low_precision_sum,
+    gather_then_slice, reduce_then_slice, repeated_collective, unread_collective, collective_run_again, small_messages,
+    exposed_axis, axis_across_nodes, replicated_work, whole_parameter, low_precision_sum,
 )  # fmt: skip
 
 

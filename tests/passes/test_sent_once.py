@@ -136,3 +136,13 @@ def test_the_verifier_names_it(plant: Callable[[Halves], None], said: str) -> No
     plant(halves)  # type: ignore[arg-type]
     with pytest.raises(VerifyError, match=f"2.weight.*{said}"):
         verify_halves(*halves, MESH)
+
+
+def test_lint_counts_it() -> None:
+    """Where nothing was verified."""
+    program = small(3)
+    assert program.backward is not None and program.forward is not None
+    before = [f.rule for f in program.lint()]
+    unread((program.forward, program.backward))
+    after = [f for f in program.lint() if f.rule == "unread-collective"]
+    assert "unread-collective" not in before and [f.subject for f in after] == ["2.weight"]

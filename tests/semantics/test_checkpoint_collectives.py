@@ -106,6 +106,16 @@ def test_the_schedule_counts_both(stage: str) -> None:
     assert held[1] - held[0] >= CONFIG.layers * 2 * 2 * SHARD, "gathered activations are held"
 
 
+def test_lint_counts_what_runs_again() -> None:
+    """Each of the two gathers of a block, and none where they are kept."""
+    said = {
+        each: [f for f in program("tp+sp", each).lint() if f.rule == "collective-run-again"]
+        for each in ("auto", "keep")
+    }
+    assert len(said["auto"]) == 2 * CONFIG.layers and not said["keep"]
+    assert {f.bytes for f in said["auto"]} == {SHARD}
+
+
 @pytest.mark.parametrize(
     ("plan", "collectives"), [*((plan, "auto") for plan in PLANS), ("tp+sp", "keep"), ("fsdp+tp+sp", "recompute")]
 )
