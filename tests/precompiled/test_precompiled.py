@@ -158,3 +158,31 @@ def test_unreduced_gradients_are_not_saved(tmp_path: Path) -> None:
     module, _ = simulated()
     with module.no_sync(), pytest.raises(PrecompiledError, match="leaves its gradients unreduced"):
         module.lower(*batch()).save(tmp_path)
+
+
+@pytest.mark.parametrize("around", ["an attribute", "autocast"])
+def test_a_saved_program_is_not_used_for_another_state(around: str, tmp_path: Path) -> None:
+    class Scaled(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.factor = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.factor
+
+    def compiled(**options: Any) -> Any:
+        return shardc.compile(Scaled(), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager", **options)
+
+    x = torch.randn(4, 4)
+    compiled().lower(x).save(tmp_path)
+    loaded = shardc.load(tmp_path)
+    module = compiled(precompiled=loaded)
+    assert module.lower(x) is loaded
+    if around == "autocast":
+        with torch.autocast("cpu"):
+            assert module.lower(x) is not loaded
+    else:
+        module.factor = 3.0
+        assert module.lower(x) is not loaded
+        module.factor = 2.0
+    assert module.lower(x) is loaded

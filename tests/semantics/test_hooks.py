@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.errors import InputError
+from shardc.errors import InputError, LayoutError
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model, sharded, step
 
@@ -101,12 +101,33 @@ def starts_in_inference_mode() -> None:
         assert_same(module, source, grads=True)
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+def refuses_other_parameters() -> None:
+    """Before anything is computed; what has no parameters of its own may come."""
+    for change in (
+        lambda m: nn.utils.parametrize.register_parametrization(m.mid, "weight", Doubled()),
+        lambda m: nn.utils.parametrizations.weight_norm(m.mid),
+        lambda m: m.add_module("more", nn.Linear(2, 2)),
+        lambda m: setattr(m, "mid", nn.Linear(9, 12).double()),
+    ):
+        module = sharded(model(), "fsdp")
+        module(*module.shard_inputs(*batch()))
+        change(module)
+        with pytest.raises(LayoutError, match="is gone|came after|was replaced"):
+            module(*module.shard_inputs(*batch()))
+
+
 def test_on_two_ranks() -> None:
     run_ranks(
         2,
         partial(registers_on_parameters, before=True),
         partial(registers_on_parameters, before=False),
         registers_on_modules,
+        refuses_other_parameters,
         autocasts,
         starts_in_inference_mode,
     )
