@@ -184,6 +184,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
 
 
 ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
+# On an op of which an operand is padded, from ``pad`` on: the sizes of its first operand without that.
+TRUE_SIZES = "shardc_true_sizes"
 # On the output node of a backward half: placeholder's name -> role of the parameter, buffer or input that it is or that
 # it was gathered, moved or cast from.
 READS = "shardc_reads"

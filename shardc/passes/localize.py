@@ -7,6 +7,7 @@ through ``coordinate`` placeholders, so all ranks have the same graph.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -91,7 +92,13 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     values = made if isinstance(made, tuple) else (made,)
     layouts = tuple(v.layout for v in values if v is not None and v.layout is not None)
     operands = tuple(ir.layout(x) for x in operands_of(node))
-    return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs))
+    return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs, partial(_true_size, node)))
+
+
+def _true_size(node: fx.Node, dim: int, size: int) -> int:
+    """The size of ``dim`` of the first operand of ``node`` without what `Pad` grew it by to ``size``."""
+    sizes = node.meta.get(ir.TRUE_SIZES)
+    return size if sizes is None else sizes[dim]
 
 
 def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:

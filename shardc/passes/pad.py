@@ -294,6 +294,7 @@ class _Padder(Forms):
         made = rule.localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(made, fx.Node) and made.op == "call_function":
             ir.set_info(made, replace(ir.info(made), name=self.record.name))
+            made.meta[ir.TRUE_SIZES] = tuple(elements(runs) for runs in grown[0])
         return made
 
 

@@ -135,7 +135,7 @@ class Seed:
             if have != size:
                 record, shape[dim] = ir.info(grad), size
                 value = replace(ir.value(grad), shape=tuple(shape))
-                record = replace(record, name=names.fresh(f"{record.name}.padded"), value=value)
+                record = replace(record, name=names.fresh(f"{record.name}.padded"), value=value, role=None)
                 grad = _insert(graph, before, ops.pad, grad, {"dim": dim, "size": size}, record)
         return grad
 

@@ -21,7 +21,7 @@ from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, arguments_of, group_axes
 from shardc.ir.verify.subject import Broken, Subject
 from shardc.rules import is_registered
 
-_NAMESPACES = ("aten", "prims", NAMESPACE, OWN_NAMESPACE, "shardc_random")
+_NAMESPACES = ("aten", "prims", NAMESPACE, OWN_NAMESPACE, "shardc_random", "shardc_checks")
 _TYPES = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
 _VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device",
            "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 
 from shardc.ir.layout import Layout
 from shardc.rules.loops import FREE, WHOLE, Loops
-from shardc.rules.positions import align, once, owned, past_end, split, zero_unless
+from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
@@ -84,10 +84,16 @@ def _find(local: Local, layout: Layout) -> tuple[list[Any], list[int], Any]:
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]
-    for dim in dims:
-        wrapped = call(aten.add.Scalar, indices[dim], layout.shape[dim])
+    for dim in indexed_dims(local.call):
+        size = local.true_size(dim, layout.shape[dim])
+        if dim not in dims and size == layout.shape[dim]:
+            continue
+        wrapped = call(aten.add.Scalar, indices[dim], size)
         counted = call(aten.where.self, call(aten.lt.Scalar, indices[dim], 0), wrapped, indices[dim])
-        indices[dim], here = owned(local, layout, dim, counted)
+        indices[dim] = in_range(local, layout, dim, counted)
+        if dim not in dims:
+            continue
+        indices[dim], here = owned(local, layout, dim, indices[dim])
         mask = here if mask is None else call(aten.logical_and.default, mask, here)
     return indices, dims, mask
 
@@ -95,7 +101,7 @@ def _find(local: Local, layout: Layout) -> tuple[list[Any], list[int], Any]:
 def _index_local(local: Local) -> Any:
     indices, dims, mask = _find(local, local.operands[0])
     if not dims:
-        return local.same()
+        return local.same(indices=indices)
     after = Indexed(local.call, FREE, FREE).after
     return zero_unless(local, align(local, mask, after), local.same(indices=indices))
 
@@ -105,7 +111,7 @@ def _index_put_local(local: Local) -> Any:
     x = local.operand("self")
     indices, dims, mask = _find(local, layout)
     if not dims:
-        return local.same(self=once(local, x))
+        return local.same(self=once(local, x), indices=indices)
     if local.call["accumulate"]:
         after = Indexed(local.call, FREE, FREE).after
         values = zero_unless(local, align(local, mask, after), local.operand("values"))

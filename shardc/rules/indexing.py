@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shardc.rules.loops import FREE, WHOLE, Loops
-from shardc.rules.positions import align, once, owned, past_end, split, zero_unless
+from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Factors, Spec
 
@@ -30,9 +30,10 @@ def _embedding(call: Call) -> Spec:
 
 
 def _embedding_local(local: Local) -> Any:
+    indices = in_range(local, local.operands[0], 0, local.operand("indices"))
     if not split(local.operands[0], 0):
-        return local.same()
-    index, mask = owned(local, local.operands[0], 0, local.operand("indices"))
+        return local.same(indices=indices)
+    index, mask = owned(local, local.operands[0], 0, indices)
     rows = local.builder.call(aten.embedding.default, local.operand("weight"), index)
     return zero_unless(local, align(local, mask, 1), rows)
 
@@ -118,9 +119,10 @@ def _gather(call: Call) -> Spec:
 def _lookup_local(local: Local) -> Any:
     """Gathers and selections along ``dim``."""
     dim = _dim(local.call)
+    index = in_range(local, local.operands[0], dim, local.operand("index"))
     if not split(local.operands[0], dim):
-        return local.same()
-    index, mask = owned(local, local.operands[0], dim, local.operand("index"))
+        return local.same(index=index)
+    index, mask = owned(local, local.operands[0], dim, index)
     if len(local.call.operands[1].shape) != len(local.call.operands[0].shape):
         mask = align(local, mask, len(local.results[0].shape) - dim - len(local.call.operands[1].shape))
     return zero_unless(local, mask, local.same(index=index))
@@ -174,9 +176,10 @@ def _index_write(call: Call, over: str) -> Spec:
 def _write_local(local: Local) -> Any:
     """Writes that replace: what other ranks hold is written past the end, and the end is cut off."""
     dim = _dim(local.call)
+    index = in_range(local, local.results[0], dim, local.operand("index"))
     if not split(local.results[0], dim):
-        return local.same()
-    index, mask = owned(local, local.results[0], dim, local.operand("index"))
+        return local.same(index=index)
+    index, mask = owned(local, local.results[0], dim, index)
     padded, index = past_end(local, local.operand("self"), local.results[0], dim, index, mask)
     written = local.same(self=padded, index=index)
     return local.builder.call(aten.slice.Tensor, written, dim, 0, local.results[0].local_shape[dim])
@@ -187,9 +190,10 @@ def _add_local(source: str) -> Any:
 
     def localize(local: Local) -> Any:
         dim = _dim(local.call)
-        replaced = {"self": once(local, local.operand("self"))}
+        index = in_range(local, local.results[0], dim, local.operand("index"))
+        replaced = {"self": once(local, local.operand("self")), "index": index}
         if split(local.results[0], dim):
-            index, mask = owned(local, local.results[0], dim, local.operand("index"))
+            index, mask = owned(local, local.results[0], dim, index)
             added = local.operand(source)
             given, entries = local.call.operands[2].shape, local.call.operands[1].shape
             if len(given) != len(entries):

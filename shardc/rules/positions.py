@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardc.ir.checks import IN_RANGE
 from shardc.ir.layout import Layout, strides
 from shardc.rules.rule import Local
 
@@ -35,6 +36,19 @@ def positions(local: Local, layout: Layout, dim: int, device: torch.device | Non
 def split(layout: Layout, dim: int) -> bool:
     """Whether ``layout`` splits ``dim`` over some axis; a tensor without dims is indexed along dim 0 too."""
     return layout.ndim > 0 and bool(layout.dim_axes(dim))
+
+
+def in_range(local: Local, layout: Layout, dim: int, index: Any) -> Any:
+    """``index``; where the op itself would not notice, an entry that is out of the true range raises when this runs.
+
+    Args:
+        layout: of what is indexed, the call's first operand.
+    """
+    if not layout.ndim:
+        return index
+    size = local.true_size(dim, layout.shape[dim])
+    known = size == layout.shape[dim] and not split(layout, dim)
+    return index if known else local.builder.call(IN_RANGE, index, size)
 
 
 def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]:

@@ -100,6 +100,7 @@ class Local:
         operands: layouts of the operands (flattened as in `Call.operands`).
         results: layouts of the results.
         args, kwargs: the call's arguments with local tensors in place of `Value`s.
+        true_size: (dim of the first operand, its size) -> its size without what it was padded by.
     """
 
     builder: Builder
@@ -109,6 +110,7 @@ class Local:
     results: tuple[Layout, ...]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    true_size: Callable[[int, int], int] = lambda dim, size: size
 
     def same(self, /, **replaced: Any) -> Any:
         """The same op, with the arguments named in ``replaced`` (by schema name) given anew."""
