@@ -262,7 +262,7 @@ there is no output 'logits'
         """\
 output 1 of module 'up' is no tensor of the program
   plan entry: activations["up.output[1]"] = "@dp, _"
-  fix: name a module that the model calls, and a tensor that it takes or returns there""",
+  fix: name a module that the model calls, and a tensor that it takes or returns there and that is used""",
         x,
     )
 

@@ -196,7 +196,7 @@ def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Gra
             raise PlanError(
                 f"{pin.where} {pin.index!r} of module {pin.module!r} is no tensor of the program",
                 plan_entry=pin.entry,
-                fix="name a module that the model calls, and a tensor that it takes or returns there",
+                fix="name a module that the model calls, and a tensor that it takes or returns there and that is used",
             )
 
 

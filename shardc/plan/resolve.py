@@ -11,14 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardc.errors import PlanError, ShardcWarning
+from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.view import parts_of, view_of
 from shardc.plan.entries import Data, Entry, Fsdp, Offload, Param, Tp
 from shardc.plan.forms import leaves_dims, spec_axes
 from shardc.plan.match import must_match
 from shardc.plan.shard_size import Split, check_sizes, split_over
 from shardc.plan.spec import check_axis, to_layout
+from shardc.plan.stored import as_dtensor
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
@@ -73,6 +75,7 @@ def resolve_params(
     Raises:
         PlanError: an unknown axis, a glob that matches nothing, a spec of the wrong rank, an axis that is given to
             data parallelism and to TP. Nothing is changed before all entries are checked.
+        LayoutError: an entry that splits a dim as no DTensor can be.
 
     Warns:
         ShardcWarning: a dim that does not divide, with what is done instead.
@@ -89,10 +92,27 @@ def resolve_params(
                 said[name] = said[name].by_tp(entry, dim)
     over = {name: split_over(plan, mesh, name, names) for name in params}
     host = resolve_offload(plan, names)
-    return {
-        name: replace(_resolve_one(plan, said[name], itemsize, over[name]), offload=host.get(name))
-        for name, (_, itemsize) in params.items()
-    }
+
+    def resolved(view: Mesh | None) -> dict[str, ParamPlan]:
+        return {
+            name: replace(_resolve_one(plan, said[name], itemsize, over[name], view), offload=host.get(name))
+            for name, (_, itemsize) in params.items()
+        }
+
+    with warnings.catch_warnings():  # a first look: which parts of axes there will be
+        warnings.simplefilter("ignore")
+        first = resolved(None)
+    view = view_of(mesh, parts_of(mesh, (found.storage for found in first.values())))
+    out = resolved(view)
+    for name, found in out.items():
+        if not as_dtensor(found.storage, params[name][0], view):
+            raise LayoutError(
+                f"parameter {name!r} of shape {tuple(params[name][0])} cannot be stored as {found.storage}: DTensor "
+                "cuts a dim that does not divide over one axis after the other",
+                plan_entry=found.storage_cause,
+                fix="split that dim over one axis only, or over axes that divide it",
+            )
+    return out
 
 
 def resolve_offload(plan: Plan, names: Mapping[str, str]) -> dict[str, Offload]:
@@ -208,8 +228,12 @@ def _tp_targets(entry: Tp, names: Mapping[str, str]) -> dict[str, int]:
     return targets
 
 
-def _resolve_one(plan: Plan, said: _Said, itemsize: int, over: Mapping[Fsdp, Split]) -> ParamPlan:
-    """What is said is of storage; the axes of ``fsdp`` entries leave it for compute."""
+def _resolve_one(plan: Plan, said: _Said, itemsize: int, over: Mapping[Fsdp, Split], view: Mesh | None) -> ParamPlan:
+    """What is said is of storage; the axes of ``fsdp`` entries leave it for compute.
+
+    Args:
+        view: the mesh that parameters are DTensors on, once it is known.
+    """
     entries = [entry for entry in plan.entries if isinstance(entry, Fsdp)]
     shard = [axis for entry in entries for axis in entry.shard]
     level = max((entry.level for entry in entries), default=0)
@@ -227,16 +251,17 @@ def _resolve_one(plan: Plan, said: _Said, itemsize: int, over: Mapping[Fsdp, Spl
         if not axes:
             out = replace(out, storage_cause=f"{entry}: split over 1 rank")
         for axis in axes:
-            out = _split_storage(out, entry, axis, said.name, odd)
+            out = _split_storage(out, entry, axis, said, odd, view)
     split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in shard)
     return replace(out, split=split) if any(split.dim_axes(dim) for dim in odd) else out
 
 
-def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, name: str, odd: set[int]) -> ParamPlan:
+def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, said: _Said, odd: set[int], view: Mesh | None) -> ParamPlan:
     """``plan`` with ``axis`` bound in storage: at the first local digit that it divides, else by padding a dim.
 
     Args:
         odd: dims that are padded for compute already; DTensor cuts such over one axis only.
+        view: as `_resolve_one`'s.
     """
     size = plan.storage.mesh.size(axis)
     if not plan.storage.ndim or size == 1 or plan.storage.numel == 0:
@@ -244,14 +269,16 @@ def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, name: str, odd: set[
     free = [dim for dim in range(plan.storage.ndim) if dim not in odd]
     for dim in free:
         split = plan.storage.split(dim, axis)
-        if split is not None:
+        if split is not None and (view is None or as_dtensor(split, said.shape, view)):
             return replace(plan, storage=split, storage_cause=str(entry))
     for dim in free:
         if not plan.compute.dim_axes(dim):
-            return _pad_storage(plan, entry, axis, dim)
+            padded = _pad_storage(plan, entry, axis, dim)
+            if view is None or as_dtensor(padded.storage, said.shape, view):
+                return padded
     _warn(
-        f"no dim of parameter {name!r} of shape {plan.compute.shape} divides over axis {axis!r} of size {size}, and "
-        f"each is already split for compute as {plan.storage}; its storage stays whole on {axis}",
+        f"no dim of parameter {said.name!r} of shape {said.shape} divides over axis {axis!r} of size {size}, and "
+        f"each is already split as {plan.storage}; its storage stays whole on {axis}",
         str(entry),
     )
     return replace(plan, storage_cause=f"{entry}: no dim divides, stays whole")

@@ -170,7 +170,8 @@ def _cat(call: Call) -> Spec:
     rest = [loops.dim(f"d{i}", n) if i != dim else () for i, n in enumerate(shape)]
 
     def dims(name: str, size: int) -> Dims:
-        return tuple(loops.blocks(name, size, block) if i == dim else factors for i, factors in enumerate(rest))
+        pieces = loops.blocks(name, size, block if size else 0)
+        return tuple(pieces if i == dim else factors for i, factors in enumerate(rest))
 
     operands = [
         dims(f"x{i}", one[dim]) if len(one) == len(shape) else loops.dims(f"x{i}.", one, WHOLE)
