@@ -150,6 +150,11 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
     return aten.where.self(mask, aten.view.default(values, []), x)
 
 
+def _zeros(size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """A gradient of zeros without memory, views of which have no device of their own."""
+    return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device or torch.device("cpu"))
+
+
 def _full_like(x: Tensor, value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Tensor:
     return aten.full.default(x.shape, value, dtype=dtype or x.dtype, device=device or x.device)
 
@@ -208,4 +213,5 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.full_like.default: _full_like,
     aten.index_put.default: _index_put,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten._efficientzerotensor.default: _zeros,
 }

@@ -277,8 +277,8 @@ def _split_storage(plan: ParamPlan, entry: Fsdp, axis: str, said: _Said, odd: se
             if view is None or as_dtensor(padded.storage, said.shape, view):
                 return padded
     _warn(
-        f"no dim of parameter {said.name!r} of shape {said.shape} divides over axis {axis!r} of size {size}, and "
-        f"each is already split as {plan.storage}; its storage stays whole on {axis}",
+        f"no dim of parameter {said.name!r} of shape {said.shape} can be split over axis {axis!r} of size {size} "
+        f"beside {plan.storage}; its storage stays whole on {axis}",
         str(entry),
     )
     return replace(plan, storage_cause=f"{entry}: no dim divides, stays whole")

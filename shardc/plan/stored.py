@@ -12,8 +12,8 @@ from shardc.ir.view import seen_on
 def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
     """Whether a DTensor of ``shape`` has on each rank the elements that ``storage``, at padded sizes, has there.
 
-    5 elements over 2 x 2 ranks are padded to 8, of which the ranks have 2, 2, 1 and 0; DTensor cuts them to 3 and 2, and
-    these to 2, 1, 1 and 1.
+    5 elements over 2 x 2 ranks are padded to 8, of which the ranks have 2, 2, 1 and 0; DTensor cuts them to 3 and 2,
+    and these to 2, 1, 1 and 1.
 
     Args:
         view: of the storage's mesh, on which the DTensor is.

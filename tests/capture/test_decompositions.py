@@ -79,6 +79,7 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.index_put.default, (x, [torch.rand(4, 5) > 0.5], draw(1)), {}),
     (aten._weight_norm_interface_backward.default, weight_norm_backward(0), {}),
     (aten._weight_norm_interface_backward.default, weight_norm_backward(2), {}),
+    (aten._efficientzerotensor.default, ([2, 3],), {"dtype": torch.float64}),
     (aten._linalg_det.default, (draw(3, 4, 4),), {}),
     (aten._linalg_det.default, (draw(4, 4).mT,), {}),
     (aten._linalg_slogdet.default, (draw(3, 4, 4),), {}),

@@ -113,16 +113,17 @@ empty                 [0,4]         [0,4]      3  -                             
     assert {name: plan.padded for name, plan in plans.items() if plan.padded != MODEL[name][0]} == {"norm.weight": (4,)}
 
 
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
 def test_several_axes_are_bound_in_order() -> None:
     params = {"a": ((12, 8), 4), "b": ((10, 3), 4), "c": ((5,), 4), "d": ((6,), 4), "e": ((8, 2), 4)}
     assert (
         table(resolve_params(fsdp(("x", "y")), Mesh(x=2, y=4), params))
         == """
-a  [12@x,8@y]    [12,8]  3  fsdp(("x", "y"), level=3)  -
-b  [16@(x,y),3]  [10,3]  3  fsdp(("x", "y"), level=3)  -
-c  [8@(x,y)]     [5]     3  fsdp(("x", "y"), level=3)  -
-d  [8@(x,y)]     [6]     3  fsdp(("x", "y"), level=3)  -
-e  [8@(x,y),2]   [8,2]   3  fsdp(("x", "y"), level=3)  -
+a  [12@x,8@y]   [12,8]  3  fsdp(("x", "y"), level=3)                               -
+b  [10@x,4@y]   [10,3]  3  fsdp(("x", "y"), level=3)                               -
+c  [6@x]        [5]     3  fsdp(("x", "y"), level=3): no dim divides, stays whole  -
+d  [6@x]        [6]     3  fsdp(("x", "y"), level=3): no dim divides, stays whole  -
+e  [8@(x,y),2]  [8,2]   3  fsdp(("x", "y"), level=3)                               -
 """
     )
 
@@ -210,8 +211,8 @@ a  [8@dp,3]  [7,3]  3  fsdp("dp", level=3)  params["a"] = "(7@dp), 3"
     "storage": (
         fsdp("dp") | tp("tp", colwise=["a"]),
         {"a.weight": ((6,), 4)},
-        "no dim of parameter 'a.weight' of shape (6,) divides over axis 'dp' of size 2, and each is already split for "
-        'compute as [6@tp]; its storage stays whole on dp\n  plan entry: fsdp("dp", level=3)',
+        "no dim of parameter 'a.weight' of shape (6,) can be split over axis 'dp' of size 2 beside [6@tp]; its storage "
+        'stays whole on dp\n  plan entry: fsdp("dp", level=3)',
         """
 a.weight  [6@tp]  [6@tp]  3  fsdp("dp", level=3): no dim divides, stays whole  tp("tp", colwise=["a"])
 """,
@@ -313,16 +314,17 @@ def test_storage_is_compute_split_further(
 EIGHT = Mesh(a=2, b=4)
 
 
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
 def test_storage_is_split_over_the_minor_ranks() -> None:
     params = {"up.weight": ((16, 4), 4), "up.bias": ((16,), 4), "head.weight": ((9, 4), 4), "tail.weight": ((8, 4), 4)}
     plan = fsdp(("a", "b"), threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})
     assert (
         table(resolve_params(plan, EIGHT, params, {"tied.bias": "head.weight"}))
         == """
-up.weight    [16@b:2x2,4]  [16,4]  3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                     -
-up.bias      [16@b]        [16]    3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                     -
-head.weight  [12@b,4@a]    [9,4]   3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                     -
-tail.weight  [8,4]         [8,4]   3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1}): split over 1 rank  -
+up.weight    [16@b:2x2,4]  [16,4]  3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                               -
+up.bias      [16@b]        [16]    3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1})                               -
+head.weight  [9,4@a]       [9,4]   3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1}): no dim divides, stays whole  -
+tail.weight  [8,4]         [8,4]   3  fsdp(("a", "b"), level=3, threshold=65, shard_size=2, overrides={"*.bias": 4, "head.*": -1, "tail.*": 1}): split over 1 rank            -
 """
     )
     assert fsdp("a", shard_size=2, overrides={"*.bias": 1}).describe() == (
