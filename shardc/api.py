@@ -33,6 +33,7 @@ from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
 from shardc.runtime.module import ShardedModule
+from shardc.runtime.replicas import Sources, note_source
 from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
@@ -49,6 +50,7 @@ def compile(
     options: Options | None = None,
     precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled] = (),
     dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    init_sync: bool = False,
 ) -> Any:
     """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
 
@@ -67,6 +69,8 @@ def compile(
         dynamic: input -> dim -> a name for its size: one program then serves all of its sizes that meet its conditions
             (``module.lower(...).conditions``; others get a program of their own). The loss's arguments are called
             ``target``, or ``target0`` and so on. Dims marked by ``torch._dynamo.mark_dynamic`` are such too.
+        init_sync: take the values of parameters and buffers from the mesh's first rank; by default all ranks must have
+            made the same, which is compared at the first call.
 
     Returns:
         A module of the model's class with DTensor parameters in storage layout. It is captured at its first call,
@@ -108,7 +112,9 @@ def compile(
     view = groups.view(storages.values()) if groups is not None else None
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
     homes = {name: Home(device, p.host, p.offload is None or p.offload.pin_memory) for name, p in params.items()}
-    sharded = clone_tree(module, partial(_store, storages, view, groups, homes, device))
+    sources: Sources = {}
+    store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
+    sharded = clone_tree(module, store)
     state = State(
         mesh=abstract,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
@@ -135,6 +141,8 @@ def compile(
         homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),
         unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
+        uneven=options.uneven,
+        sources=sources,
         sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
     )
     for program in (saved := _loaded(precompiled)):
@@ -190,7 +198,7 @@ def _loaded(given: Any) -> list[Precompiled]:
 def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
     """The global shapes of inputs whose shards have ``local`` shapes."""
     # How far the plan splits each dim does not depend on its size, as long as it divides.
-    guess = [(name, tuple(size * mesh.ranks for size in shape)) for name, shape in local]
+    guess = [(name, tuple(max(size, 1) * mesh.ranks for size in shape)) for name, shape in local]
     layouts = [found.layout for found in resolve_inputs(plan, mesh, guess)]
     return [
         tuple(
@@ -237,12 +245,18 @@ def _store(
     groups: Groups | None,
     homes: dict[str, Home],
     device: torch.device,
+    sources: Sources,
+    init_sync: bool,
     name: str,
     x: Tensor,
 ) -> Tensor:
-    """A parameter or buffer as the sharded module holds it, on ``mesh`` if there is one."""
+    """A parameter or buffer as the sharded module holds it, on ``mesh`` if there is one; notes what it was cut of."""
     if groups is None or mesh is None:
         return x
+    if init_sync and x.device.type != "meta":
+        value = x.detach().to(device, copy=True).contiguous()
+        groups.of_first(value.view(-1).view(torch.uint8))
+        x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     if not isinstance(x, nn.Parameter):
         return x.clone() if x.device.type == "meta" else x.detach().to(device, copy=True)
     storage = storages[name]
@@ -255,4 +269,6 @@ def _store(
         made.register_hook(hook)
     for hook in (x._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)
+    if x.device.type != "meta" and not groups.agreement.alone:
+        note_source(sources, name, storage, x, made)
     return made

@@ -36,6 +36,8 @@ def _rank(rank: int, ranks: int, checks: Sequence[Check], path: str) -> None:
             name = check.func.__name__ if isinstance(check, partial) else check.__name__
             error.add_note(f"in {name} on rank {rank}") if hasattr(error, "add_note") else None
             raise
-        # Nobody closes the connections of a rank that still reads from them.
-        dist.barrier()
+        # Nobody closes the connections of a rank that still reads from them. (Groups may be of no use any more.)
+        if store.add(f"done/{at}", 1) == ranks:
+            store.set(f"all done/{at}", "")
+        store.wait([f"all done/{at}"])
         dist.destroy_process_group()

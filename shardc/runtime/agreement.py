@@ -1,75 +1,272 @@
-"""Ranks agree on the order of their collectives before the first of them, through the store."""
+"""Ranks agree on what they run: every call of a module, every backward and every program that they compile.
+
+Each of them is an *act* with a number. An act that comes as the ones before it lead one to expect is not announced:
+all ranks expect the same of the same past, so a rank that does something else at this number is not as expected. It
+announces what it does through the store, never through a collective, and waits until all ranks have said the same of
+this number. Ranks that were not asked do not come to compare; a thread of theirs (`shardc.runtime.listen`) answers for
+them, and where they differ makes them raise too.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from itertools import zip_longest
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Event, Lock
+from typing import Any
+from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import MeshError
-from shardc.runtime.groups import Groups
+from shardc.runtime.acts import Act, difference
+from shardc.runtime.listen import Listener
 
-_END = "nothing more"
+_PAST = 4096  # acts that are remembered
+_AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
+_HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
 
 
-def agree(groups: Groups, text: str) -> None:
-    """Compares ``text``, the collectives of a program in order, with what all other ranks of the mesh have.
+class Agreement:
+    """What this rank of a mesh has done, and whether the others did the same.
 
-    Nothing but the store is used, so ranks that differ raise instead of waiting for each other's collectives.
+    Args:
+        prefix: of the keys in the store, another one for each mesh of the process.
+        rank, ranks: this rank's global number, and those of the mesh.
+        interrupt: a method that makes whatever this rank waits for in a collective on this mesh raise.
 
-    Raises:
-        MeshError: on every rank, where some rank's text differs: the first collective in which it does; or where some
-            ranks did not come within the store's timeout: which.
+    Attributes:
+        number: of this rank's last act.
+        running: whether it is in a compiled graph.
+        modules: how many modules ran on the mesh so far.
+        alone: whether there are no other ranks to agree with.
+        call: what the last call of a module was.
     """
-    if dist.get_backend() == "fake":
-        return  # torch's stand-in for a world: nobody else is there
-    store = c10d._get_default_store()
-    at = groups.agreed = groups.agreed + 1
-    ranks = groups.everyone()
-    # Two meshes of the same ranks each count their own programs.
-    key = f"{groups.prefix}{','.join(map(str, ranks))}/{at}/"
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    mine = ranks[groups.rank]
-    store.set(f"{key}text/{mine}", text)
-    store.set(f"{key}digest/{mine}", digest)
-    try:
-        store.wait([f"{key}digest/{rank}" for rank in ranks])
-    except RuntimeError as error:  # of every kind of store
-        missing = _missing(store, key, ranks)
-        if missing is not None:
-            raise missing from error
-    for rank in ranks:
-        if store.get(f"{key}digest/{rank}").decode() != digest:
-            raise _different(mine, rank, text, store.get(f"{key}text/{rank}").decode())
+
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int], interrupt: Callable[[], None]) -> None:
+        self.rank, self.ranks = rank, tuple(ranks)
+        self.number, self.running, self.modules = 0, False, 0
+        self.call: Act | None = None
+        # Two meshes of the same ranks each count their own acts.
+        self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
+        self._interrupt = WeakMethod(interrupt)
+        self._past: deque[str] = deque(maxlen=_PAST)
+        self._period = 1
+        self._runs: dict[str, Act] = {}
+        self._told: set[str] = set()
+        self._last_compared: int | None = None
+        self._lock = Lock()
+        self._asked: set[int] = set()
+        self._answered: deque[int] = deque(maxlen=64)
+        self._waits: int | None = None
+        self._different: MeshError | None = None
+        self._found = Event()
+        self._heard: str | None = None
+        self._broken = False
+        self._store: dist.Store | None = None
+        # In torch's stand-in for a world nobody else is there.
+        self.alone = len(self.ranks) == 1 or dist.get_backend() == "fake"
+
+    def act(self, act: Act, ask: bool = False) -> None:
+        """This rank is about to do ``act``: all ranks do.
+
+        Args:
+            ask: announce it even where it is expected.
+
+        Raises:
+            MeshError: on every rank, where some rank does something else; or where ranks did not come to compare
+                within the store's timeout: which.
+        """
+        if self.alone:
+            return
+        if self._different is not None:
+            raise self._raised()
+        past, key = self._past, act.key
+        expected = past[-self._period] if self._period <= len(past) else None
+        if key != expected:
+            since = next((at for at, done in enumerate(reversed(past), 1) if done == key), None)
+            self._period = since or self._period
+        past.append(key)
+        self.number += 1
+        if ask or key != expected:
+            self._compare(act)
+        elif self._asked:
+            self._answer_if_asked()
+
+    def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
+        """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`."""
+        store, at = self._connected(), self._at(self.number + 1)
+        store.set(f"{at}said/{self.rank}", text)
+        self.act(act, ask=True)
+        said = {rank: store.get(f"{at}said/{self.ranks[rank]}").decode() for rank in ranks}
+        return said
+
+    @contextmanager
+    def runs(self, what: str) -> Iterator[None]:
+        """A block in which this rank runs collectives, which are interrupted where the ranks differ.
+
+        It is an act of its own: a rank that does something else at this place asks what the others do.
+        """
+        self.act(self._runs.setdefault(what, Act((("act", f"run of the {what}"),))))
+        self.running = True
+        try:
+            if self._different is not None:
+                raise self._raised()
+            yield
+        finally:
+            self.running = False
+
+    def behind(self) -> MeshError | None:
+        """That the ranks differ, where that is why a collective failed on this rank."""
+        return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
+
+    def _raised(self) -> MeshError:
+        """The error of this rank; what comes after it is compared from the start, if anything can."""
+        error, heard, self._heard = self._different, self._heard, None
+        assert error is not None
+        if heard is not None:  # else the store may be gone with this rank, before others have read there
+            with suppress(RuntimeError):
+                self._connected().wait([heard], timedelta(seconds=_HEARD))
+        if not self._broken:
+            self.number = (self.number // _AGAIN + 1) * _AGAIN
+            self._past.clear()
+            self._found.clear()
+            self._different = None
+        return MeshError(error.what, fix=error.fix)
+
+    # --- comparing
+
+    def _compare(self, act: Act) -> None:
+        store, number = self._connected(), self.number
+        if act.key not in self._told:
+            store.set(f"{self._prefix}what/{act.key}", json.dumps(act.lines))
+            self._told.add(act.key)
+        self._waits = number
+        with self._lock:
+            other = self._arrive(store, number, act.key)
+        if other is None:
+            other = self._verdict(store, number)
+        self._waits = None
+        if other is not None and self._different is None:
+            self._differ(store, number, other)
+        if self._different is not None:
+            raise self._raised()
+
+    def _arrive(self, store: dist.Store, number: int, key: str) -> tuple[int, str] | None:
+        """Says what this rank does at ``number``; (rank, key) of one that does something else, as far as known."""
+        at, mine = self._at(number), f"{self.rank} {key}"
+        self._answered.append(number)
+        self._asked.discard(number)
+        first = store.compare_set(f"{at}first", "", mine).decode()
+        store.set(f"{at}here/{self.rank}", "")
+        if first == mine:
+            store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", str(number))
+        rank, theirs = first.split()
+        if theirs != key:
+            store.set(f"{at}verdict", mine)
+            return int(rank), theirs
+        if store.add(f"{at}came", 1) == len(self.ranks):
+            store.set(f"{at}verdict", "same")
+        return None
+
+    def _verdict(self, store: dist.Store, number: int) -> tuple[int, str] | None:
+        """Waits for what the others do; (rank, key) of one that does something else."""
+        at = self._at(number)
+        try:
+            store.wait([f"{at}verdict"])
+        except RuntimeError as error:  # of every kind of store
+            missing = _missing(store, at, self.ranks)
+            if missing is not None:
+                raise missing from error
+        verdict = store.get(f"{at}verdict").decode()
+        if verdict != "same":
+            rank, key = verdict.split()
+            return int(rank), key
+        last, self._last_compared = self._last_compared, number
+        if last is not None and self.rank == self.ranks[0]:  # all have read that
+            for name in ("first", "came", "verdict", *(f"here/{rank}" for rank in self.ranks)):
+                store.delete_key(f"{self._at(last)}{name}")
+        return None
+
+    def _differ(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
+        """Takes down that ``other``, a rank and its act's key, does something else at ``number``."""
+        mine = self.rank, self._past[number - self.number - 1]
+        pair = sorted((mine, other))
+        texts = [json.loads(store.get(f"{self._prefix}what/{key}")) for _, key in pair]
+        self._different = difference(pair[0][0], texts[0], pair[1][0], texts[1])
+        self._heard = f"{self._at(number)}all heard"
+        if store.add(f"{self._at(number)}heard", 1) == len(self.ranks):
+            store.set(self._heard, "")
+
+    def _at(self, number: int) -> str:
+        return f"{self._prefix}{number}/"
+
+    # --- answering, where this rank does as expected and another one asks
+
+    def asked(self, store: dist.Store, number: int) -> None:
+        """Another rank announced what it does at ``number``; by the thread that listens.
+
+        Args:
+            store: of this thread.
+        """
+        self._asked.add(number)  # before the look at where this rank is, which looks here after it went on
+        if number <= self.number:
+            self._answer(store, number)
+
+    def _answer_if_asked(self) -> None:
+        for number in sorted(self._asked):
+            if number <= self.number:
+                self._answer(self._connected(), number)
+        if self._different is not None:
+            raise self._raised()
+
+    def _answer(self, store: dist.Store, number: int) -> None:
+        with self._lock:
+            behind = self.number - number
+            if number in self._answered or behind >= len(self._past):
+                self._asked.discard(number)
+                return
+            other = self._arrive(store, number, self._past[-1 - behind])
+            if other is None:
+                return
+            self._differ(store, number, other)
+            if self._waits is not None:
+                store.set(f"{self._at(self._waits)}verdict", f"{other[0]} {other[1]}")
+        if self.running:
+            self._broken = True
+            interrupt = self._interrupt()
+            assert interrupt is not None, "what runs on a mesh keeps it"
+            interrupt()
+        self._found.set()
+
+    def _connected(self) -> dist.Store:
+        """This rank's own connection to the store; from the first on another one is listened at."""
+        if self._store is None:
+            store: Any = c10d._get_default_store()
+            self._store = store.clone()
+            self._store.set_timeout(store.timeout)
+            Listener(store.clone(), self._store, f"{self._prefix}log", self.asked).start()
+        return self._store
 
 
-def _missing(store: dist.Store, key: str, ranks: list[int]) -> MeshError | None:
+def _missing(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
     """What to say where not all of ``ranks`` came; None where the last of them just did."""
     waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
     try:
-        late = [rank for rank in ranks if not store.check([f"{key}digest/{rank}"])]
+        late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
     except RuntimeError:
         return MeshError(
-            "the ranks' store is gone, in which they compare their programs before the first step",
+            "the ranks' store is gone, in which they compare what they run",
             fix="look at the rank that keeps it first (rank 0, or torchrun itself): it died; then restart all ranks",
         )
     if not late:
         return None
     which = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
     return MeshError(
-        f"{which} of {ranks} did not come to compare programs, before the first step, within {waited}",
+        f"{which} of {list(ranks)} did not come to compare what they run within {waited}",
         fix=f"look at {which} first: it died or raised before, never called the module, or compiles for longer (then "
-        "give init_process_group a longer timeout); all ranks must call it with inputs of the same shapes",
-    )
-
-
-def _different(mine: int, other: int, text: str, theirs: str) -> MeshError:
-    pairs = zip_longest(text.splitlines(), theirs.splitlines(), fillvalue=_END)
-    here, there = next((pair for pair in pairs if pair[0] != pair[1]), (_END, _END))
-    return MeshError(
-        f"ranks {mine} and {other} compiled different programs: rank {mine} has {here!r} where rank {other} has "
-        f"{there!r}",
-        fix="compile the same model, plan, mesh and input shapes on every rank",
+        "give init_process_group a longer timeout); all ranks must call it as often, with inputs of the same shapes",
     )

@@ -31,6 +31,7 @@ class Step(torch.autograd.Function):
         results = runner.run("forward", runner.local("forward", feed))
         gives, outputs = runner.ports("forward").gives, tuple(results[:count])
         ctx.runner, ctx.held, ctx.feed = runner, runner.sync.held(), feed
+        ctx.call = runner.groups.agreement.call
         ctx.saved = {role.name: x for role, x in zip(gives, results, strict=True) if role.kind == "saved"}
         for name in runner.overwritten:  # by what the forward itself makes of a buffer
             ctx.saved[name] = ctx.saved[name].clone()
@@ -61,6 +62,8 @@ class Step(torch.autograd.Function):
         if not used:
             return (None, None, *(None for _ in ctx.feed))
         which = runner.backward_of(used)
+        if ctx.call is not None:
+            runner.groups.agreement.act(ctx.call.backward(used))
         saved, takes = ctx.saved, runner.ports(which).takes
         _check_versions(runner, which, ctx.feed, ctx.versions)
         if not torch._C._autograd._get_current_graph_task_keep_graph():

@@ -25,6 +25,8 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
+from shardc.runtime.agreement import Agreement
+from shardc.runtime.listen import interrupt
 
 Axes = tuple[str, ...]
 
@@ -49,14 +51,13 @@ class Groups:
         mesh: the abstract mesh.
         rank: where this process stands on it: the row-major index of its coordinates, not its global rank.
         prefix: of the registered names; another one for each mesh of the process.
-        agreed: how many programs the ranks have compared.
+        agreement: on what the ranks of the mesh run.
         rename: group name in a graph -> registered name, for the groups added so far.
     """
 
     def __init__(self, device_mesh: DeviceMesh, tag: int = 0) -> None:
         self.mesh = Mesh.of(device_mesh)
         self.rename: dict[str, str] = {}
-        self.agreed = 0
         self._device_mesh = device_mesh
         self._views: dict[Mesh, DeviceMesh] = {}
         self._coordinates: dict[tuple[Axes, torch.device], torch.Tensor] = {}
@@ -71,6 +72,7 @@ class Groups:
                 fix="compile on the ranks of the mesh only",
             )
         self.rank = self._global.index(dist.get_rank())
+        self.agreement = Agreement(self.prefix, dist.get_rank(), self._global, self._interrupt)
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Groups:
@@ -117,6 +119,10 @@ class Groups:
             kind = self._device_mesh.device_type
             self._views[view] = DeviceMesh.from_group(made, kind, mesh=ranks, mesh_dim_names=view.axes)
         return self._views[view]
+
+    def _interrupt(self) -> None:
+        """Makes whatever this rank waits for in a collective of a graph raise; the groups are of no use then."""
+        interrupt({c10d._resolve_process_group(name) for name in self.rename.values()})  # type: ignore[arg-type]
 
     def everyone(self) -> list[int]:
         """The global ranks of the mesh, in the mesh's order."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError, MeshError
 from shardc.runtime import changes
+from shardc.runtime.acts import call_act
 from shardc.runtime.autograd import check_units
 from shardc.runtime.buffers import MemoryUse
 from shardc.runtime.initialize import init_weights
@@ -21,10 +22,11 @@ from shardc.runtime.inputs import check_kinds, local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.signature import Signature, call_key, fitting
-from shardc.runtime.state import State
+from shardc.runtime.state import Known, State
 from shardc.runtime.step import Program
 from shardc.runtime.storage import refill
 from shardc.runtime.surroundings import Surroundings
+from shardc.runtime.uneven import Rows, row_axes
 from shardc.runtime.whole import full_state_dict, summon_full_params
 from shardc.validate import Range, checked
 
@@ -61,11 +63,16 @@ class ShardedModule(nn.Module):
             )
         state.check(runs=True)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        program = self._program(args, kwargs, leaves, spec)
+        program, rows = self._program(args, kwargs, leaves, spec)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         assert state.device_mesh is not None
         layouts = [layout for _, layout in program.inputs]
-        local = [local_input(x, layout, state.device_mesh) for x, layout in zip(tensors, layouts, strict=True)]
+        local = [
+            rows.local(at, x, layout, state.groups)
+            if rows is not None and rows.axes[at]
+            else local_input(x, layout, state.device_mesh)
+            for at, (x, layout) in enumerate(zip(tensors, layouts, strict=True))
+        ]
         for x, mine, layout in zip(tensors, local, layouts, strict=True):
             if isinstance(x, DTensor) and mine.requires_grad:  # whose gradient is of the objective
                 mine.register_hook(partial(torch.div, other=state.unit(program.outputs, layout)))
@@ -164,11 +171,13 @@ class ShardedModule(nn.Module):
             value = fresh.setdefault(id(buffer), made[name].to(state.device))
             path, _, key = name.rpartition(".")
             self.get_submodule(path)._buffers[key] = value
+        state.fresh = True
         changes.watch(self)
 
     def summon_full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
         """A block in which the parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
         self.shardc.check()
+        self.shardc.fresh |= writeback
         return summon_full_params(self, self.shardc.storages, self.shardc.rank, writeback)
 
     def full_state_dict(self, device: torch.device | str | None = None) -> dict[str, Any]:
@@ -197,6 +206,7 @@ class ShardedModule(nn.Module):
             RuntimeError: something is missing, unexpected or of another shape; nothing is loaded then.
         """
         changes.check_loads(self.shardc.present(), state_dict, strict)
+        self.shardc.fresh = True
         return super().load_state_dict(state_dict, strict, assign)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -205,43 +215,101 @@ class ShardedModule(nn.Module):
             changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
         return self
 
-    def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
-        """The program for a call on local inputs; what it takes to find it is done once for calls that are alike."""
-        state = self.shardc
+    def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> tuple[Program, Rows | None]:
+        """The program for a call on local inputs; what it takes to find it is done once for calls that are alike.
+
+        And how many rows each rank passes, where that is not the same.
+        """
+        state, mode, deferred = self.shardc, self.shardc.census.mode(), self.shardc.sync.deferred()
+        assert state.groups is not None
         around = Surroundings.now(state.device)
-        key = call_key(leaves, spec, state.census.mode(), around, state.sync.deferred())
-        if key is not None and key in state.known:
-            return state.known[key]
-        program = self._found(args, kwargs, leaves, spec)
-        if key is not None and not state.build.dynamic.names:
-            state.known[key] = program
+        key = call_key(leaves, spec, mode, around, deferred)
+        known = None if key is None else state.known.get(key)
+        if known is None:
+            call = state.signature(args, kwargs)
+            axes = self._row_axes(call, leaves) if state.uneven else ()
+            act = call_act(state.name, call, leaves, mode, torch.is_grad_enabled(), deferred, axes)
+            known = Known(act, axes)
+            if key is not None and not state.build.dynamic.names:
+                state.known[key] = known
+        state.groups.agreement.call = known.act
+        state.groups.agreement.act(known.act.fresh if state.fresh else known.act)
+        if state.fresh:
+            state.compare_values()
+        if any(known.row_axes):
+            tensors = [x for x in leaves if isinstance(x, Tensor)]
+            names = [
+                name for name, x in zip(state.input_names(args, kwargs), leaves, strict=True) if isinstance(x, Tensor)
+            ]
+            rows = Rows.exchanged(names, tensors, known.row_axes, state.groups, state.device)
+            if not rows.even:
+                return self._uneven(rows, args, kwargs, leaves, spec), rows
+        if known.program is None:
+            known.program = self._found(state.signature(args, kwargs), args, kwargs, leaves, spec)
+        return known.program, None
+
+    def _row_axes(self, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
+        """Over which axes the rows of each tensor of a call are split."""
+        tensors, ranks = [x for x in leaves if isinstance(x, Tensor)], self.shardc.mesh.ranks
+        shapes = [
+            (name, tuple(max(n, 1) * ranks for n in x.shape))
+            for (name, _), x in zip(call.tensors, tensors, strict=True)
+        ]
+        return row_axes(tensors, self.shardc.build.input_layouts(shapes))
+
+    def _uneven(self, rows: Rows, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
+        """The program for a call in which ranks pass different numbers of rows: that of all rows together."""
+        state = self.shardc
+        assert state.groups is not None
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        shapes = rows.totals(_global(rows.names, tensors, state.global_shapes), state.groups)
+        examples = _examples(leaves, spec, shapes)
+        if state.explicit and not state.lowered(*examples):
+            raise InputError(
+                f"the ranks' rows make inputs of shapes {[list(shape) for shape in shapes]}, which the module was not "
+                "lowered for",
+                fix="lower it for these sizes too, or do not lower it: a call then compiles what it needs",
+            )
+        program = state.program_for(*examples)
+        if not state.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
+                                             role.kind == "output"):  # fmt: skip
+            raise InputError(
+                f"ranks pass different numbers of rows ({rows.counts}), and outputs of which each rank has a part are "
+                "not its own rows",
+                fix="pass loss= to shardc.compile, so that the call returns the loss of all rows, or write "
+                "Plan(dtensor_outputs=True)",
+            )
         return program
 
-    def _found(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
+    def _found(self, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
         state = self.shardc
-        call = state.signature(args, kwargs)
         check_kinds(call.names, leaves, values=True)
         state.mark(call.names, args, kwargs)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
+
+        def by_plan() -> Any:
+            names = [name for name, _ in call.tensors]
+            return _examples(leaves, spec, _global(names, tensors, state.whole_shapes))
+
         if not state.explicit:
-            return state.program_for(*_examples(leaves, spec, self._by_plan(call, tensors)))
+            return state.program_for(*by_plan())
         try:
             shapes = [layout.shape for _, layout in fitting(call, tensors, state.programs).inputs]
         except InputError:
             if not state.build.dynamic.names:
                 raise
-            examples = _examples(leaves, spec, self._by_plan(call, tensors))
+            examples = by_plan()
             if not state.lowered_but_for_sizes(*examples):
                 raise
             return state.program_for(*examples)
         return state.program_for(*_examples(leaves, spec, shapes))
 
-    def _by_plan(self, call: Signature, tensors: list[Tensor]) -> list[tuple[int, ...]]:
-        """The global shapes of ``tensors``, which are local or DTensors."""
-        named = zip(call.tensors, tensors, strict=True)
-        local = [(name, tuple(x.shape)) for (name, _), x in named if not isinstance(x, DTensor)]
-        found = iter(self.shardc.whole_shapes(local))
-        return [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
+
+def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:
+    """The global shapes of ``tensors``, which are DTensors or local; those as ``whole`` says of their local shapes."""
+    named = zip(names, tensors, strict=True)
+    found = iter(whole([(name, tuple(x.shape)) for name, x in named if not isinstance(x, DTensor)]))
+    return [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
 
 
 def _examples(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:

@@ -18,11 +18,13 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime import changes
+from shardc.runtime.acts import Act
 from shardc.runtime.buffers import Buffers, MemoryUse
 from shardc.runtime.census import Census
 from shardc.runtime.clone import clone_tree, unsharded
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
+from shardc.runtime.replicas import Sources, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Compiled, Program, Runner
 from shardc.runtime.surroundings import Surroundings
@@ -64,6 +66,21 @@ class Build(Protocol):
 
 
 @dataclass
+class Known:
+    """What is known of calls that are alike.
+
+    Args:
+        act: what other ranks are told of one.
+        row_axes: of each tensor, where ranks may pass different numbers of rows; else none.
+        program: None before the first.
+    """
+
+    act: Act
+    row_axes: tuple[tuple[str, ...], ...]
+    program: Program | None = None
+
+
+@dataclass
 class State:
     """What a `ShardedModule` needs besides its parameters.
 
@@ -87,7 +104,10 @@ class State:
         buffers: the memory of collectives' results, of all programs.
         programs: by what they were made for; those that leave gradients unreduced are in ``deferring``.
         variants: what the captures of programs read of the module, by signatures without that.
-        known: the programs that calls found, by all that finding them looks at.
+        known: what is known of calls, by all that finding their programs looks at.
+        sources: fingerprints of what stored shards were cut of; see `shardc.runtime.replicas`.
+        fresh: whether values came since the ranks compared them.
+        uneven: whether ranks may pass different numbers of rows.
         explicit: whether `ShardedModule.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         owner: the module itself.
@@ -116,7 +136,10 @@ class State:
     variants: Variants = field(default_factory=Variants)
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
-    known: dict[Any, Program] = field(default_factory=dict)
+    uneven: bool = False
+    sources: Sources = field(default_factory=dict)
+    fresh: bool = True
+    known: dict[Any, Known] = field(default_factory=dict)
     owner: Any = None
     view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
@@ -213,6 +236,11 @@ class State:
         dims, _ = self.build.dynamic.of(inputs)
         return any(made.without(dims).leaves == call.without(dims).leaves for made in self.programs)
 
+    def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether there is a program for such arguments, at global shapes."""
+        key = self._variant(self.signature(args, kwargs))
+        return key is not None and key in self.programs
+
     def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:
         """The global shapes of a call's inputs, as they were cut, or else by the plan."""
         by_plan = self.global_shapes(local)
@@ -242,6 +270,13 @@ class State:
         """A name for each leaf of a call's arguments."""
         extra = self.loss_args if self.with_loss(args, kwargs) else 0
         return self.names(self.view, args, kwargs, extra)
+
+    @cached_property
+    def name(self) -> str:
+        """What the module is called among those that run on its mesh, of which there may be several of one class."""
+        assert self.groups is not None
+        self.groups.agreement.modules += 1
+        return f"{type(self.template).__name__} (module {self.groups.agreement.modules} of the mesh)"
 
     @cached_property
     def kept(self) -> dict[str, changes.Kept]:
@@ -295,6 +330,14 @@ class State:
             return
         changes.check(found, self.kept, self.param_mesh, self.homes, runs)
         self._checked = changes.Seen(found, runs)
+
+    def compare_values(self) -> None:
+        """Before the first use of values: ranks compare those that several of them hold."""
+        if self.fresh and self.groups is not None:
+            held = [*self.census.parameters.items(), *self.census.buffers.items()]
+            once = {id(x): (name, x) for name, x in reversed(held)}  # the first name of what is tied
+            compare_values(self.name, dict(reversed(once.values())), self.storages, self.sources, self.groups)
+            self.fresh = False
 
     def runner(self, program: Program) -> Runner:
         """What runs ``program`` on this rank."""

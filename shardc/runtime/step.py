@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.ir.reads import Reads
 from shardc.ir.tally import group_axes
-from shardc.runtime.agreement import agree
+from shardc.runtime.acts import program_act
 from shardc.runtime.autograd import Step, watch_optimizers
 from shardc.runtime.buffers import Buffers
 from shardc.runtime.census import Census
@@ -152,8 +152,9 @@ class Runner:
 
     def _call(self, compiled: Compiled, inputs: list[Tensor], gm: fx.GraphModule, which: str) -> Sequence[Any]:
         """What a lowered graph gives; where it fails in a collective, the error names that."""
+        agreement = self.groups.agreement
         try:
-            with self.buffers.planned(compiled.plan), _compat.no_autocast():
+            with agreement.runs(which), self.buffers.planned(compiled.plan), _compat.no_autocast():
                 made = compiled(inputs)
             settle()
             return made
@@ -161,7 +162,7 @@ class Runner:
             failed = named(error, gm, which, self.groups, self.program.cause)
             if failed is None:
                 raise
-            raise failed from error
+            raise agreement.behind() or failed from error
 
     def planned(self) -> dict[str, int]:
         """By graph that has run, the most bytes of collectives' results in use at once, as planned."""
@@ -176,9 +177,11 @@ class Runner:
             keep_heap()
             graph, part = self.graph(which), not isinstance(which, str)
             if isinstance(which, frozenset):
-                agree(self.groups, self._part(which)[1].text())
-            elif which != "backward":  # the forward's certificate has the backward in it
-                agree(self.groups, self.program.certificate(training=which == "forward").text())
+                self._agree(self._part(which)[1], backward=graph)
+            elif which != "backward":  # the forward's act has the backward in it
+                halves = ("forward", "backward") if which == "forward" else (which,)
+                certificate = self.program.certificate(training=which == "forward")
+                self._agree(certificate, **{half: getattr(self.program, half) for half in halves})
             use_groups(graph, self.groups)
             prepare(graph.graph)
             with _compat.no_autocast():  # the graph has its casts
@@ -188,12 +191,17 @@ class Runner:
                 )  # fmt: skip
         return self._compiled[which]
 
+    def _agree(self, certificate: Any, **graphs: fx.GraphModule | None) -> None:
+        """Makes sure that all ranks compile the same graphs."""
+        there = {name: gm for name, gm in graphs.items() if gm is not None}
+        self.groups.agreement.act(program_act(certificate.text(), there))
+
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
         """Each parameter's padded gradient, of local sums that are used up."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
             made, certificate = self.program.reduction(key)
-            agree(self.groups, certificate.text())
+            self._agree(certificate, reduction=made)
             use_groups(made, self.groups)
             prepare(made.graph)
             self._reductions[key] = self.lower(made, backward=True, inference=False), made

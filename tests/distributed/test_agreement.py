@@ -41,16 +41,45 @@ def another_plan_is_named() -> None:
         module(torch.ones(2, 4))
     gather = "forward: all_gather(dp) f32[8,4], f32[8], f32[4,8], f32[4] %up.weight.full.all_gather_into_tensor.bucket"
     reduce = "backward: all_reduce(dp) f32[4,8], f32[4], f32[8,4], f32[8] %d.down.mm.1.summed.all_reduce.bucket"
-    mine, other = (gather, reduce) if dist.get_rank() == 0 else (reduce, gather)
-    here, there = dist.get_rank(), 1 - dist.get_rank()
-    first = f"ranks {here} and {there} compiled different programs: "
-    assert caught.value.what == first + f"rank {here} has {mine!r} where rank {there} has {other!r}"
+    assert caught.value.what == (
+        f"ranks differ at a compiled program, in collectives: rank 0 has {gather}, rank 1 has {reduce}"
+    )
 
 
 def another_width_is_named() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     module = shardc.compile(Two(8 + 2 * dist.get_rank()), mesh, shardc.ddp("dp"), backend="eager")
-    with pytest.raises(MeshError, match="compiled different programs"):
+    with pytest.raises(MeshError, match="ranks differ at a compiled program, in collectives"):
+        module(torch.ones(2, 4))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by, self.up = by, torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x) * self.by
+
+
+def another_number_is_named() -> None:
+    """The collectives are the same, and what is between them is not."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = shardc.compile(Scaled(2.0 + dist.get_rank()), mesh, shardc.ddp("dp"), backend="eager")
+    with pytest.raises(MeshError, match="in the forward graph: rank 0 has .*2.0.*, rank 1 has .*3.0"):
+        module(torch.ones(2, 4))
+
+
+def another_constant_tensor_is_named() -> None:
+    class Shifted(torch.nn.Linear):
+        by = torch.full((3,), float(dist.get_rank()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.by
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = shardc.compile(Shifted(4, 3), mesh, shardc.ddp("dp"), backend="eager")
+    with pytest.raises(MeshError, match="in the forward graph"):
         module(torch.ones(2, 4))
 
 
@@ -62,12 +91,18 @@ def a_rank_that_does_not_come_is_named() -> None:
         c10d._get_default_store().set_timeout(timedelta(seconds=1))
         with pytest.raises(MeshError) as caught:
             module(torch.ones(2, 4))
-        assert caught.value.what == (
-            "rank 1 of [0, 1] did not come to compare programs, before the first step, within 1 seconds"
-        )
+        assert caught.value.what == ("rank 1 of [0, 1] did not come to compare what they run within 1 seconds")
         assert caught.value.fix is not None and caught.value.fix.startswith("look at rank 1 first")
         c10d._get_default_store().set_timeout(timedelta(seconds=300))
 
 
 def test_two_ranks() -> None:
-    run_ranks(2, same_program_agrees, another_plan_is_named, another_width_is_named, a_rank_that_does_not_come_is_named)
+    run_ranks(
+        2,
+        same_program_agrees,
+        another_plan_is_named,
+        another_width_is_named,
+        another_number_is_named,
+        another_constant_tensor_is_named,
+        a_rank_that_does_not_come_is_named,
+    )

@@ -1,0 +1,180 @@
+"""What a rank does, in words that other ranks can compare: a call, its backward, a program that it compiles."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import zip_longest
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from shardc.errors import MeshError
+from shardc.runtime.census import Mode
+from shardc.runtime.fingerprint import fingerprint
+from shardc.runtime.signature import Constant, Signature
+
+SAME = "the same"
+Lines = Sequence[Sequence[str]]
+
+# The beginning of a topic -> what to do where ranks differ in it.
+_FIXES = {
+    "act": "call the same modules, and backward, as often and in the same order on every rank; what forward reads "
+    "(attributes, globals) should be the same there",
+    "input": "pass the same arguments on every rank, and as many rows (drop_last=True, or a sampler that pads); with "
+    "shardc.Options(uneven=True) ranks may pass different numbers of rows",
+    "gradients": "enter torch.no_grad() (or inference_mode) on every rank or on none",
+    "left unreduced": "enter no_sync(), and call set_requires_grad_sync, on every rank or on none",
+    "grads": "freeze the same parameters on every rank",
+    "outputs": "make the loss of the same outputs on every rank",
+    "training": "call train() and eval() on the same modules on every rank",
+    "new values": "load_state_dict, init_weights and summon_full_params are for all ranks, at the same time",
+    "values": "start from the same values on every rank: torch.manual_seed before the model is made, init_weights() or "
+    "load_state_dict() on every rank; shardc.compile(..., init_sync=True) takes those of the mesh's first rank",
+    **dict.fromkeys(
+        ("autocast", "default dtype", "deterministic", "matmul precision", "attention"),
+        "enter autocast, and set what torch has of settings, on every rank alike",
+    ),
+    "": "compile the same model, plan, mesh and options on every rank",
+}
+
+
+@dataclass(frozen=True)
+class Act:
+    """What a rank does.
+
+    Args:
+        lines: (topic, what there is to say of it); the first topic is "act".
+    """
+
+    lines: tuple[tuple[str, str], ...]
+
+    @cached_property
+    def key(self) -> str:
+        """The same for the same lines."""
+        return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
+
+    def backward(self, used: frozenset[int]) -> Act:
+        """The backward of this call, from the outputs of these numbers."""
+        if used not in self._backwards:
+            (_, does), *rest = self.lines
+            outputs = ("outputs that gradients come from", ", ".join(map(str, sorted(used))))
+            self._backwards[used] = Act((("act", f"backward of {does}"), outputs, *rest))
+        return self._backwards[used]
+
+    @cached_property
+    def fresh(self) -> Act:
+        """This call, where values came since the last one."""
+        return Act((*self.lines, ("new values", "some since the last call")))
+
+    @cached_property
+    def _backwards(self) -> dict[frozenset[int], Act]:
+        return {}
+
+
+def call_act(
+    name: str,
+    call: Signature,
+    leaves: Sequence[Any],
+    mode: Mode,
+    grad: bool,
+    deferred: frozenset[str],
+    row_axes: Sequence[tuple[str, ...]] = (),
+) -> Act:
+    """A call of a module.
+
+    Args:
+        name: of the module.
+        call: the signature on this rank's inputs, which are among ``leaves``.
+        grad: whether gradients are recorded.
+        deferred: the gradients that are left unreduced.
+        row_axes: for each tensor, whether ranks may pass different numbers of its rows; by default not.
+    """
+    uneven = iter(row_axes)
+    inputs = [
+        (f"input {name!r}", _shown(x, made, isinstance(x, Tensor) and bool(next(uneven, ()))))
+        for name, x, made in zip(call.names, leaves, call.leaves, strict=True)
+    ]
+    around = [(name.replace("_", " "), str(value)) for name, value in call.surroundings._asdict().items()]
+    modes = [(field.name, _runs(getattr(mode, field.name))) for field in fields(mode)]
+    left = ", ".join(sorted(deferred)) or "nothing"
+    return Act(
+        (
+            ("act", f"call of {name}"),
+            *inputs,
+            ("input structure", " ".join(str(call.spec).split())),
+            ("gradients", "recorded" if grad else "not recorded"),
+            ("left unreduced", left),
+            *modes,
+            *around,
+        )
+    )
+
+
+def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule]) -> Act:
+    """The compiling of local graphs, by name: all that they compute.
+
+    Args:
+        certificate: their collectives in order; a difference in these is told first.
+    """
+    code = [(f"the {name} graph", gm.code + "\n".join(_constants(gm))) for name, gm in graphs.items()]
+    return Act((("act", "compiled program"), ("collectives", certificate), *code))
+
+
+def _constants(gm: fx.GraphModule) -> list[str]:
+    """The tensors that a graph holds."""
+    found = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
+    held = [(name, attrgetter(name)(gm)) for name in sorted(found)]
+    return [f"{name} = {fingerprint(x):x}" for name, x in held if isinstance(x, Tensor)]
+
+
+def _shown(x: Any, made: Any, any_rows: bool) -> str:
+    if isinstance(x, Tensor):
+        kind = "DTensor of " if isinstance(x, DTensor) else ""
+        shape = ", ".join(["any", *map(str, x.shape[1:])] if any_rows else map(str, x.shape))
+        return f"{kind}shape [{shape}], {x.dtype}" + (", requires_grad" if x.requires_grad else "")
+    assert isinstance(made, Constant)
+    value = sorted(map(repr, x)) if isinstance(x, set | frozenset) else x
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # an address is of this process
+
+
+def _runs(values: Any) -> str:
+    """One value, or each with how often it comes in a row: ``True x 3, False``."""
+    if not isinstance(values, tuple):
+        return repr(values)
+    runs: list[tuple[Any, int]] = []
+    for value in values:
+        if runs and runs[-1][0] == value:
+            runs[-1] = value, runs[-1][1] + 1
+        else:
+            runs.append((value, 1))
+    return ", ".join(f"{value} x {count}" if count > 1 else f"{value}" for value, count in runs)
+
+
+def difference(one: int, ones: Lines, other: int, others: Lines) -> MeshError:
+    """What to say where rank ``one`` does what ``ones`` say, and rank ``other`` something else."""
+    mine, theirs = {line[0]: line[1] for line in ones}, {line[0]: line[1] for line in others}
+    topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
+    if not topics:
+        return MeshError(
+            f"ranks {one} and {other} are not at the same call: both are at a {mine['act']}, one of them earlier",
+            fix=_FIXES["act"],
+        )
+    topic = min(topics, key=lambda topic: (topic != "act", not topic.startswith("input '")))  # also what only one has
+    here, there = mine.get(topic), theirs.get(topic)
+    if topic == "values":
+        return MeshError(next(text for text in (here, there) if text != SAME) or "", fix=_FIXES[topic])
+    if here is not None and there is not None and "\n" in here + there:
+        pairs = zip_longest(here.splitlines(), there.splitlines(), fillvalue="nothing more")
+        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    what = f"in {topic}" if topic != "act" else "in what they do"
+    return MeshError(
+        f"ranks differ at a {mine['act']}, {what}: rank {one} has {here or 'none'}, rank {other} has {there or 'none'}",
+        fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
+    )

@@ -1,0 +1,39 @@
+"""A number for the bytes of a tensor, which other bytes nearly never have."""
+
+from __future__ import annotations
+
+import zlib
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_WORDS = 1 << 16  # of eight bytes: what is worked on at once stays in a core's cache
+_MASK = (1 << 64) - 1
+_MIX = 0x9E3779B97F4A7C15  # odd
+
+
+def fingerprint(x: Tensor) -> int:
+    """64 bits of the values of ``x``, its dtype and its shape. It works where ``x`` is, at several GB/s on a core.
+
+    Each word of eight bytes is multiplied by an odd number of its own and the products are summed modulo 2^64, block by
+    block: a change of one word always shows.
+    """
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // 8 * 8
+    blocks = flat[:whole].view(torch.int64).split(_WORDS) if whole else ()
+    weights = _weights(x.device)
+    products = torch.empty_like(weights)
+    sums = [torch.mul(block, weights[: len(block)], out=products[: len(block)]).sum() for block in blocks]
+    total = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
+    for value in (*(torch.stack(sums).tolist() if sums else ()), *flat[whole:].tolist()):
+        total = ((total ^ value) * _MIX) & _MASK
+    return total
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randint(-(2**62), 2**62, (_WORDS,), generator=generator) * 2 + 1).to(device)

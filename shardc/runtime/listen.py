@@ -1,0 +1,91 @@
+"""A thread of a rank that hears when other ranks ask what it does, and how to interrupt what this rank waits for."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from threading import Thread
+from weakref import WeakMethod, WeakSet, ref
+
+import torch
+import torch.distributed as dist
+
+_TAG = 0x5B00  # of messages that nobody sends
+_LOOKS = timedelta(seconds=1)  # how often it looks whether its world is still there
+
+
+class Listener(Thread):
+    """Reads a list of numbers in the store, ``log/1`` and so on, as they come.
+
+    It ends with its world, with the store and with the interpreter.
+
+    Args:
+        store: its own connection: it waits there for most of the time, and nobody else can use it then.
+        wake: another one, by which it is woken at the end.
+        log: the list's key, which is the count of its entries too.
+        heard: a method that is called with ``store`` and each number.
+    """
+
+    def __init__(self, store: dist.Store, wake: dist.Store, log: str, heard: Callable[[dist.Store, int], None]) -> None:
+        super().__init__(name="shardc-listener", daemon=True)
+        self._store, self._wake, self._log = store, wake, log
+        # It keeps nothing alive: a world's port is free again when its last group is gone.
+        self._heard, self._world = WeakMethod(heard), ref(dist.group.WORLD)
+        self._ends = False
+        _listening.add(self)
+
+    def run(self) -> None:
+        at = 1
+        with suppress(RuntimeError):  # the store is gone, and somebody will notice
+            while not self._ends and dist.group.WORLD is not None and dist.group.WORLD is self._world():
+                key = f"{self._log}/{at}"
+                try:
+                    self._store.wait([key], _LOOKS)
+                except RuntimeError:  # of every kind of store, where the time is up
+                    if not self._store.check([key]):
+                        continue
+                number = self._store.get(key)
+                heard = self._heard()
+                if number and heard is not None:
+                    heard(self._store, int(number))
+                del heard
+                at += 1
+
+    def end(self) -> None:
+        """Ends it, if that can be had within moments."""
+        self._ends = True
+        with suppress(RuntimeError):
+            self._wake.set(f"{self._log}/{self._wake.add(self._log, 1)}", "")
+        self.join(2 * _LOOKS.total_seconds())
+
+
+_listening: WeakSet[Listener] = WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """A thread that comes back from the store into an interpreter that is gone would abort the process."""
+    for listener in list(_listening):
+        if listener.is_alive():
+            listener.end()
+
+
+def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Makes what waits for messages on ``groups`` raise, on this rank and soon on its peers; they are of no use then.
+
+    Gloo has no way to abort. But a wait there that times out closes all connections of its group, so that everything
+    else that waits on it raises too: this is one for a message that nobody sends.
+    """
+    for group in groups:
+        if group.size() == 1:
+            continue
+        if dist.get_backend(group) != "gloo":
+            group.abort()
+            continue
+        peer = (group.rank() + 1) % group.size()
+        devices = getattr(group._get_backend(torch.device("cpu")).options, "_devices", ())
+        for number in range(max(len(devices), 1)):  # each has connections of its own, and tags take turns
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _TAG + number).wait(timedelta(milliseconds=1))

@@ -1,0 +1,125 @@
+"""Ranks that pass different numbers of rows: the numbers exchanged, and the rows of all ranks made one input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.tensor import DTensor
+
+from shardc.errors import InputError
+from shardc.ir.layout import Layout
+from shardc.ir.tally import GROUP_PREFIX
+from shardc.runtime.groups import Groups
+from shardc.runtime.shards import flat_index
+from shardc.runtime.storage import held
+
+Axes = tuple[str, ...]
+
+
+def row_axes(tensors: Sequence[Tensor], layouts: Sequence[Layout]) -> tuple[Axes, ...]:
+    """For each input the axes over which its rows (dim 0) are split in blocks, major to minor; () where they are not.
+
+    Args:
+        layouts: how the plan lays inputs out whose sizes divide.
+    """
+    return tuple(
+        layout.dim_axes(0)
+        if x.dim() and not isinstance(x, DTensor) and all(digit.axis for digit in layout.dims[0][:-1])
+        else ()
+        for x, layout in zip(tensors, layouts, strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows each rank of a mesh passes.
+
+    Args:
+        names: of the inputs.
+        axes: of each, over which its rows are split.
+        counts: by mesh rank, of each input; 0 where its rows are not split.
+    """
+
+    names: tuple[str, ...]
+    axes: tuple[Axes, ...]
+    counts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def exchanged(
+        cls, names: Sequence[str], tensors: Sequence[Tensor], axes: Sequence[Axes], groups: Groups, device: torch.device
+    ) -> Rows:
+        """Tells the other ranks how many rows of ``tensors`` this one has, and hears of theirs; all of them call it."""
+        mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
+        found = torch.stack(_gather(mine, groups, groups.mesh.axes)).tolist()
+        return cls(tuple(names), tuple(axes), tuple(map(tuple, found)))
+
+    @property
+    def even(self) -> bool:
+        return len(set(self.counts)) == 1
+
+    def blocks(self, at: int, groups: Groups) -> list[int]:
+        """Of input ``at``, how many rows each block has, in the order in which they are concatenated.
+
+        Raises:
+            InputError: ranks that should pass the same rows pass different numbers.
+        """
+        blocks: dict[int, tuple[int, int]] = {}
+        for rank, counts in enumerate(self.counts):
+            first, count = blocks.setdefault(flat_index(groups.mesh, self.axes[at], rank), (rank, counts[at]))
+            if count != counts[at]:
+                one, other = groups.everyone()[first], groups.everyone()[rank]
+                raise InputError(
+                    f"rank {one} passes input {self.names[at]!r} of {count} rows, rank {other} of {counts[at]}; both "
+                    f"hold the same rows, as it is split over {', '.join(self.axes[at])} only",
+                    fix="pass the same rows on ranks that differ along other axes",
+                )
+        return [blocks[at][1] for at in range(len(blocks))]
+
+    def totals(self, shapes: Sequence[tuple[int, ...]], groups: Groups) -> list[tuple[int, ...]]:
+        """The global shapes of the inputs, which would have ``shapes`` if all ranks passed as many rows as this one."""
+        return [
+            (sum(self.blocks(at, groups)), *shape[1:]) if over else shape
+            for at, (over, shape) in enumerate(zip(self.axes, shapes, strict=True))
+        ]
+
+    def local(self, at: int, x: Tensor, layout: Layout, groups: Groups) -> Tensor:
+        """This rank's part, under ``layout``, of input ``at`` of which each rank passes its rows ``x``.
+
+        Raises:
+            InputError: the input needs a gradient.
+        """
+        if x.requires_grad:
+            raise InputError(
+                f"input {self.names[at]!r} needs a gradient, and ranks pass different numbers of its rows",
+                fix="pass as many rows on every rank, or detach it",
+            )
+        counts, axes = self.blocks(at, groups), self.axes[at]
+        width = prod(x.shape[1:]) * x.element_size()
+        sent = torch.zeros(max(counts) * width, dtype=torch.uint8, device=x.device)
+        sent[: x.shape[0] * width] = x.contiguous().view(-1).view(torch.uint8)
+        ordered = sorted(axes, key=groups.mesh.order)
+        came = _gather(sent, groups, tuple(ordered))
+        members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]
+        by_block = {flat_index(groups.mesh, axes, rank): part for rank, part in zip(members, came, strict=True)}
+        whole = torch.cat([by_block[block][: count * width] for block, count in enumerate(counts)])
+        index = held(layout, layout.shape, 0, groups.rank)
+        return whole.view(x.dtype).view(-1, *x.shape[1:])[index[0] : index[-1] + 1].contiguous()
+
+
+def _gather(x: Tensor, groups: Groups, axes: Axes) -> list[Tensor]:
+    """``x`` of all ranks along ``axes``, in the order of their group."""
+    rename = groups.add([axes])
+    group = c10d._resolve_process_group(rename[GROUP_PREFIX + ",".join(axes)])  # type: ignore[arg-type]
+    out = [torch.empty_like(x) for _ in range(group.size())]
+    try:
+        with groups.agreement.runs("exchange of rows"):
+            dist.all_gather(out, x, group=group)
+    except RuntimeError as error:
+        raise groups.agreement.behind() or error from None
+    return out
