@@ -138,6 +138,7 @@ def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Har
 
 
 def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
+    torch.manual_seed(0)  # the same model on every rank
     found = target.load(work.target)
     loss = None if work.loss is None else found.named(work.loss, "loss")
     names, sizes = zip(*mesh.shape, strict=True)
