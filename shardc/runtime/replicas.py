@@ -40,13 +40,15 @@ def compare_values(
         return
     mine: dict[str, list[int | None]] = {}
     for key, x in tensors.items():
-        local = fingerprint(x._local_tensor if isinstance(x, DTensor) else x)
+        local = 0 if x.is_meta else fingerprint(x._local_tensor if isinstance(x, DTensor) else x)
         whole, cut = sources.get(key, (None, None))
         mine[key] = [local, whole if cut == local else None]
-    first = {key: _first(storages.get(key), groups) for key in tensors}
-    said = agreement.exchange(
-        Act((("act", f"first use of the values of {name}"),)), json.dumps(mine), {0, *first.values()}
+    listed = "\n".join(
+        f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
     )
+    act = Act((("act", f"first use of the values of {name}"), ("parameters and buffers", listed)))
+    first = {key: _first(storages.get(key), groups) for key in tensors}
+    said = agreement.exchange(act, json.dumps(mine), {0, *first.values()})
     theirs = {rank: json.loads(text) for rank, text in said.items()}
     wrong = [
         (key, rank)
@@ -70,6 +72,10 @@ def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, par
     if any(storage.dim_axes(dim) for dim in range(storage.ndim)):
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
+
+
+def _stored(storage: Layout | None) -> str:
+    return "" if storage is None else f", stored as {storage}"
 
 
 def _alike(one: int | None, other: int | None) -> bool:

@@ -33,24 +33,32 @@ def same_program_agrees() -> None:
         module(torch.ones(2, 4))
 
 
-def another_plan_is_named() -> None:
+def first_difference(plan: shardc.Plan, width: int = 8) -> str:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    plan = shardc.fsdp("dp") if dist.get_rank() == 0 else shardc.ddp("dp")
-    module = shardc.compile(Two(), mesh, plan, backend="eager")
+    module = shardc.compile(Two(width), mesh, plan, backend="eager")
     with pytest.raises(MeshError) as caught:
         module(torch.ones(2, 4))
-    gather = "forward: all_gather(dp) f32[8,4], f32[8], f32[4,8], f32[4] %up.weight.full.all_gather_into_tensor.bucket"
-    reduce = "backward: all_reduce(dp) f32[4,8], f32[4], f32[8,4], f32[8] %d.down.mm.1.summed.all_reduce.bucket"
-    assert caught.value.what == (
-        f"ranks differ at a compiled program, in collectives: rank 0 has {gather}, rank 1 has {reduce}"
+    return caught.value.what
+
+
+def another_plan_is_named() -> None:
+    where = "ranks differ at a first use of the values of Two (module 1 of the mesh), in parameters and buffers: "
+    assert first_difference(shardc.fsdp("dp") if dist.get_rank() == 0 else shardc.ddp("dp")) == (
+        f"{where}rank 0 has up.weight of shape [8, 4], torch.float32, stored as [8@dp,4], rank 1 has up.weight of shape "
+        "[8, 4], torch.float32, stored as [8,4]"
     )
 
 
+def another_level_is_named() -> None:
+    """Parameters lie where they do, and the collectives differ."""
+    found = first_difference(shardc.fsdp("dp", level=3 - dist.get_rank()))
+    assert found.startswith("ranks differ at a compiled program, in collectives: rank 0 has backward: all_gather(dp) ")
+
+
 def another_width_is_named() -> None:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    module = shardc.compile(Two(8 + 2 * dist.get_rank()), mesh, shardc.ddp("dp"), backend="eager")
-    with pytest.raises(MeshError, match="ranks differ at a compiled program, in collectives"):
-        module(torch.ones(2, 4))
+    found = first_difference(shardc.ddp("dp"), 8 + 2 * dist.get_rank())
+    assert "rank 0 has up.weight of shape [8, 4]" in found
+    assert "rank 1 has up.weight of shape [10, 4]" in found
 
 
 class Scaled(torch.nn.Module):
@@ -101,6 +109,7 @@ def test_two_ranks() -> None:
         2,
         same_program_agrees,
         another_plan_is_named,
+        another_level_is_named,
         another_width_is_named,
         another_number_is_named,
         another_constant_tensor_is_named,
