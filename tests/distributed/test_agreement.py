@@ -44,8 +44,8 @@ def first_difference(plan: shardc.Plan, width: int = 8) -> str:
 def another_plan_is_named() -> None:
     where = "ranks differ at a first use of the values of Two (module 1 of the mesh), in parameters and buffers: "
     assert first_difference(shardc.fsdp("dp") if dist.get_rank() == 0 else shardc.ddp("dp")) == (
-        f"{where}rank 0 has up.weight of shape [8, 4], torch.float32, stored as [8@dp,4], rank 1 has up.weight of shape "
-        "[8, 4], torch.float32, stored as [8,4]"
+        f"{where}rank 0 has up.weight of shape [8, 4], torch.float32, stored as [8@dp,4], "
+        "rank 1 has up.weight of shape [8, 4], torch.float32, stored as [8,4]"
     )
 
 
