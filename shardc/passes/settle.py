@@ -21,7 +21,8 @@ class Settle:
     reduction with it.
 
     Takes: a local joint graph. Guarantees: an op of backward whose every use leads to an output, and that is no matrix
-    product, attention or convolution, stands behind the last of its operands; all else keeps its order.
+    product, attention or convolution, stands behind the last of its operands that backward makes; all else keeps its
+    order.
     """
 
     name = "settle"
@@ -29,7 +30,7 @@ class Settle:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, wished = gm.graph, places(gm.graph)
         for node in _last_ops(graph):
-            operands = [wished[x] for x in node.all_input_nodes if x.op == "call_function"]
+            operands = [wished[x] for x in node.all_input_nodes if _is_backward(x)]
             if operands:
                 wished[node] = max(operands) + 1e-4
         reorder(graph, wished)
@@ -40,10 +41,14 @@ def _last_ops(graph: fx.Graph) -> list[fx.Node]:
     """The ops of backward that only outputs need, in order, but for those that take long or draw random numbers."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or ir.info(node).origin.phase != "backward" or not node.users or is_dense(node):
+        if not _is_backward(node) or not node.users or is_dense(node):
             continue
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             continue
         if all(user.op == "output" or user in found for user in node.users):
             found.add(node)
     return [node for node in graph.nodes if node in found]
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.op == "call_function" and ir.info(node).origin.phase == "backward"
