@@ -91,7 +91,7 @@ def line_of(function: Callable[..., Any], text: str) -> str:
         ),
         (
             Mismatch(),
-            r"Mismatch cannot be traced to one graph: .*must have same reduction dim, but got \[4, 8\] X \[4, 8\].*",
+            r"Mismatch does not run on x: float32\[4, 8\]: .*must have same reduction dim, but got \[4, 8\] X \[4, 8\].*",
             line_of(Mismatch.step, "y @ y"),
             r".+",
         ),
