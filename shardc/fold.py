@@ -23,6 +23,7 @@ from shardc.ir import graph as ir
 from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
+from shardc.passes.settle import Settle
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.ports import ActivationPin, precision_of, resolve_activations
@@ -66,12 +67,13 @@ class Folded:
         return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
-        """``graph``, which is that of a few blocks after ``stage``, of the whole model.
+        """``graph``, which is that of a few blocks after ``stage``, of the whole model; gradients stand with their blocks.
 
         Raises:
             PlanError: the blocks do not repeat in it, node by node.
         """
         if stage not in self.graphs:
+            graph = Settle()(Unexecuted({}, ir.copied(graph))).graph
             try:
                 for each in self.repeats:
                     graph = Unfold(graph, each, self.keep).joint(graph)

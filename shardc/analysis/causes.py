@@ -95,7 +95,10 @@ class Explainer:
         if not params:
             first = self.step.ops[op.reads[0]].node
             maker, axes = self._maker(at, origin.cause), _axes(op.node)
-            entry = self._entry(maker, axes) or self._entry_of_module(maker, axes) or _said(origin.cause)
+            ways = (self._entry, self._entry_of_module)
+            if maker != at:  # another reader of the value may stand in front of the one that reads the parameter
+                ways = ways[::-1]
+            entry = next((found for way in ways if (found := way(maker, axes))), "") or _said(origin.cause)
             return Cause((ir.info(first).name,), origin.module, origin.source, entry, origin.cause)
         module = origin.module or params[0].rpartition(".")[0]
         entry = ir.info(self.params[params[0]]).origin.cause

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import dataclass
 
 import torch
@@ -21,17 +22,18 @@ class Settle:
     reduction with it.
 
     Takes: a local joint graph. Guarantees: an op of backward whose every use leads to an output, and that is no matrix
-    product, attention or convolution, stands behind the last of its operands that backward makes; all else keeps its
-    order.
+    product, attention or convolution, stands behind the last of its operands that backward makes if one of these stood
+    between; all else keeps its order.
     """
 
     name = "settle"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, wished = gm.graph, places(gm.graph)
+        dense = [wished[node] for node in graph.nodes if is_dense(node)]
         for node in _last_ops(graph):
             operands = [wished[x] for x in node.all_input_nodes if _is_backward(x)]
-            if operands:
+            if operands and bisect(dense, max(operands)) < bisect(dense, wished[node]):
                 wished[node] = max(operands) + 1e-4
         reorder(graph, wished)
         return gm

@@ -32,7 +32,8 @@ class Stack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = [self.prepare(layer.weight) for layer in self.up]
         for weight, down in zip(weights, self.down, strict=True):
-            x = torch.tanh(down(x.to(weight.dtype) @ weight.t()).to(x.dtype))
+            wide = x.to(weight.dtype) @ weight.t()
+            x = torch.tanh(down(wide.to(down.weight.dtype)).to(x.dtype))
         return x
 
 
