@@ -67,7 +67,7 @@ class Folded:
         return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
-        """``graph``, which is that of a few blocks after ``stage``, of the whole model; gradients stand with their blocks.
+        """``graph``, which is that of a few blocks after ``stage``, of the whole model, gradients beside their blocks.
 
         Raises:
             PlanError: the blocks do not repeat in it, node by node.

@@ -55,8 +55,8 @@ def stack(layers: int, **options: Any) -> tuple[nn.Module, tuple[Tensor, ...], A
     return Stack(*(Layer() for _ in range(layers)), **options), (torch.empty(8, WIDTH),), None
 
 
-def llama_of(layers: int) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
-    config = llama.LlamaConfig(layers=layers)
+def llama_of(layers: int, **options: Any) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
+    config = llama.LlamaConfig(layers=layers, **options)
     with torch.device("meta"):
         return llama.Llama(config), llama.batch(config), llama.loss
 
@@ -125,21 +125,8 @@ def test_what_is_folded_is_what_is_whole(model: str, layers: int, plan: str) -> 
 HALF = shardc.precision(param=torch.bfloat16, reduce=torch.float32)
 
 
-class Checkpointed(llama.Llama):
-    """Its blocks run again in backward."""
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        cos, sin = llama.rotary_tables(tokens.shape[1], self.config, like=x)
-        for layer in self.layers:
-            x = checkpoint(layer, x, cos, sin, use_reentrant=False)
-        return self.head(self.norm(x))
-
-
 def checkpointed_of(layers: int) -> Any:
-    config = llama.LlamaConfig(layers=layers)
-    with torch.device("meta"):
-        return Checkpointed(config), llama.batch(config), llama.loss
+    return llama_of(layers, checkpoint=True)
 
 
 def tied_of(layers: int) -> Any:
@@ -237,11 +224,24 @@ def test_what_is_kept_whole_for_backward_is_kept_of_all_blocks() -> None:
         assert module.lower(*stack(7)[1]).folded is None
 
 
-def test_blocks_on_the_host_are_not_folded() -> None:
-    """The moves of their gradients stand at the end of the graph, in no block's period."""
-    plan = shardc.fsdp("dp") | shardc.offload("layers.*")
-    with pytest.warns(ShardcWarning, match="stands apart from its block"):
-        check(lambda: stack(6), plan, False, dp=2)
+def test_blocks_on_the_host_are_folded() -> None:
+    """The moves of their gradients stand where these are made, in their block's period."""
+    check(lambda: stack(6), shardc.fsdp("dp") | shardc.offload("layers.*"), True, dp=2)
+
+
+class Paired(Stack):
+    """Every two layers are one checkpoint region."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for first, second in zip(self.layers[::2], self.layers[1::2], strict=True):
+            x = checkpoint(lambda x, first=first, second=second: second(first(x)), x, use_reentrant=False)
+        return self.last(x).sum()
+
+
+def test_regions_of_several_blocks_are_not_folded() -> None:
+    with pytest.warns(ShardcWarning, match="checkpoint regions do not repeat as blocks do"):
+        check(lambda: (Paired(*(Layer() for _ in range(8))), *stack(8)[1:]), shardc.fsdp("dp"), False, dp=2)
 
 
 # --- what may not be folded, or not all of it

@@ -78,6 +78,7 @@ class Unfold:
     def __init__(self, joint: fx.Graph, run: Run, keep: int) -> None:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.names = Names(run, keep)
+        self.regions: set[int] = set()  # how many checkpoint regions a block has
         found = _Unfolding(self, joint, _phases(joint), {})
         both = sorted(set.intersection(*(set(body.whole) for body in found.bodies if body.nodes)))
         if not both:
@@ -88,6 +89,10 @@ class Unfold:
             here = [(found.places[node], node) for node in body.nodes[body.start : body.end]]
             pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in here]
             self.names.learn([(_name(x), _name(y), p.block) for p, x, y in pairs if y is not None], body.step)
+            both_of = [(_region(x), _region(y)) for _, x, y in pairs if y is not None and body.step > 0]
+            self.regions |= {y - x for x, y in both_of if x or y}
+        if len(self.regions) > 1:
+            raise NotPeriodic("checkpoint regions do not repeat as blocks do")
         self.block_names = frozenset(_name(n) for p, n in at.items() if p.block == self.names.last)
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
@@ -115,6 +120,7 @@ class _Unfolding:
 
     def __init__(self, unfold: Unfold, graph: fx.Graph, bodies: list[Body], saved: Mapping[str, Place]) -> None:
         self.names, self.missing, self.source, self.bodies = unfold.names, unfold.missing, graph, bodies
+        self.regions = max(unfold.regions, default=0)
         self.places: dict[fx.Node, Place] = {}
         self.twins: dict[Place, str] = {}
         for node in ir.placeholders(graph):
@@ -306,7 +312,8 @@ class _Unfolding:
     def _renamed(self, record: Info, rename: Callable[[str], str], shift: int) -> Info:
         origin = record.origin
         module = self.names.module(origin.module, shift)
-        origin = Origin(module, origin.source, origin.phase, rename(origin.cause), origin.region)
+        region = origin.region and origin.region + shift * self.regions
+        origin = Origin(module, origin.source, origin.phase, rename(origin.cause), region)
         role = record.role and replace(record.role, name=self.names.module(record.role.name, shift))
         return Info(rename(record.name), record.value, origin, role, record.needs)
 
@@ -351,6 +358,10 @@ class _Unfolding:
 
 def _name(node: fx.Node) -> str:
     return ir.info(node).name
+
+
+def _region(node: fx.Node) -> int:
+    return ir.info(node).origin.region
 
 
 def _leaves(tree: Any) -> list[Any]:
