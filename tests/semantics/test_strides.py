@@ -27,6 +27,7 @@ from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.reads import Reads
 from shardc.passes import Canonicalize, Localize
 from shardc.runtime.sim import Simulation
 from tests.models.alike import trains_alike
@@ -114,7 +115,7 @@ def joint(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, 
             fakes = tuple(fake_like(x, x.device) for x in tensors)
         made = aot_autograd.aot_export_joint_with_descriptors(stack, model, fakes, {}, decompositions=decompositions())
     names = tuple(f"x{at}" for at in range(len(tensors)))
-    traced = Traced(made.graph_module, names, made.in_spec, (), made.out_spec, mode, {}, {}, mode)
+    traced = Traced(made.graph_module, names, made.in_spec, (), made.out_spec, mode, Reads(), {}, {}, mode)
     return traced.annotated().graph, mode
 
 
