@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 
 import torch
@@ -12,6 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Check = Callable[[], None]
+
+# Ranks are forked from a process that has imported these and done nothing yet.
+set_forkserver_preload(["torch._dynamo", "torch._functorch.aot_autograd", "shardc"])
 
 
 def run_ranks(ranks: int, *checks: Check) -> None:
@@ -21,7 +25,8 @@ def run_ranks(ranks: int, *checks: Check) -> None:
     raised here, with the name of its check.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (ranks, checks, str(Path(folder) / "store")), nprocs=ranks)
+        given = (ranks, checks, str(Path(folder) / "store"))
+        mp.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
 
 
 def _rank(rank: int, ranks: int, checks: Sequence[Check], path: str) -> None:
