@@ -237,6 +237,9 @@ class _Padder(Forms):
                 for factor, mine in zip(factors, shared, strict=True):
                     if not is_padded(mine) or drawn or not spec.splittable(factor):
                         continue
+                    if factor in spec.indexed and len(mine) > 1:
+                        lost[x] = "its elements are found by their place"
+                        continue
                     alone = node.target in VIEWS or _alone(spec, factor)
                     if not alone or (not spec.carried_by_all(factor) and neutral(call, spec, factor) is None):
                         lost[x] = "no filling is known that the op ignores"

@@ -31,7 +31,9 @@ class Indexed:
         together = torch.broadcast_shapes(*indices)
         free = {i: loops.dim(f"d{i}", n) for i, n in enumerate(shape) if i not in at}
         entries = tuple(loops.dim(f"b{i}", n, over) for i, n in enumerate(together))
-        self.x: Dims = tuple(free[i] if i in free else loops.dim(f"v{i}", n, looked_up) for i, n in enumerate(shape))
+        self.x: Dims = tuple(
+            free[i] if i in free else loops.indexed(f"v{i}", n, looked_up) for i, n in enumerate(shape)
+        )
         self.indices: list[Dims] = [_right(entries, one) for one in indices]
         # Indices that stand side by side leave their dims in place; others put them first.
         self.before = at[0] if at and at[-1] - at[0] == len(at) - 1 else 0

@@ -26,7 +26,7 @@ def _embedding(call: Call) -> Spec:
     loops = Loops(call)
     weight, index = loops.shapes
     rows, row = loops.dims("i", index), loops.dim("d", weight[1])
-    return loops.spec([(loops.dim("v", weight[0], "sum"), row), rows], [(*rows, row)], linear=[{0}], flops=0)
+    return loops.spec([(loops.indexed("v", weight[0], "sum"), row), rows], [(*rows, row)], linear=[{0}], flops=0)
 
 
 def _embedding_local(local: Local) -> Any:
@@ -94,7 +94,7 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
     for i, sizes in enumerate(zip(*loops.shapes, strict=True)):
         for at, size in enumerate(sizes):
             if i == dim and at == 0:
-                out[at].append(loops.dim("v", size, looked_up))
+                out[at].append(loops.indexed("v", size, looked_up))
             elif i == dim and at == 1:
                 # A source that is larger than its index cannot be split along with it.
                 out[at].append(loops.dim("k", size, over if set(sizes[1:]) == {size} else WHOLE))
@@ -153,8 +153,7 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     loops = Loops(call)
     dim = _dim(call)
     x = tuple(
-        loops.dim("v" if i == dim else f"d{i}", n, looked_up if i == dim else FREE)
-        for i, n in enumerate(loops.shapes[0])
+        loops.indexed("v", n, looked_up) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(loops.shapes[0])
     )
     index = loops.dims("k", loops.shapes[1], over)
     return loops, x, index, (*x[:dim], *(index or ((),)), *x[dim + 1 :]) if x else ()

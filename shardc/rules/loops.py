@@ -26,6 +26,7 @@ class Loops:
         self.made = [v.shape for v in call.results if v is not None]
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}
+        self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
         """A dim that is the one factor ``name``; a size of 1 needs none."""
@@ -35,6 +36,11 @@ class Loops:
         if kind != FREE:
             self._kinds[name] = kind
         return (name,)
+
+    def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
+        """As `dim`, of a dim whose elements the op finds by their place."""
+        self._indexed.add(name)
+        return self.dim(name, size, kind)
 
     def dims(self, prefix: str, shape: Sequence[int], kind: str = FREE) -> Dims:
         """One factor a dim: ``prefix0``, ``prefix1``, ..."""
@@ -67,6 +73,7 @@ class Loops:
             moves,
             flops * prod(self._sizes.values()),
             frozenset(aside),
+            frozenset(self._indexed),
         )
         spec.check(self.shapes, self.made, self.call.name)
         return spec

@@ -94,9 +94,7 @@ def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
     """The dims of operand 0, where ``dim`` is the factor ``n`` of ``kind``, and those without it."""
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
-    x = tuple(
-        loops.dim("n" if i == dim else f"d{i}", n, kind if i == dim else FREE) for i, n in enumerate(loops.shapes[0])
-    )
+    x = tuple(loops.indexed("n", n, kind) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(loops.shapes[0]))
     return loops, x, (*x[:dim], *x[dim + 1 :])
 
 

@@ -37,6 +37,7 @@ class Spec:
         moves: the op only moves data, so it carries any pending reduction of operand 0.
         flops: floating-point operations, at these sizes.
         aside: results that no factor's split changes (a kernel's random state): the same on every rank.
+        indexed: factors whose elements the op finds by their place; what fills a dim up may stand at its end alone.
     """
 
     operands: tuple[Dims, ...]
@@ -48,6 +49,7 @@ class Spec:
     moves: bool = False
     flops: int = 0
     aside: frozenset[int] = frozenset()
+    indexed: frozenset[str] = frozenset()
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
 

@@ -34,11 +34,9 @@ def clip_grad_norm_(
         ranks.
 
     Raises:
-        LayoutError: a gradient that is not laid out as its parameter, or ``norm_type`` is not positive.
+        LayoutError: a gradient that is not laid out as its parameter.
         RuntimeError: the norm is not finite, under ``error_if_nonfinite``; gradients are as they were.
     """
-    if not norm_type > 0:
-        raise LayoutError(f"a norm of type {norm_type} is not one", fix="pass a positive number, or inf")
     mesh = groups.mesh
     norms, grads, dtype = [torch.zeros((), dtype=torch.float64, device=device)], [], torch.float32
     for name, param in module.named_parameters():

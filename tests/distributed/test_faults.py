@@ -53,6 +53,7 @@ def step(rank: int, fault: Callable[[], None], backend: str, direct: bool, folde
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=TIMEOUTS[backend]))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    torch.manual_seed(0)
     module = shardc.compile(
         MLP(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend=backend, options=shardc.Options(direct=direct)
     )

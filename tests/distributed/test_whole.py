@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import LayoutError
+from shardc.errors import InputError, LayoutError
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model, sharded, step
 
@@ -85,7 +85,7 @@ def clipping_refuses() -> None:
     with pytest.raises(RuntimeError, match="is nan, so they cannot be clipped"):
         module.clip_grad_norm_(1.0, error_if_nonfinite=True)
     assert torch.equal(module.fused.grad.to_local(), kept)
-    with pytest.raises(LayoutError, match="a norm of type 0 is not one"):
+    with pytest.raises(InputError, match="norm_type is 0, not a number above 0"):
         module.clip_grad_norm_(1.0, 0)
 
 

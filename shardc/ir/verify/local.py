@@ -49,6 +49,10 @@ def places(subject: Subject) -> Broken:
     for role, made in outputs(subject.gm.graph):
         value = info(made).value if isinstance(made, fx.Node) else None
         kept = subject.kept(role.kind, role.name)
+        if role.kind == "saved" and isinstance(made, fx.Node) and made.op == "placeholder":
+            continue  # a parameter, which backward moves again
+        if role.kind == "grad" and kept is None:
+            continue  # a backward alone does not take every parameter
         if isinstance(value, Value) and value.host and (role.kind == "saved" or not (kept and kept.host)):
             yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, on the host"
 
