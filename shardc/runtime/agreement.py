@@ -130,6 +130,7 @@ class Agreement:
         if heard is not None:  # else the store may be gone with this rank, before others have read there
             with suppress(RuntimeError):
                 self._connected().wait([heard], timedelta(seconds=_HEARD))
+                self._broken |= self._connected().check([f"{self._prefix}broken"])
         if not self._broken:
             self.number = (self.number // _AGAIN + 1) * _AGAIN
             self._past.clear()
@@ -232,15 +233,21 @@ class Agreement:
             other = self._arrive(store, number, self._past[-1 - behind])
             if other is None:
                 return
+            self._break_if_running(store)  # before the others are told, whose connections to this rank close too
             self._differ(store, number, other)
             if self._waits is not None:
                 store.set(f"{self._at(self._waits)}verdict", f"{other[0]} {other[1]}")
-        if self.running:
-            self._broken = True
+        self._break_if_running(store)  # it may have begun just now, before it could see that the ranks differ
+        if self._broken:
             interrupt = self._interrupt()
             assert interrupt is not None, "what runs on a mesh keeps it"
             interrupt()
         self._found.set()
+
+    def _break_if_running(self, store: dist.Store) -> None:
+        if self.running and not self._broken:
+            self._broken = True
+            store.set(f"{self._prefix}broken", "")
 
     def _connected(self) -> dist.Store:
         """This rank's own connection to the store; from the first on another one is listened at."""

@@ -203,11 +203,13 @@ def test_backward_twice(alone: DeviceMesh) -> None:
     module = shardc.compile(Net(), alone, shardc.fsdp("dp"), backend="eager")
     total = module(torch.ones(4, 8)).sum()
     total.backward(retain_graph=True)
+    total.backward()
     fails(
         module,
         total.backward,
         RuntimeError,
-        "backward was already run for this step; what it needs is freed. Run the forward again",
+        "backward was already run for this step, and what it needs was freed\n  fix: run the forward again, or pass "
+        "retain_graph=True to all backwards of one forward but the last",
     )
     module(torch.ones(4, 8)).sum().backward()
 

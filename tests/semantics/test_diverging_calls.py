@@ -143,8 +143,10 @@ def one_of_four_differs() -> None:
     with pytest.raises(MeshError, match=r"rank \d has shape \[8, 4\], torch.float32, rank 2 has shape \[6, 4\]|"
                        r"rank 2 has shape \[6, 4\], torch.float32, rank \d has shape \[8, 4\]"):  # fmt: skip
         step(module, 6 if rank == 2 else 8)
-    with pytest.raises(MeshError):  # the groups are of no use any more
+    start = time.monotonic()
+    with pytest.raises(MeshError, match="ranks differ at a call"):  # the groups are of no use any more
         step(module)
+    assert time.monotonic() - start < 60, "a rank waited for the others"
 
 
 def a_rank_that_is_ahead_hears_of_it() -> None:
