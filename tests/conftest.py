@@ -7,12 +7,15 @@ more, and makes what fails smaller.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import Phase, settings  # noqa: E402
+
+from shardc.runtime.surroundings import Surroundings  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -39,6 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """Each test starts from the same random state, whatever ran before it."""
+def _by_itself() -> Iterator[None]:
+    """Each test starts from the same random state, and leaves torch's settings as they were."""
     torch.manual_seed(0)
+    before = Surroundings.now(torch.device("cpu"))
+    yield
+    assert Surroundings.now(torch.device("cpu")) == before, "the test leaves torch otherwise than it found it"

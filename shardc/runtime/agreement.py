@@ -147,8 +147,9 @@ class Agreement:
             self._told.add(act.key)
         self._waits = number
         with self._lock:
-            other = self._arrive(store, number, act.key)
-        if other is None:
+            # The thread that listens may have answered for this rank just now.
+            other = None if number in self._answered else self._arrive(store, number, act.key)
+        if other is None and self._different is None:
             other = self._verdict(store, number)
         self._waits = None
         if other is not None and self._different is None:

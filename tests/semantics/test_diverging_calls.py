@@ -171,6 +171,24 @@ def what_comes_after_is_compared_anew() -> None:
     step(module)
 
 
+def each_rank_comes_once() -> None:
+    """The thread that listens may answer for an act right before the rank itself comes to compare it."""
+    module = compiled()
+    agreement = module.shardc.groups.agreement
+    compare = agreement._compare
+
+    def answered_first(act: Any) -> None:
+        agreement.asked(agreement._connected(), agreement.number)
+        compare(act)
+        came.append(int(agreement._store.add(f"{agreement._at(agreement.number)}came", 0)))
+        dist.barrier()
+
+    came: list[int] = []
+    agreement._compare = answered_first
+    step(module)
+    assert set(came) == {2}, came
+
+
 def compared(module: Any) -> Callable[[], int]:
     """How often this rank compared since the last time."""
     agreement, counts = module.shardc.groups.agreement, [0]
@@ -228,6 +246,7 @@ def test_two_ranks() -> None:
         a_rank_that_is_ahead_hears_of_it,
         what_comes_after_is_compared_anew,
         what_repeats_is_not_announced,
+        each_rank_comes_once,
     )
 
 
