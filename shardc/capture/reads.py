@@ -27,6 +27,8 @@ _NOT_READS = {
     "DUPLICATE_INPUT", "OBJECT_ALIASING", "EMPTY_NN_MODULE_HOOKS_DICT", "SHAPE_ENV", "WEAKREF_ALIVE", "DATA_PTR_MATCH",
 }  # fmt: skip
 _HELD = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
+# Modules that trace, register and convert; what they hold grows with every import, and no model is computed from it.
+_MACHINERY = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
 _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 
@@ -63,7 +65,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
         kind, given = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
         lookup = Lookup(model, loss, scopes)
         text = _expression(guard.originating_source, imported, output.global_scope, scopes)
-        if text is None or kind in _NOT_READS:
+        if text is None or kind in _NOT_READS or _MACHINERY.search(text):
             continue
         what, key = _WHAT.get(kind, "value"), given.get("attr", given.get("key"))
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")

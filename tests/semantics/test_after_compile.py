@@ -296,3 +296,14 @@ def test_dynamic_sizes_too() -> None:
         module.count = source.count = alpha
         for rows in (4, 8):
             alike(module, source, inputs().repeat(rows // 4, 1))
+
+
+def test_what_an_import_registers_is_nothing_that_the_model_reads() -> None:
+    """Libraries register containers of their own, and the program is the same."""
+    module = shardc.compile(nn.Linear(4, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    x = torch.randn(4, 4)
+    module.lower(x)
+    kind = type("Registered", (), {})
+    torch.utils._pytree.register_pytree_node(kind, lambda _: ([], None), lambda *_: kind())
+    module.lower(x)
+    assert len(module.shardc.programs) == 1
