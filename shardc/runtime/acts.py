@@ -101,7 +101,7 @@ def call_act(
         (f"input {name!r}", _shown(x, made, isinstance(x, Tensor) and bool(next(uneven, ()))))
         for name, x, made in zip(call.names, leaves, call.leaves, strict=True)
     ]
-    around = [(name.replace("_", " "), str(value)) for name, value in call.surroundings._asdict().items()]
+    around = [(name.replace("_", " "), _state(value)) for name, value in call.surroundings._asdict().items()]
     modes = [(field.name, _runs(getattr(mode, field.name))) for field in fields(mode)]
     left = ", ".join(sorted(deferred)) or "nothing"
     return Act(
@@ -178,3 +178,10 @@ def difference(one: int, ones: Lines, other: int, others: Lines) -> MeshError:
         f"ranks differ at a {mine['act']}, {what}: rank {one} has {here or 'none'}, rank {other} has {there or 'none'}",
         fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
     )
+
+
+def _state(value: Any) -> str:
+    """A state of torch, or several, for people."""
+    if isinstance(value, tuple):
+        return ", ".join(" ".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in value) or "none"
+    return str(value)

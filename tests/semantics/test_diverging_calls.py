@@ -71,6 +71,12 @@ def no_sync(module: Any, rank: int) -> None:
         step(module)
 
 
+def autocast(module: Any, rank: int) -> None:
+    with torch.autocast("cpu", torch.bfloat16) if rank == 1 else nullcontext():
+        loss = module(torch.ones(8, 4)).sum()
+    loss.backward()
+
+
 def frozen(module: Any, rank: int) -> None:
     module.up.weight.requires_grad_(rank == 0)
     step(module)
@@ -97,6 +103,7 @@ SAYS = {
     training: "training: rank 0 has True x 4, rank 1 has False x 4",
     no_grad: "gradients: rank 0 has recorded, rank 1 has not recorded",
     no_sync: "left unreduced: rank 0 has nothing, rank 1 has down.bias, down.weight, up.bias, up.weight",
+    autocast: "autocast: rank 0 has none, rank 1 has cpu torch.bfloat16",
     frozen: "grads: rank 0 has True x 4, rank 1 has False, True x 3",
     backward: "what they do: rank 0 has backward of call of Two (module 1 of the mesh), rank 1 has call of Two "
     "(module 1 of the mesh)",
