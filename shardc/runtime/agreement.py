@@ -27,6 +27,7 @@ from shardc.runtime.listen import Listener
 
 _PAST = 4096  # acts that are remembered
 _AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
+_BEFORE = "differ before"  # a verdict: at an act with a lower number
 _HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
 
 
@@ -89,8 +90,9 @@ class Agreement:
         if key != expected:
             since = next((at for at, done in enumerate(reversed(past), 1) if done == key), None)
             self._period = since or self._period
-        past.append(key)
-        self.number += 1
+        with self._lock:
+            past.append(key)
+            self.number += 1
         if ask or key != expected:
             self._compare(act)
         elif self._asked:
@@ -132,10 +134,11 @@ class Agreement:
                 self._connected().wait([heard], timedelta(seconds=_HEARD))
                 self._broken |= self._connected().check([f"{self._prefix}broken"])
         if not self._broken:
-            self.number = (self.number // _AGAIN + 1) * _AGAIN
-            self._past.clear()
-            self._found.clear()
-            self._different = None
+            with self._lock:
+                self.number = (self.number // _AGAIN + 1) * _AGAIN
+                self._past.clear()
+                self._found.clear()
+                self._different = None
         return MeshError(error.what, fix=error.fix)
 
     # --- comparing
@@ -184,6 +187,9 @@ class Agreement:
             if missing is not None:
                 raise missing from error
         verdict = store.get(f"{at}verdict").decode()
+        if verdict == _BEFORE:
+            self._found.wait(_HEARD)
+            return None
         if verdict != "same":
             rank, key = verdict.split()
             return int(rank), key
@@ -236,14 +242,14 @@ class Agreement:
                 return
             self._break_if_running(store)  # before the others are told, whose connections to this rank close too
             self._differ(store, number, other)
-            if self._waits is not None:
-                store.set(f"{self._at(self._waits)}verdict", f"{other[0]} {other[1]}")
+            self._found.set()
+            if self._waits not in (None, number):
+                store.set(f"{self._at(self._waits)}verdict", _BEFORE)
         self._break_if_running(store)  # it may have begun just now, before it could see that the ranks differ
         if self._broken:
             interrupt = self._interrupt()
             assert interrupt is not None, "what runs on a mesh keeps it"
             interrupt()
-        self._found.set()
 
     def _break_if_running(self, store: dist.Store) -> None:
         if self.running and not self._broken:

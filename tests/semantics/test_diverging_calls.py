@@ -196,6 +196,25 @@ def each_rank_comes_once() -> None:
     assert set(came) == {2}, came
 
 
+def the_thread_that_listens_differs_first() -> None:
+    """Rank 0 is told of the other rank, whoever of it came to compare."""
+    module = compiled()
+    agreement = module.shardc.groups.agreement
+    compare = agreement._compare
+
+    def answered_first(act: Any) -> None:
+        time.sleep(0.5)
+        agreement._waits = agreement.number
+        agreement.asked(agreement._connected(), agreement.number)
+        compare(act)
+
+    if dist.get_rank() == 1:
+        agreement._compare = answered_first
+    with pytest.raises(MeshError) as caught:
+        rows(module, dist.get_rank())
+    assert caught.value.what.endswith(SAYS[rows]), caught.value.what
+
+
 def compared(module: Any) -> Callable[[], int]:
     """How often this rank compared since the last time."""
     agreement, counts = module.shardc.groups.agreement, [0]
@@ -254,6 +273,7 @@ def test_two_ranks() -> None:
         what_comes_after_is_compared_anew,
         what_repeats_is_not_announced,
         each_rank_comes_once,
+        the_thread_that_listens_differs_first,
     )
 
 
