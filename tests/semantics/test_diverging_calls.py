@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -204,6 +205,8 @@ def the_thread_that_listens_differs_first() -> None:
 
     def answered_first(act: Any) -> None:
         time.sleep(0.5)
+        store = agreement._connected()  # as `_compare` begins
+        store.set(f"{agreement._prefix}what/{act.key}", json.dumps(act.lines))
         agreement._waits = agreement.number
         agreement.asked(agreement._connected(), agreement.number)
         compare(act)
