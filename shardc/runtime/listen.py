@@ -6,14 +6,14 @@ import atexit
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from threading import Event, Thread
+from threading import Thread
 from weakref import WeakMethod, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 _TAG = 0x5B00  # of messages that nobody sends
-_LOOKS = 0.2  # seconds between looks: one small request each (a wait that times out would be logged by c10d)
+_LOOKS = timedelta(seconds=1)  # how often it looks whether its world is still there
 
 
 class Listener(Thread):
@@ -22,39 +22,43 @@ class Listener(Thread):
     It ends with its world, with the store and with the interpreter.
 
     Args:
-        store: its own connection.
+        store: its own connection: it waits there for most of the time, and nobody else can use it then.
+        wake: another one, by which it is woken at the end.
         log: the list's key, which is the count of its entries too.
         heard: a method that is called with ``store`` and each number.
     """
 
-    def __init__(self, store: dist.Store, log: str, heard: Callable[[dist.Store, int], None]) -> None:
+    def __init__(self, store: dist.Store, wake: dist.Store, log: str, heard: Callable[[dist.Store, int], None]) -> None:
         super().__init__(name="shardc-listener", daemon=True)
-        self._store, self._log = store, log
+        self._store, self._wake, self._log = store, wake, log
         # It keeps nothing alive: a world's port is free again when its last group is gone.
         self._heard, self._world = WeakMethod(heard), ref(dist.group.WORLD)
-        self._ends = Event()
+        self._ends = False
         _listening.add(self)
 
     def run(self) -> None:
         at = 1
         with suppress(RuntimeError):  # the store is gone, and somebody will notice
-            while dist.group.WORLD is not None and dist.group.WORLD is self._world():
+            while not self._ends and dist.group.WORLD is not None and dist.group.WORLD is self._world():
                 key = f"{self._log}/{at}"
-                if not self._store.check([key]):
-                    if self._ends.wait(_LOOKS):
-                        return
-                    continue
-                number = int(self._store.get(key))
+                try:
+                    self._store.wait([key], _LOOKS)
+                except RuntimeError:  # of every kind of store, where the time is up
+                    if not self._store.check([key]):
+                        continue
+                number = self._store.get(key)
                 heard = self._heard()
-                if heard is not None:
-                    heard(self._store, number)
+                if number and heard is not None:
+                    heard(self._store, int(number))
                 del heard
                 at += 1
 
     def end(self) -> None:
         """Ends it, if that can be had within moments."""
-        self._ends.set()
-        self.join(10 * _LOOKS)
+        self._ends = True
+        with suppress(RuntimeError):
+            self._wake.set(f"{self._log}/{self._wake.add(self._log, 1)}", "")
+        self.join(2 * _LOOKS.total_seconds())
 
 
 _listening: WeakSet[Listener] = WeakSet()
