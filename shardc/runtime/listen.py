@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 _TAG = 0x5B00  # of messages that nobody sends
-_LOOKS = timedelta(seconds=1)  # how often it looks whether its world is still there
+_LOOKS = timedelta(seconds=10)  # how often it looks whether its world is still there; c10d logs each time
 
 
 class Listener(Thread):
@@ -58,7 +58,7 @@ class Listener(Thread):
         self._ends = True
         with suppress(RuntimeError):
             self._wake.set(f"{self._log}/{self._wake.add(self._log, 1)}", "")
-        self.join(2 * _LOOKS.total_seconds())
+        self.join(2.0)
 
 
 _listening: WeakSet[Listener] = WeakSet()
