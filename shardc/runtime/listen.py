@@ -6,6 +6,7 @@ import atexit
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from itertools import product
 from threading import Thread
 from weakref import WeakMethod, WeakSet, ref
 
@@ -84,8 +85,10 @@ def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
         if dist.get_backend(group) != "gloo":
             group.abort()
             continue
-        peer = (group.rank() + 1) % group.size()
         devices = getattr(group._get_backend(torch.device("cpu")).options, "_devices", ())
-        for number in range(max(len(devices), 1)):  # each has connections of its own, and tags take turns
+        peers = [peer for peer in range(group.size()) if peer != group.rank()]
+        # Each device has connections of its own, and tags take turns. Where a peer has closed its own already, a wait
+        # for it ends at once and closes nothing: any other may still be waited for.
+        for peer, number in product(peers, range(max(len(devices), 1))):
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _TAG + number).wait(timedelta(milliseconds=1))

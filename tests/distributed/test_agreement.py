@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import MeshError
+from shardc.runtime.listen import interrupt
 from tests.ranks import run_ranks
 
 
@@ -102,6 +104,26 @@ def a_rank_that_does_not_come_is_named() -> None:
         assert caught.value.what == ("rank 1 of [0, 1] did not come to compare what they run within 1 seconds")
         assert caught.value.fix is not None and caught.value.fix.startswith("look at rank 1 first")
         c10d._get_default_store().set_timeout(timedelta(seconds=300))
+
+
+def an_interrupt_reaches_ranks_that_go_on() -> None:
+    """Rank 0 waits for rank 2, which is not interrupted; its next rank, 1, has closed its connections already."""
+    group, store = dist.group.WORLD, c10d._get_default_store()
+    if dist.get_rank() == 0:
+        waited = group.recv([torch.empty(1)], 2, 7)
+        store.wait(["closed"])
+        interrupt([group])
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            waited.wait(timedelta(seconds=20))
+        assert time.monotonic() - start < 10, "it was not interrupted"
+    elif dist.get_rank() == 1:
+        interrupt([group])
+        store.set("closed", "")
+
+
+def test_three_ranks() -> None:
+    run_ranks(3, an_interrupt_reaches_ranks_that_go_on)
 
 
 def test_two_ranks() -> None:
