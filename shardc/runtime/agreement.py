@@ -262,7 +262,7 @@ class Agreement:
             store: Any = c10d._get_default_store()
             self._store = store.clone()
             self._store.set_timeout(store.timeout)
-            Listener(store.clone(), self._store, f"{self._prefix}log", self.asked).start()
+            Listener(store.clone(), f"{self._prefix}log", self.asked).start()
         return self._store
 
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import product
-from threading import Thread
+from threading import Event, Thread
 from weakref import WeakMethod, WeakSet, ref
 
 import torch
 import torch.distributed as dist
 
 _TAG = 0x5B00  # of messages that nobody sends
-_LOOKS = timedelta(seconds=10)  # how often it looks whether its world is still there; c10d logs each time
+_LOOKS = 0.2  # seconds between looks, a small request each; c10d would log every wait that times out
 
 
 class Listener(Thread):
@@ -23,42 +23,37 @@ class Listener(Thread):
     It ends with its world, with the store and with the interpreter.
 
     Args:
-        store: its own connection: it waits there for most of the time, and nobody else can use it then.
-        wake: another one, by which it is woken at the end.
+        store: its own connection.
         log: the list's key, which is the count of its entries too.
         heard: a method that is called with ``store`` and each number.
     """
 
-    def __init__(self, store: dist.Store, wake: dist.Store, log: str, heard: Callable[[dist.Store, int], None]) -> None:
+    def __init__(self, store: dist.Store, log: str, heard: Callable[[dist.Store, int], None]) -> None:
         super().__init__(name="shardc-listener", daemon=True)
-        self._store, self._wake, self._log = store, wake, log
+        self._store, self._log = store, log
         # It keeps nothing alive: a world's port is free again when its last group is gone.
         self._heard, self._world = WeakMethod(heard), ref(dist.group.WORLD)
-        self._ends = False
+        self._ends = Event()
         _listening.add(self)
 
     def run(self) -> None:
         at = 1
         with suppress(RuntimeError):  # the store is gone, and somebody will notice
-            while not self._ends and dist.group.WORLD is not None and dist.group.WORLD is self._world():
+            while dist.group.WORLD is not None and dist.group.WORLD is self._world():
                 key = f"{self._log}/{at}"
-                try:
-                    self._store.wait([key], _LOOKS)
-                except RuntimeError:  # of every kind of store, where the time is up
-                    if not self._store.check([key]):
-                        continue
-                number = self._store.get(key)
-                heard = self._heard()
-                if number and heard is not None:
-                    heard(self._store, int(number))
+                if not self._store.check([key]):
+                    if self._ends.wait(_LOOKS):
+                        return
+                    continue
+                number, heard = int(self._store.get(key)), self._heard()
+                if heard is not None:
+                    heard(self._store, number)
                 del heard
                 at += 1
 
     def end(self) -> None:
         """Ends it, if that can be had within moments."""
-        self._ends = True
-        with suppress(RuntimeError):
-            self._wake.set(f"{self._log}/{self._wake.add(self._log, 1)}", "")
+        self._ends.set()
         self.join(2.0)
 
 
