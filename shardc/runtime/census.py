@@ -5,10 +5,9 @@ A model is asked for them several times a step, and torch walks all modules each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_, itemgetter, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -16,13 +15,16 @@ from torch import Tensor, nn
 
 from shardc.ir.reads import HOOKS, global_hooks
 
-_HELD = itemgetter("_modules", "_parameters", "_buffers", *HOOKS)
+_KINDS = ("_modules", "_parameters", "_buffers", *HOOKS)
 _values: Any = methodcaller("values")
+_training, _requires_grad, _dtype = itemgetter("training"), attrgetter("requires_grad"), attrgetter("dtype")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mode:
     """What of a model decides which program it runs, but for its inputs and for what its code reads.
+
+    One object for each of a census, so that comparing and hashing it costs nothing.
 
     Args:
         training: train or eval, of each module.
@@ -47,37 +49,49 @@ class Census:
         self.modules = list(model.modules())
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._parameters, self._buffers = _once(self.parameters), _once(self.buffers)
+        self._parameters = _once(self.parameters)
+        self._tensors = [*self._parameters, *_once(self.buffers)]
         self._attributes = list(map(vars, self.modules))
-        own = list(chain.from_iterable(map(_HELD, self._attributes)))
-        self._dicts = [*own, *global_hooks()]
-        self._sizes = list(map(len, self._dicts))
-        self._full = [held for held in self._dicts if held]
-        self._names, self._things = list(chain.from_iterable(self._full)), self._present()
+        places = [(held, kind) for held in self._attributes for kind in _KINDS]
+        self._places = [(held, kind) for held, kind in places if held[kind]]
+        self._full = [held[kind] for held, kind in self._places]
+        # Most are empty and need no look but at that, a module's at once.
+        empty = [(held, [kind for kind in _KINDS if not held[kind]]) for held in self._attributes]
+        self._empty = [(itemgetter(*kinds, kinds[0]), held) for held, kinds in empty if kinds]
+        self._sizes = list(map(len, self._full))
+        self._names, self._things = self._now()
+        self._global = list(map(dict, global_hooks()))
+        self._mode: Mode | None = None
+        self._modes: dict[tuple[Any, ...], Mode] = {}
 
     def holds(self) -> bool:
         """Whether each module still has the same things, and the same hooks, under the same names."""
+        if any(chain.from_iterable([get(held) for get, held in self._empty])):
+            return False
+        if not all(map(is_, [held[kind] for held, kind in self._places], self._full)):
+            return False
+        names, things = self._now()
         return (
-            all(map(is_, chain.from_iterable(map(_HELD, self._attributes)), self._dicts))
-            and list(map(len, self._dicts)) == self._sizes
-            and _same(chain.from_iterable(self._full), self._names)
-            and _same(self._present(), self._things)
+            names == self._names
+            and all(map(is_, things, self._things))
+            and list(map(len, self._full)) == self._sizes
+            and global_hooks() == self._global
         )
 
-    def _present(self) -> list[Any]:
-        return list(chain.from_iterable(map(_values, self._full)))
+    def _now(self) -> tuple[list[Any], list[Any]]:
+        return list(chain.from_iterable(self._full)), list(chain.from_iterable(map(_values, self._full)))
 
     def mode(self) -> Mode:
-        return Mode(
-            tuple([attributes["training"] for attributes in self._attributes]),
-            tuple([param.requires_grad for param in self._parameters]),
-            tuple([tensor.dtype for tensor in (*self._parameters, *self._buffers)]),
+        """The same object as long as, and whenever, it is the same."""
+        now = (
+            tuple(map(_training, self._attributes)),
+            tuple(map(_requires_grad, self._parameters)),
+            tuple(map(_dtype, self._tensors)),
         )
-
-
-def _same(now: Iterable[Any], before: list[Any]) -> bool:
-    """Whether ``now`` is, one by one, what was there before, of which there were as many."""
-    return all(map(is_, now, before))
+        last = self._mode
+        if last is None or now != (last.training, last.grads, last.dtypes):
+            last = self._mode = self._modes.setdefault(now, Mode(*now))
+        return last
 
 
 def _once(named: dict[str, Any]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import contains, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -42,7 +43,7 @@ class Watch:
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
-            now = [value for get, held in self._getters for value in get(held)]
+            now = list(chain.from_iterable([get(held) for get, held in self._getters]))
         except KeyError:
             return False
         return (
