@@ -234,9 +234,10 @@ def trace(
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-            joint = aot_autograd.aot_export_joint_with_descriptors(
-                stack, traced, tuple(fakes), {}, decompositions=decompositions()
-            )
+            with mode:  # it looks for one among the tensors, of which there may be none
+                joint = aot_autograd.aot_export_joint_with_descriptors(
+                    stack, traced, tuple(fakes), {}, decompositions=decompositions()
+                )
         except RuntimeError as error:  # Dynamo's errors are such too
             raise capture_error(model, error, loss, named) from error
         messages = [str(warning.message) for warning in said]

@@ -151,6 +151,14 @@ def test_no_parameters() -> None:
     same(simulation(nn.Tanh())(batch(8, 4), grad=False), batch(8, 4).tanh())
 
 
+def test_no_tensors_at_all() -> None:
+    class Window(nn.Module):
+        def forward(self) -> Tensor:
+            return torch.signal.windows.hamming(6, dtype=torch.float64)
+
+    same(simulation(Window())(grad=False), Window()())
+
+
 def test_tied_parameters_have_one_gradient() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -109,6 +109,8 @@ def a_rank_that_does_not_come_is_named() -> None:
 def an_interrupt_reaches_ranks_that_go_on() -> None:
     """Rank 0 waits for rank 2, which is not interrupted; its next rank, 1, has closed its connections already."""
     group, store = dist.group.WORLD, c10d._get_default_store()
+    store.set(f"connected {dist.get_rank()}", "")
+    store.wait([f"connected {rank}" for rank in range(3)])
     if dist.get_rank() == 0:
         waited = group.recv([torch.empty(1)], 2, 7)
         store.wait(["closed"])
