@@ -13,6 +13,11 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime.exchange import reduce
 
 NEUTRAL = {"sum": 0, "product": 1}
+# For dtypes of which torch has few kernels.
+_SAME_BITS = {
+    **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64},
+    **{dtype: torch.uint8 for name, dtype in vars(torch).items() if name.startswith("float8_")},
+}
 
 
 def flat_index(mesh: Mesh, axes: Sequence[str], rank: int) -> int:
@@ -48,7 +53,9 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     Raises:
         AssertionError: replicas that differ, or a shard of a wrong shape.
     """
-    mesh = layout.mesh
+    mesh, dtype = layout.mesh, shards[0].dtype
+    if not layout.partial:
+        shards = [local.view(_SAME_BITS.get(dtype, dtype)) for local in shards]
     terms = prod(mesh.size(axis) for axis, _ in layout.partial)
     copies: dict[int, list[torch.Tensor]] = {}
     for rank, local in enumerate(shards):
@@ -60,7 +67,7 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     first, *others = (_reduced(whole, layout) for whole in copies.values())
     for other in others:
         assert same(first, other), f"replicas of {layout} differ"
-    return first
+    return first.view(dtype)
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -148,7 +148,7 @@ def _case(at: int, number: int, tree: Any) -> Case | None:
         model = Called(info.op, tree, held, any(word in info.name for word in UNDEFINED))
         first, second = alone(model), alone(model)
         same = all(alike(a, b) is None for a, b in zip(first, second, strict=True))
-    except RuntimeError:  # some samples need what this build lacks, or are examples of errors
+    except (RuntimeError, AssertionError):  # some need what this build or machine lacks, or are examples of errors
         return None
     if sum(x.numel() for x in first if x is not None) > LARGEST:
         return None

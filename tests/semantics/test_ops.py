@@ -89,3 +89,18 @@ def test_sharded(name: str) -> None:
     sim.backward(weights)
     assert model.weight.grad is not None
     torch.testing.assert_close(sim.grad("weight"), model.weight.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2))
+def test_outputs_of_dtypes_with_few_kernels(dtype: torch.dtype) -> None:
+    """In parts on ranks, in replicas, and whole."""
+
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x.to(dtype), x.sum(0).to(dtype)
+
+    x = torch.arange(24.0).view(6, 4) % 5
+    module = shardc.compile(Cast(), shardc.Mesh(dp=3, tp=2), shardc.fsdp("dp"), backend="eager")
+    for ours, theirs in zip(shardc.Simulation(module)(x, grad=False), Cast()(x), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs.double(), rtol=0, atol=0)
