@@ -78,21 +78,23 @@ class Unfold:
     def __init__(self, joint: fx.Graph, run: Run, keep: int) -> None:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.names = Names(run, keep)
-        self.regions: set[int] = set()  # how many checkpoint regions a block has
+        self.regions = 0  # how many checkpoint regions a block has
         found = _Unfolding(self, joint, _phases(joint), {})
         both = sorted(set.intersection(*(set(body.whole) for body in found.bodies if body.nodes)))
         if not both:
             raise NotPeriodic("no block is like the one before it, both forward and backward")
         self.names.last = both[len(both) // 2]
         at = {place: node for node, place in found.places.items() if node.op != "placeholder"}
+        regions: set[int] = set()
         for body in found.bodies:
             here = [(found.places[node], node) for node in body.nodes[body.start : body.end]]
             pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in here]
             self.names.learn([(_name(x), _name(y), p.block) for p, x, y in pairs if y is not None], body.step)
             both_of = [(_region(x), _region(y)) for _, x, y in pairs if y is not None and body.step > 0]
-            self.regions |= {y - x for x, y in both_of if x or y}
-        if len(self.regions) > 1:
+            regions |= {y - x for x, y in both_of if x or y}
+        if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
+        self.regions = max(regions, default=0)
         self.block_names = frozenset(_name(n) for p, n in at.items() if p.block == self.names.last)
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
@@ -120,7 +122,7 @@ class _Unfolding:
 
     def __init__(self, unfold: Unfold, graph: fx.Graph, bodies: list[Body], saved: Mapping[str, Place]) -> None:
         self.names, self.missing, self.source, self.bodies = unfold.names, unfold.missing, graph, bodies
-        self.regions = max(unfold.regions, default=0)
+        self.regions = unfold.regions
         self.places: dict[fx.Node, Place] = {}
         self.twins: dict[Place, str] = {}
         for node in ir.placeholders(graph):
