@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from sysconfig import get_paths
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
         run: runs it once on fake tensors.
 
     Returns:
-        A warning for each module that changes its attributes.
+        A warning for each module that changes its attributes, and for whatever else changes outside of it.
 
     Raises:
         CaptureError: it puts another tensor in the place of a buffer.
@@ -33,10 +35,9 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
                 f"the model puts another tensor in the place of the buffer {name!r}",
                 fix=f"change it in place, as by self.{name.rpartition('.')[2]}.copy_(new)",
             )
-    own = [ref for ref in changed if ref.startswith("L[")]  # others are globals, as of a library that keeps a context
-    attributes = [ref for ref in own if "_buffers" not in ref and "_parameters" not in ref]
-    text = "changes its attributes in forward; the compiled program leaves them as they are"
-    return [ShardcWarning(f"{name} {text}") for name in dict.fromkeys(map(_module, attributes))]
+    whose = [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
+    text = "in forward; the compiled program leaves them as they are"
+    return [ShardcWarning(f"{who} {text}") for who in dict.fromkeys(whose) if who is not None]
 
 
 def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[str]:
@@ -57,7 +58,18 @@ def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[str]:
             module._buffers.update(buffers)
 
 
-def _module(ref: str) -> str:
-    """The module of an expression such as ``L['self']._modules['model']._modules['sub'].count``."""
-    path = ".".join(re.findall(r"_modules\['([^']+)'\]", ref)[1:])
-    return f"module {path!r}" if path else "the model"
+def _whose(ref: str) -> str | None:
+    """What ``ref`` is an expression for, as ``L['self']._modules['model']._modules['sub'].count``, and what changes.
+
+    None for globals of an installed library, which may keep a context there for the time of a call.
+    """
+    if ref.startswith("G["):
+        scope, _, name = ref.removeprefix("G['").partition("']")
+        module = next((m for m in sys.modules if f"__import_{m.replace('.', '_dot_')}" == scope), "")
+        file = getattr(sys.modules.get(module), "__file__", None) or ""
+        installed = any(file.startswith(folder) for key, folder in get_paths().items() if key in ("purelib", "platlib"))
+        return None if installed else f"the model changes globals of {module or scope}{name and f' ({name[1:]})'}"
+    own = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
+    path = ".".join(re.findall(r"_modules\['([^']+)'\]", own[0])[1:])
+    module = f"module {path!r}" if path else "the model"
+    return f"{module} changes its attributes" if len(own) == 1 else f"a hook of {module} changes variables around it"

@@ -344,6 +344,23 @@ def test_a_changed_attribute_is_a_warning() -> None:
     assert model[0].calls == 0
 
 
+NOTED: list[Tensor] = []
+
+
+def test_a_hook_that_keeps_what_it_sees_is_a_warning() -> None:
+    seen: list[Tensor] = []
+    hooks: dict[str, Callable[..., Any]] = {
+        r"the model changes globals of \S+test_capture \(NOTED\)": lambda module, args, out: NOTED.append(out),
+        "a hook of module '0' changes variables around it": lambda module, args, out: seen.append(out),
+    }
+    for what, hook in hooks.items():
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].register_forward_hook(hook)
+        with pytest.warns(ShardcWarning, match=what):
+            simulation(model)(torch.ones(4, 4), grad=False)
+    assert not NOTED and not seen
+
+
 def test_a_replaced_buffer_is_an_error() -> None:
     class Replaces(nn.Module):
         def __init__(self) -> None:
