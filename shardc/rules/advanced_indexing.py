@@ -87,12 +87,7 @@ def _find(local: Local, layout: Layout) -> tuple[list[Any], list[int], Any]:
     indices, mask = list(local.operand("indices")), None
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]
     for dim in indexed_dims(local.call):
-        size = local.true_size(dim, layout.shape[dim])
-        if dim not in dims and size == layout.shape[dim]:
-            continue
-        wrapped = call(aten.add.Scalar, indices[dim], size)
-        counted = call(aten.where.self, call(aten.lt.Scalar, indices[dim], 0), wrapped, indices[dim])
-        indices[dim] = in_range(local, layout, dim, counted)
+        indices[dim] = in_range(local, layout, dim, indices[dim], wraps=True)
         if dim not in dims:
             continue
         indices[dim], here = owned(local, layout, dim, indices[dim])

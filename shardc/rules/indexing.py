@@ -175,7 +175,8 @@ def _index_write(call: Call, over: str) -> Spec:
 def _write_local(local: Local) -> Any:
     """Writes that replace: what other ranks hold is written past the end, and the end is cut off."""
     dim = _dim(local.call)
-    index = in_range(local, local.results[0], dim, local.operand("index"))
+    wraps = local.call.target.overloadpacket is aten.index_fill
+    index = in_range(local, local.results[0], dim, local.operand("index"), wraps)
     if not split(local.results[0], dim):
         return local.same(index=index)
     index, mask = owned(local, local.results[0], dim, index)

@@ -103,12 +103,18 @@ def _select(call: Call) -> Spec:
     return loops.spec([x], [rest], moves=True)
 
 
+def _index(call: Call) -> int:
+    """What is selected, counted from the beginning: the end of a padded dim is not that of its elements."""
+    shape = call.operands[0].shape
+    return int(call["index"]) % shape[call["dim"] % len(shape)]
+
+
 def _select_local(local: Local) -> Any:
     """Zero where another rank holds it."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
-        return local.same()
-    index, mask = owned_at(local, local.operands[0], dim, local.call["index"])
+        return local.same(index=_index(local.call))
+    index, mask = owned_at(local, local.operands[0], dim, _index(local.call))
     return zero_unless(local, mask, local.same(index=index))
 
 
@@ -151,8 +157,8 @@ def _select_scatter(call: Call) -> Spec:
 def _select_scatter_local(local: Local) -> Any:
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
-        return local.same()
-    index, mask = owned_at(local, local.operands[0], dim, local.call["index"])
+        return local.same(index=_index(local.call))
+    index, mask = owned_at(local, local.operands[0], dim, _index(local.call))
     return local.builder.call(aten.where.self, mask, local.same(index=index), local.operand("self"))
 
 

@@ -38,17 +38,24 @@ def split(layout: Layout, dim: int) -> bool:
     return layout.ndim > 0 and bool(layout.dim_axes(dim))
 
 
-def in_range(local: Local, layout: Layout, dim: int, index: Any) -> Any:
+def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = False) -> Any:
     """``index``; where the op itself would not notice, an entry that is out of the true range raises when this runs.
 
     Args:
         layout: of what is indexed, the call's first operand.
+        wraps: negative entries count from the end, for this op; they do not in what is returned, but where the op
+            itself would do the same.
     """
     if not layout.ndim:
         return index
     size = local.true_size(dim, layout.shape[dim])
     known = size == layout.shape[dim] and not split(layout, dim)
-    return index if known else local.builder.call(IN_RANGE, index, size)
+    if known:
+        return index
+    call = local.builder.call
+    if wraps:
+        index = call(aten.where.self, call(aten.lt.Scalar, index, 0), call(aten.add.Scalar, index, size), index)
+    return call(IN_RANGE, index, size)
 
 
 def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]:

@@ -23,8 +23,8 @@ MESHES: tuple[dict[str, int], ...] = ({"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2})
 LARGEST = 3000  # elements: what is larger takes its time and says no more
 DTYPES = (torch.float64, torch.float32, torch.complex128, torch.int64, torch.bool, torch.bfloat16, torch.float16)
 NAMES = [info.name + (f".{info.variant_test_name}" if info.variant_test_name else "") for info in op_db]
-# torch's own kernel computes with a sixth in float32.
-COARSE = {"nn.functional.hardsigmoid": 1e-6}
+# torch's own kernel computes with a sixth in float32; Inductor rounds what is cast to half and back to float32 alone.
+COARSE = {"nn.functional.hardsigmoid": 1e-6, "half": 1e-3}
 # Their values are what the memory held.
 UNDEFINED = ("empty", "new_empty")
 

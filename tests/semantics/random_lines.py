@@ -37,6 +37,7 @@ class Draft:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     changeable: set[str] = field(default_factory=set)
     rough: bool = False
+    made: int = 0  # integers, those that no line uses too
 
     def floats(self, ndim: int = 0) -> list[str]:
         return [n for n, x in self.values.items() if x.is_floating_point() and x.ndim >= ndim]
@@ -81,7 +82,7 @@ class Draft:
 
     def ids(self, below: int, *shape: int) -> str:
         """Integers below ``below``: an input of the program."""
-        name = f"i{len(self.inputs)}"
+        name, self.made = f"i{self.made}", self.made + 1
         generator = torch.Generator().manual_seed(self.draw.randrange(2**31))
         self.inputs[name] = self.values[name] = torch.randint(below, shape, generator=generator)
         return name

@@ -43,6 +43,10 @@ OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter": lambda x: x.scatter(0, AT, 2.0),
     "scatter_add": lambda x: x.scatter_add(0, AT, ONES),
     "select_scatter": lambda x: x.select_scatter(torch.tensor(1.0, dtype=torch.float64), 0, 7),
+    "select_scatter from the end": lambda x: x.select_scatter(torch.tensor(1.0, dtype=torch.float64), 0, -1),
+    "index_put from the end": lambda x: x.index_put((AT - 15,), ONES),
+    "index_fill from the end": lambda x: x.index_fill(0, AT - 15, 1.5),
+    "slice_scatter from the end": lambda x: x.slice_scatter(ONES[:3], 0, -4, -1),
     "slice_scatter": lambda x: x.slice_scatter(ONES[:3], 0, 6, 9),
     "triu": lambda x: (x[:, None] * x).triu(1),
     "diag_embed": lambda x: torch.diag_embed(x, 1),
@@ -91,6 +95,7 @@ VIEWS: dict[str, tuple[tuple[int, int], tuple[str | None, ...], Callable[[Tensor
     "turned": ((5, 3), ("dp", None), lambda w: w.t().reshape(-1)),
     "both": ((5, 3), ("dp", "tp"), lambda w: w.reshape(-1)),
     "major": ((3, 5), ("dp", None), lambda w: w.reshape(-1)),
+    "alone": ((15, 1), ("dp", None), lambda w: w.squeeze(1)),
 }
 
 
@@ -112,7 +117,8 @@ class Ops(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
 @pytest.mark.parametrize(
-    "view", [pytest.param(view, marks=[] if view in ("turned", "both") else [pytest.mark.long]) for view in VIEWS]
+    "view",
+    [pytest.param(view, marks=[] if view in ("turned", "both", "alone") else [pytest.mark.long]) for view in VIEWS],
 )
 def test_elements_are_those_of_the_model(view: str) -> None:
     shape, split, seen = VIEWS[view]
