@@ -54,8 +54,8 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
         AssertionError: replicas that differ, or a shard of a wrong shape.
     """
     mesh, dtype = layout.mesh, shards[0].dtype
-    if not layout.partial:
-        shards = [local.view(_SAME_BITS.get(dtype, dtype)) for local in shards]
+    if dtype in _SAME_BITS and not layout.partial:
+        return assemble([local.view(_SAME_BITS[dtype]) for local in shards], layout).view(dtype)
     terms = prod(mesh.size(axis) for axis, _ in layout.partial)
     copies: dict[int, list[torch.Tensor]] = {}
     for rank, local in enumerate(shards):
@@ -67,7 +67,7 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     first, *others = (_reduced(whole, layout) for whole in copies.values())
     for other in others:
         assert same(first, other), f"replicas of {layout} differ"
-    return first.view(dtype)
+    return first
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
