@@ -245,8 +245,11 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     over it and the op is linear in them) carried through. Moving the operands there is the caller's cost.
     """
     mesh = operands[0].mesh
-    operands = atomic(mesh, operands)
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
+    bound = [axis for one in proposals for digits in one.values() for _, axis in digits if axis is not None]
+    parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
+    if any(len(cut) > 1 for cut in parts.values()):
+        proposals = [{factor: _cut(mesh, digits, parts) for factor, digits in one.items()} for one in proposals]
     options: dict[str, list[tuple[str, object]]] = {}
     for at, proposal in enumerate(proposals):
         for factor, digits in proposal.items():
@@ -256,7 +259,8 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     pending: dict[str, dict[str, set[int]]] = {}
     for at, layout in enumerate(operands):
         for axis, op in layout.partial:
-            pending.setdefault(axis, {}).setdefault(op, set()).add(at)
+            for part in parts[axis]:
+                pending.setdefault(part, {}).setdefault(op, set()).add(at)
     for axis, ops in pending.items():
         options.setdefault(axis, [])
         for op, positions in ops.items():
@@ -313,33 +317,23 @@ def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:
     return canonical(mesh, out)
 
 
-def atomic(mesh: Mesh, layouts: Sequence[Layout]) -> list[Layout]:
-    """The layouts with every axis cut into the parts that some of them use, so that parts are equal or disjoint."""
+def atoms(mesh: Mesh, axes: Sequence[str]) -> dict[str, list[str]]:
+    """Each of ``axes`` as parts of it, such that any two parts of any of them are equal or disjoint."""
     edges: dict[str, set[int]] = {}
-    for layout in layouts:
-        for axis in layout.axes:
-            name, pre, _ = split_part(axis)
-            edges.setdefault(name, set()).update((pre, pre * mesh.size(axis)))
-    if all(len(e) == 2 for e in edges.values()):
-        return list(layouts)
-    return [_cut(mesh, layout, {n: sorted(e) for n, e in edges.items()}) for layout in layouts]
-
-
-def _cut(mesh: Mesh, layout: Layout, edges: Mapping[str, list[int]]) -> Layout:
-    def parts(axis: str) -> list[str]:
+    for axis in axes:
         name, pre, _ = split_part(axis)
-        inside = [e for e in edges[name] if pre <= e <= pre * mesh.size(axis)]
-        return [mesh.part(name, a, b // a) for a, b in zip(inside, inside[1:], strict=False)]
+        edges.setdefault(name, set()).update((pre, pre * mesh.size(axis)))
+    found = {}
+    for axis in axes:
+        name, pre, _ = split_part(axis)
+        inside = [e for e in sorted(edges[name]) if pre <= e <= pre * mesh.size(axis)]
+        found[axis] = [mesh.part(name, a, b // a) for a, b in zip(inside, inside[1:], strict=False)]
+    return found
 
-    # Built past canonicalisation, which would join the parts again.
-    dims = [
-        [
-            d
-            for radix, axis in digits
-            for d in ([Digit(radix)] if axis is None else [Digit(mesh.size(p), p) for p in parts(axis)])
-        ]
-        for digits in layout.dims
-    ]
-    cut = Layout(mesh, [[] for _ in dims], [(p, op) for axis, op in layout.partial for p in parts(axis)])
-    object.__setattr__(cut, "dims", tuple(tuple(digits) for digits in dims))
-    return cut
+
+def _cut(mesh: Mesh, digits: Digits, parts: Mapping[str, list[str]]) -> Digits:
+    return tuple(
+        cut
+        for digit in digits
+        for cut in ([digit] if digit.axis is None else [Digit(mesh.size(p), p) for p in parts[digit.axis]])
+    )

@@ -37,7 +37,7 @@ class Draft:
     inputs: dict[str, Tensor] = field(default_factory=dict)
     changeable: set[str] = field(default_factory=set)
     rough: bool = False
-    made: int = 0  # integers, those that no line uses too
+    made: int = 0  # names, those that no line uses too
 
     def floats(self, ndim: int = 0) -> list[str]:
         return [n for n, x in self.values.items() if x.is_floating_point() and x.ndim >= ndim]
@@ -59,17 +59,21 @@ class Draft:
         fits = [n for n in self.floats(1) if n != name and broadcasts(self.values[n].shape, shape)]
         return self.draw.choice(fits) if fits and self.draw.random() < 0.8 else f"{name}.sin()"
 
+    def _fresh(self, kind: str) -> str:
+        self.made += 1
+        return f"{kind}{self.made}"
+
     def param(self, *shape: int) -> str:
         """A parameter of this shape: one that is there, or a new one."""
         alike = [n for n, p in self.params.items() if tuple(p.shape) == shape]
         if alike and self.draw.random() < 0.3:
             return f"self.{self.draw.choice(alike)}"
-        name = f"p{len(self.params)}"
+        name = self._fresh("p")
         self.params[name] = self.normal(*shape)
         return f"self.{name}"
 
     def buffer(self, *shape: int) -> str:
-        name = f"b{len(self.buffers)}"
+        name = self._fresh("b")
         self.buffers[name] = self.normal(*shape)
         return f"self.{name}"
 
@@ -82,7 +86,7 @@ class Draft:
 
     def ids(self, below: int, *shape: int) -> str:
         """Integers below ``below``: an input of the program."""
-        name, self.made = f"i{self.made}", self.made + 1
+        name = self._fresh("i")
         generator = torch.Generator().manual_seed(self.draw.randrange(2**31))
         self.inputs[name] = self.values[name] = torch.randint(below, shape, generator=generator)
         return name
@@ -227,7 +231,7 @@ def layer(d: Draft) -> str:
     form = [f"F.layer_norm({x}, ({n},), {d.param(n)}, {d.param(n)})", f"F.rms_norm({x}, ({n},), {d.param(n)})"]
     if shape[0] * n > 2:
         form += [f"F.batch_norm({x}, {d.buffer(c)}, {d.buffer(c)}.abs_(), {d.param(c)}, {d.param(c)}, training=True)",
-                 f"F.group_norm({x}, {c}, {d.param(c)})"]  # fmt: skip
+                 f"F.group_norm({x}, {c if len(shape) > 2 else 1}, {d.param(c)})"]  # fmt: skip
     if len(shape) == 3:
         form += [f"F.conv1d({x}, {d.param(d.size(), c, min(3, n))}, {d.draw.choice(('None', 'None'))}, padding=1)",
                  f"F.scaled_dot_product_attention({x}, {x}.cos(), {x}.sin())", f"F.avg_pool1d({x}, 2, 1)",
