@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardc.ir.graph import Value
+from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.rules import RULES, find_rule, rule
+from shardc.rules import RULES, find_rule, rule, spec_of
 from shardc.rules.proof import Sample, prove
-from shardc.rules.rule import Local, Rule
+from shardc.rules.rule import Call, Local, Rule
 from shardc.rules.samples import samples
+from shardc.rules.spec import strategies
 from shardc.runtime.lockstep import Lockstep
 
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))
@@ -86,3 +89,17 @@ def test_every_strategy_of_a_product_is_tried() -> None:
     """Three factors and two carried operands on one axis, each factor cut at both ends."""
     tried = prove(RULES["aten.mm"], Sample(aten.mm.default, (draw(4, 4), draw(4, 4))), Lockstep, MESHES[:1]).tried
     assert tried == 3 * 2 + 2
+
+
+def test_an_axis_and_a_part_of_it() -> None:
+    """One operand is split over an axis, another over a part of it: no strategy has the part twice."""
+    mesh = Mesh(dp=4)
+    table = Layout(mesh, [[Digit(4)], [Digit(2)], [Digit(2), Digit(2, "dp:2x2")]])
+    index = Layout(mesh, [[Digit(4, "dp")], [Digit(2)], [Digit(5)]])
+    values = Value(torch.float64, table.shape), Value(torch.int64, index.shape)
+    call = Call(torch.ops.aten.gather.default, (values[0], -1, values[1]), (), (Value(torch.float64, index.shape),))
+    spec = spec_of(call)
+    assert spec is not None
+    found = {tuple(map(str, each.operands)) for each in strategies(spec, (table, index))}
+    assert ("[4@dp,2,4]", "[4@dp,2,5]") in found
+    assert ("[4@dp:1x2,2,(2 2@dp:2x2)]", "[4@dp:1x2,2,5]") in found
