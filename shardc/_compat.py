@@ -20,6 +20,7 @@ from shardc.errors import MeshError
 
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
+COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original
 DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
 
 

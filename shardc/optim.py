@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
+from shardc import _compat
 from shardc.errors import InputError
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.norm import local_grad
@@ -293,7 +294,13 @@ def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
     """Whether a step of ``base`` is Adam's own."""
     plain: Any = torch.optim.Adam
     mine: Any = base
-    return _plain_step(base) is _plain_step(plain) and getattr(mine, "_init_group", None) is plain._init_group
+    return _plain_step(base) is _plain_step(plain) and _written(mine, "_init_group") is _written(plain, "_init_group")
+
+
+def _written(owner: Any, name: str) -> Any:
+    """A method as it was written: the first torch.compile of a process puts wrappers around those of torch."""
+    method = getattr(owner, name, None)
+    return getattr(method, _compat.COMPILED_OUT, method)
 
 
 def _same(state: dict[str, Any], held: list[Any]) -> bool:

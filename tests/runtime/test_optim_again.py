@@ -83,6 +83,14 @@ def test_steps_by_the_kernel_are_the_base_classes(pair: Pair) -> None:
     assert [pair.step() for _ in range(4)] == [False, True, True, True]
 
 
+def test_after_something_was_compiled(mesh: Any) -> None:
+    """The first torch.compile of a process changes the classes of torch's optimizers."""
+    torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    for kind in ADAMS:
+        pair = Pair(mesh, kind)
+        assert [pair.step() for _ in range(3)] == [False, True, True]
+
+
 def test_numbers_of_the_groups_are_those_of_now(pair: Pair) -> None:
     pair.step()
     for one in (pair.ours, pair.theirs):
