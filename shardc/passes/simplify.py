@@ -71,10 +71,12 @@ def _share_before_moves(graph: fx.Graph) -> None:
             root, layout, moves = _root(node)
             groups.setdefault((root, layout), []).append((node, moves))
     names = NameScope.of(graph)
+    replaced: dict[fx.Node, fx.Node] = {}
     for (root, layout), members in groups.items():
         if len(members) < 2:
             continue
         first = members[0][0]
+        root = replaced.get(root, root)  # a reshard of another group may be what this one starts from
         with graph.inserting_before(first):
             shared = graph.call_function(ops.reshard, (root,))
         record = ir.info(first)
@@ -91,6 +93,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
                 ir.set_info(last, moved.at(here))
             node.replace_all_uses_with(last)
             graph.erase_node(node)
+            replaced[node] = last
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
