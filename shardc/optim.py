@@ -294,12 +294,12 @@ def _is_adam(base: type[torch.optim.Optimizer]) -> bool:
     """Whether a step of ``base`` is Adam's own."""
     plain: Any = torch.optim.Adam
     mine: Any = base
-    return _plain_step(base) is _plain_step(plain) and _written(mine, "_init_group") is _written(plain, "_init_group")
+    return _plain_step(base) is _plain_step(plain) and _init_group(mine) is _init_group(plain)
 
 
-def _written(owner: Any, name: str) -> Any:
-    """A method as it was written: the first torch.compile of a process puts wrappers around those of torch."""
-    method = getattr(owner, name, None)
+def _init_group(base: Any) -> Any:
+    """The method as it was written: the first torch.compile of a process puts wrappers around those of torch."""
+    method = getattr(base, "_init_group", None)
     return getattr(method, _compat.COMPILED_OUT, method)
 
 

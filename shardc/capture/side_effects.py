@@ -23,7 +23,7 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
         run: runs it once on fake tensors.
 
     Returns:
-        A warning for each module that changes its attributes, and for whatever else changes outside of it.
+        A warning for each module that changes its attributes, and for globals and variables around hooks.
 
     Raises:
         CaptureError: it puts another tensor in the place of a buffer.

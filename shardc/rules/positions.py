@@ -43,8 +43,8 @@ def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = F
 
     Args:
         layout: of what is indexed, the call's first operand.
-        wraps: negative entries count from the end, for this op; they do not in what is returned, but where the op
-            itself would do the same.
+        wraps: the op takes negative entries, which count from the end. Where this rank's end, or that of the
+            padded dim, is another, they are counted from the beginning in what is returned.
     """
     if not layout.ndim:
         return index

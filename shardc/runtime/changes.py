@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_, methodcaller
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,9 +27,6 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
 from shardc.runtime.host import Home
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
-
-_storage: Any = methodcaller("untyped_storage")
-_handle = attrgetter("_cdata")
 
 _FIX = "load values into the module's own parameters (load_state_dict, or copy_ under torch.no_grad())"
 # On a parameter: (its id, the id of its own storage, which `param.data = x` replaces to no effect on a DTensor).
@@ -85,7 +82,7 @@ def _specs(found: Mapping[str, nn.Parameter]) -> list[Any]:
 
 
 def _data(found: Mapping[str, nn.Parameter]) -> list[int]:
-    return list(map(_handle, map(_storage, found.values())))
+    return [param.untyped_storage()._cdata for param in found.values()]
 
 
 def check(

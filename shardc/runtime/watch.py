@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from operator import contains, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -43,7 +42,7 @@ class Watch:
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
-            now = list(chain.from_iterable([get(held) for get, held in self._getters]))
+            now = [value for get, held in self._getters for value in get(held)]
         except KeyError:
             return False
         return (
