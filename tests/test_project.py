@@ -38,7 +38,7 @@ ALLOWED = {
     "lower": {"errors", "ir", "_compat"},
     "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
-    "optim": {"errors", "runtime"},
+    "optim": {"errors", "runtime", "_compat"},
     "train": {"errors", "runtime"},
     "links": {"errors", "analysis", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
