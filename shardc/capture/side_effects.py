@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from sysconfig import get_paths
 from typing import Any
 
@@ -40,16 +42,50 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
     return [ShardcWarning(f"{who} {text}") for who in dict.fromkeys(whose) if who is not None]
 
 
+def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[ShardcWarning]:
+    """A warning for each list or dict among the arguments that the model changes; it runs once more, on fakes."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    held = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
+    if not held:
+        return []
+    with _put_back(model), torch.no_grad():
+        model(*args, **kwargs)
+    changed = [name for name, x, before in held if _contents(x) != before]
+    text = "in forward; the compiled program leaves the caller's as it is: take what the model returns"
+    return [ShardcWarning(f"the model changes its argument {name} {text}") for name in changed]
+
+
+def _containers(value: Any, name: str) -> Iterator[tuple[str, list[Any] | dict[Any, Any]]]:
+    """The lists and dicts in ``value``, itself among them, each with the expression for it."""
+    if isinstance(value, list | dict):
+        yield name, value
+    if isinstance(value, list | tuple | dict):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _containers(inner, f"{name}[{key!r}]")
+
+
+def _contents(value: list[Any] | dict[Any, Any]) -> list[tuple[Any, int]]:
+    """The keys, in order, and the identity of what is there."""
+    return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
+
+
 def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[str]:
     """Names of the buffers in whose place ``run`` puts other tensors; attributes are put back."""
-    before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
-    try:
+    with _put_back(model) as before:
         with torch.no_grad():
             run()
         for path, (module, _, buffers) in before.items():
             for name, buffer in module._buffers.items():
                 if buffer is not buffers.get(name):
                     yield f"{path}.{name}".lstrip(".")
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module) -> Iterator[dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]]]:
+    """Puts the attributes and buffers back that ``model`` has on entry; gives them by module path."""
+    before = {path: (module, dict(module.__dict__), dict(module._buffers)) for path, module in model.named_modules()}
+    try:
+        yield before
     finally:
         for module, attributes, buffers in before.values():
             module.__dict__.clear()

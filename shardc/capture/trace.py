@@ -32,7 +32,7 @@ from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.randomness import random_decompositions, refuse_draws
 from shardc.capture.reads import reads_of, recorded
-from shardc.capture.side_effects import side_effects
+from shardc.capture.side_effects import changed_arguments, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError
@@ -100,18 +100,22 @@ class _Root(nn.Module):
         self._extra = 0 if loss is None else loss_arity(loss)
 
     def forward(self, *tensors: Tensor) -> Any:
+        args, kwargs, extra = self.arguments(tensors)
+        out = _floats_to(self._dtypes.output, self.model(*args, **kwargs))
+        if self._loss is not None:
+            out = self._loss[0](out, *extra)
+        check_result(out, self._loss is not None)
+        # An output that is a view of another, or of an input, would have no gradient of its own.
+        return pytree.tree_map_only(Tensor, partial(mark, name=OUTPUT), out)
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any]]:
+        """The model's own arguments, by position and by name, and those that the loss takes besides the output."""
         flat = list(self._flat)
         for at, x in zip(self._places, tensors, strict=True):
             flat[at] = x
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
         at = len(args) - self._extra
-        own = _floats_to(self._dtypes.param, (args[:at], kwargs))
-        out = _floats_to(self._dtypes.output, self.model(*own[0], **own[1]))
-        if self._loss is not None:
-            out = self._loss[0](out, *args[at:])
-        check_result(out, self._loss is not None)
-        # An output that is a view of another, or of an input, would have no gradient of its own.
-        return pytree.tree_map_only(Tensor, partial(mark, name=OUTPUT), out)
+        return *_floats_to(self._dtypes.param, (args[:at], kwargs)), args[at:]
 
 
 def _floats_to(dtype: torch.dtype | None, tree: Any) -> Any:
@@ -243,6 +247,7 @@ def trace(
         messages = [str(warning.message) for warning in said]
         with mode:
             changes = side_effects(messages, model, lambda: root(*fakes))
+            changes += changed_arguments(model, *root.arguments(fakes)[:2])
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(

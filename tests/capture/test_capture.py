@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardc
 from shardc import Mesh, fsdp
-from shardc.errors import CaptureError, ShardcWarning
 from tests.unchanged import snapshot
 
 MESH = Mesh(dp=2)
@@ -325,55 +324,6 @@ def test_names_of_the_graph_are_the_models() -> None:
     assert names == ["x", "pair.left", "pair.right.0", "pair.right.1", "scale"]
     text = program.text("canonicalize")
     assert all(name in text for name in ("a.weight", "b.bias", "pair.left"))
-
-
-def test_a_changed_attribute_is_a_warning() -> None:
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.inner(x)
-
-    model = nn.Sequential(Counter())
-    with pytest.warns(ShardcWarning, match="module '0' changes its attributes in forward"):
-        shardc.compile(model, MESH, PLAN, backend="eager").lower(torch.empty(8, 4))
-    assert model[0].calls == 0
-
-
-NOTED: list[Tensor] = []
-
-
-def test_a_hook_that_keeps_what_it_sees_is_a_warning() -> None:
-    seen: list[Tensor] = []
-    hooks: dict[str, Callable[..., Any]] = {
-        r"the model changes globals of \S+test_capture \(NOTED\)": lambda module, args, out: NOTED.append(out),
-        "a hook of module '0' changes variables around it": lambda module, args, out: seen.append(out),
-    }
-    for what, hook in hooks.items():
-        model = nn.Sequential(nn.Linear(4, 4))
-        model[0].register_forward_hook(hook)
-        with pytest.warns(ShardcWarning, match=what):
-            simulation(model)(torch.ones(4, 4), grad=False)
-    assert not NOTED and not seen
-
-
-def test_a_replaced_buffer_is_an_error() -> None:
-    class Replaces(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("last", torch.zeros(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.last = x.mean(0)
-            return x + self.last
-
-    module = shardc.compile(nn.Sequential(Replaces()), MESH, PLAN, backend="eager")
-    with pytest.raises(CaptureError, match="puts another tensor in the place of the buffer '0.last'"):
-        module.lower(torch.empty(8, 4))
 
 
 def test_capture_is_silent() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.testing._internal import common_methods_invocations
 
 from tests.ranks import run_ranks
-from tests.semantics.op_cases import MESHES, NAMES, Case, cases, on_ranks, verdict
+from tests.semantics.op_cases import COARSE, COARSE_IN_INDUCTOR, MESHES, NAMES, Case, cases, on_ranks, verdict
 
 PARTS = 64
 
@@ -66,7 +66,8 @@ def check_on_ranks(entries: range, mesh: dict[str, int], backend: str) -> None:
     unseeded()
     found = []
     for case in chosen(entries, 1):
-        said = verdict(case, mesh, partial(on_ranks, backend=backend))
+        coarse = COARSE_IN_INDUCTOR if backend == "inductor" else COARSE
+        said = verdict(case, mesh, partial(on_ranks, backend=backend), coarse)
         if said.startswith("WRONG"):
             found.append(f"{case.name}, sample {case.at} on {mesh} with {case.plan(mesh)}: {said}")
     assert not found, "\n".join(found)
