@@ -28,21 +28,20 @@ def measure(layers: int) -> dict[str, float]:
     sys.path.insert(0, str(ROOT))
     import shardc
     from examples.models import llama
-    from shardc import program
+    from shardc.passes import Hook
 
     model, args = llama.llama3_8b(layers)
     plan = shardc.fsdp("dp") | llama.llama_tp("tp")
     targets = torch.empty(args[0].shape, dtype=torch.int64, device="meta")
-    module = shardc.compile(model, shardc.Mesh(dp=8, tp=8), plan, loss=llama.loss)
     reached: dict[str, float] = {}
-    keep = program.Program.keep
+
+    class Reached(Hook):
+        def after(self, stage: str, gm: torch.fx.GraphModule) -> None:
+            reached[stage] = time.perf_counter() - start
+
+    options = shardc.Options(hooks=(Reached(),))
+    module = shardc.compile(model, shardc.Mesh(dp=8, tp=8), plan, loss=llama.loss, options=options)
     start = time.perf_counter()
-
-    def timed(self: program.Program, stage: str, graph: torch.fx.Graph) -> None:
-        reached[stage] = time.perf_counter() - start
-        keep(self, stage, graph)
-
-    program.Program.keep = timed  # type: ignore[method-assign]
     made = module.lower(*args, targets)
     total = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

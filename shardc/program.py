@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from shardc.analysis.hardware import Hardware, find
 from shardc.analysis.lint import Finding, lint
 from shardc.analysis.schedule import Schedule, build, model_flops
 from shardc.analysis.sequence import of_halves, of_joint
-from shardc.analysis.unshard import keep_within
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
@@ -29,14 +29,12 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.lower import min_cut, must_recompute, must_save
-from shardc.passes.check import check
+from shardc.passes.check import Verify, VerifyHalf
 from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.options import Options
-from shardc.passes.seed import SeededParam as Seeded
 from shardc.plan import ports
+from shardc.plan.bound import BoundPlan
 from shardc.plan.resolve import ParamPlan
-from shardc.plan.spec import to_layout
-from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, save_program
 from shardc.validate import near
@@ -44,12 +42,15 @@ from shardc.validate import near
 if TYPE_CHECKING:
     from shardc.fold import Folded
 
+CUT = passes.Partition.name
+
 
 class Program:
     """The annotated graphs of a model after every stage, and the local forward and backward at the end.
 
     Attributes:
-        mesh, plan, options: what it was compiled for.
+        mesh, plan, options: what it was compiled for; ``bound``: the plan against the model.
+        pipeline: the passes that it goes through.
         stages: names of the stages whose text there is.
         forward, backward, inference: localized graphs; the first two are None where nothing needs a gradient.
         inputs: (name, layout) of each tensor input.
@@ -66,24 +67,29 @@ class Program:
     conditions: tuple[str, ...] = ()
 
     def __init__(
-        self, mesh: Mesh, plan: Plan, options: Options, captured: Captured, inputs: Sequence[tuple[str, Layout]]
+        self,
+        plan: BoundPlan,
+        options: Options,
+        captured: Captured,
+        pipeline: passes.Pipeline,
+        local: fx.GraphModule,
+        graphs: dict[str, fx.Graph],
     ) -> None:
-        self.mesh, self.plan, self.options = mesh, plan, options
-        self.inputs = tuple(inputs)
+        self.mesh, self.plan, self.options, self.bound, self.pipeline = plan.mesh, plan.plan, options, plan, pipeline
+        self.inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, plan.inputs, strict=True))
         self.input_spec, self.constants = captured.input_spec, captured.constants
         self.output_spec, self.reads = captured.output_spec, captured.reads
-        self.outputs: tuple[ir.Role, ...] = ()
-        self._graphs: dict[str, fx.Graph] = {}
-        self._root = captured.graph
-        self.levels: Mapping[str, int] = {}
-        self.causes: Mapping[str, str] = {}
-        self._local: fx.GraphModule | None = None
-        self._last: tuple[passes.Pass, ...] = ()
-        self.deferred: frozenset[str] = frozenset()
+        self._graphs, self._root, self._local = graphs, captured.graph, local
+        self._fake_mode = captured.fake_mode
+        self.levels: Mapping[str, int] = pipeline[passes.Partition].levels(local.graph)
+        self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in plan.params.items()}
+        self.deferred = plan.deferred
+        forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
+        self.outputs = tuple(role for role, _ in forward)
+        self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
         self.folded: Folded | None = None
         self.identity: Identity | None = None
         self.lower_again: Callable[[Path], bytes | None] | None = None
-        self.reduce_sums: Callable[[Sequence[Sum]], fx.GraphModule] | None = None
         self.again: Any = None
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
@@ -92,21 +98,34 @@ class Program:
         Args:
             sums: parameter, layout and dtype of each local sum.
         """
-        assert self.reduce_sums is not None
-        made = self._scheduled(self.reduce_sums([Sum(*each) for each in sums]))
+        plan, passed = self.bound, self.pipeline
+        spell, localize, move = passed[passes.Collectives], passed[passes.Localize], passed[passes.Offload]
+        given = [Sum(*each) for each in sums]
+        made = deferred_reduction(given, plan.storages, plan.gradients, self._fake_mode, localize.device)
+        made = passes.Pipeline((spell, localize, replace(move, pending=frozenset()))).run(made)
+        made = self._scheduled(made)
         return made, certify(self.mesh, [("reduction", made.graph)])
 
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages in order; the last ones run when they are first asked for."""
         differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.localized.graph))
-        last = passes.PARTITIONED if self.folded is None else passes.PARTITIONED[:2]
-        return tuple(dict.fromkeys((*self._graphs, *(last if differentiated else last[::2]))))
+        own = () if self.folded is not None else self.halves.names
+        last = [f"{name}{half}" for name in (CUT, *own) for half in ("", ".backward")[: 1 + differentiated]]
+        return tuple(dict.fromkeys((*self._graphs, *last)))
+
+    def is_half(self, stage: str) -> bool:
+        """Whether the graph after ``stage`` is a forward or a backward, not the joint one."""
+        return stage.removesuffix(".backward") in (CUT, *self.halves.names)
+
+    @property
+    def halves(self) -> passes.Pipeline:
+        """What runs on each half."""
+        return self.pipeline.behind(CUT)
 
     @property
     def localized(self) -> fx.GraphModule:
         """The joint graph at local shapes."""
-        assert self._local is not None
         return self._local
 
     @property
@@ -125,13 +144,12 @@ class Program:
     @cached_property
     def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """The forward and the backward, or two None where nothing needs a gradient."""
-        cut = passes.Partition(self.levels, min_cut, must_recompute, must_save, self.options.checkpoint_collectives)
-        first, second = cut(self.localized)
+        first, second = self.pipeline[passes.Partition](self.localized)
         if self.options.verify:
             verify.verify_halves(first, second, self.mesh)
-        self.keep("partition", first.graph)
+        self._graphs[CUT] = ir.copied(first.graph)
         if second is not None:
-            self.keep("partition.backward", second.graph)
+            self._graphs[f"{CUT}.backward"] = ir.copied(second.graph)
         if self.folded is not None:
             first, second = self.folded.halves(first, second)
         if second is None:
@@ -151,27 +169,12 @@ class Program:
     def _scheduled(self, half: fx.GraphModule, suffix: str | None = None) -> fx.GraphModule:
         """``half`` bucketed and scheduled; with ``suffix`` the graphs are kept under the passes' names."""
 
-        def keep(stage: str, gm: fx.GraphModule) -> None:
-            if self.options.verify:
-                verify.check(gm, self.mesh, stage, verify.SENT)
-            if suffix is not None and self.folded is None:
-                self.keep(stage + suffix, gm.graph)
-
-        return passes.run(self._last, half, keep)
-
-    def finish(
-        self, local: fx.GraphModule, levels: Mapping[str, int], causes: Mapping[str, str], last: tuple[passes.Pass, ...]
-    ) -> None:
-        """Takes the localized joint graph; it is split, and scheduled, when a half of it is first asked for.
-
-        Args:
-            levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
-            last: the passes to run on each half.
-        """
-        self._local, self.levels, self.causes, self._last = local, dict(levels), dict(causes), last
-        forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
-        self.outputs = tuple(role for role, _ in forward)
-        self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
+        hooks: list[passes.Hook] = [*self.options.hooks]
+        if suffix is not None and self.folded is None:
+            hooks.insert(0, Kept(self._graphs, suffix))
+        if self.options.verify:
+            hooks.insert(0, VerifyHalf(self.mesh))
+        return self.halves.run(half, *hooks)
 
     def certificate(self, training: bool = True) -> Certificate:
         """The order of the collectives of a training step (forward and backward), or of an evaluation."""
@@ -189,7 +192,7 @@ class Program:
         Raises:
             PlanError: no such stage, or none for this program (no backward where nothing needs a gradient).
         """
-        if stage in passes.PARTITIONED and stage not in self._graphs:
+        if stage not in self._graphs and stage in self.stages:
             _ = self._halves
         if stage not in self._graphs:
             raise PlanError(f"there is no stage {stage!r}", fix=near(stage, self.stages))
@@ -281,9 +284,15 @@ class Program:
                 paths[-1].write_text(self.text(stage))
         return paths
 
-    def keep(self, stage: str, graph: fx.Graph) -> None:
-        """Keeps a copy of ``graph`` as it is now."""
-        self._graphs[stage] = ir.copied(graph)
+
+class Kept(passes.Hook):
+    """Keeps a copy of the graph after each stage in ``graphs``, under the stage's name and ``suffix``."""
+
+    def __init__(self, graphs: dict[str, fx.Graph], suffix: str = "") -> None:
+        self.graphs, self.suffix = graphs, suffix
+
+    def after(self, stage: str, gm: fx.GraphModule) -> None:
+        self.graphs[stage + self.suffix] = ir.copied(gm.graph)
 
 
 def build_program(
@@ -320,81 +329,24 @@ def build_program(
         captured = take(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=Dtypes.of(precision))
     ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
-    shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
-    inputs = ports.resolve_inputs(plan, mesh, shapes)
-    program = Program(mesh, plan, options, captured, [(n, x.layout) for (n, _), x in zip(shapes, inputs, strict=True)])
-    by_tag = {tag.name: pin for tag, pin in zip(tags, pins, strict=True)}
-    axes = ports.batch_axes(plan, mesh)
-    reduce, grad_scale = ports.grad_mode(plan)
-    # The gradient of an output that is a DTensor is of one global loss: the same on all replicas, and of no one rank.
-    tangents, own = ("mean", False) if plan.setting("dtensor_outputs") else (reduce, True)
-    outputs = ports.output_specs(plan, captured.output_spec)
-    uneven = {at: (found.padded, found.cause) for at, found in enumerate(inputs) if found.padded is not None}
-    stored = {name: p.dtype for name, p in model.named_parameters()}
-    split = {name: p.split for name, p in params.items() if p.split is not None}
-    seeded = {n: Seeded(p.storage, p.compute, p.storage_cause, p.compute_cause, p.split) for n, p in params.items()}
-    storages = {name: p.storage for name, p in params.items()}
-
-    def pin_layout(tag: str, base: Layout) -> tuple[Layout, str]:
-        pin, base = by_tag[tag], base.without_partial()
-        what = f"{pin.where} of module {pin.module!r}"
-        return to_layout(pin.spec, mesh, base.shape, base, what=what, entry=pin.entry, uneven="drop"), pin.entry
-
-    def grow(tag: str, shape: Sequence[int], held: Sequence[int]) -> Layout | None:
-        pin = by_tag[tag]
-        return grown_layout(pin.spec, mesh, shape, what=f"{pin.where} of {pin.module!r}", entry=pin.entry, held=held)
-
-    def output_layout(index: int, name: str, natural: Layout) -> tuple[Layout, str]:
-        if (said := outputs.get(index)) is None:
-            return natural, ""
-        return to_layout(said[0], mesh, natural.shape, natural, what=f"output {name!r}", entry=said[1]), said[1]
-
-    seen: list[Any] = [None]
-
-    def hook(stage: str, gm: fx.GraphModule) -> None:
-        program.keep(stage, gm.graph)
-        if options.verify:
-            seen[0] = check(gm, mesh, stage, seen[0])
-
-    spelled = passes.Collectives(options.cost), passes.Localize(mesh, captured.fake_mode, device)
-    offload = partial(passes.Offload, {n: p.host for n, p in params.items() if p.host}, captured.fake_mode, device)
-    grads = {name: precision.grads or dtype for name, dtype in stored.items()}
-
-    def reduction(sums: Sequence[Sum]) -> fx.GraphModule:
-        made = deferred_reduction(sums, storages, grads, captured.fake_mode, device)
-        return passes.run((*spelled, offload(frozenset())), made, lambda stage, gm: None)
-
-    hook("capture", captured.graph)
-    local = passes.run(
-        (
-            passes.Canonicalize(),
-            passes.Seed(mesh, seeded, [(found.layout, found.cause) for found in inputs], frozenset(by_tag)),
-            passes.Pad(mesh, uneven, split, grow, captured.fake_mode, device),
-            passes.Propagate(
-                mesh, options.cost, axes, output_layout, pin_layout,
-                storages, {n: p.split or p.compute for n, p in params.items()}, tangents, options.strict, deferred,
-            ),
-            passes.Objective(axes, reduce, grad_scale, own),
-            passes.Precision(
-                stored, storages, precision.reduce or precision.param, precision.keep_low_precision_grads, deferred
-            ),
-            passes.Reshard(),
-            passes.Simplify(options.cost),
-            *spelled,
-            offload(deferred),
-            passes.Settle(),
-        ),
-        captured.graph,
-        hook,
-    )  # fmt: skip
-    program.deferred, program.reduce_sums = deferred, reduction
-    again, said = {n: p.again for n, p in params.items()}, options.said(plan)
-    program.finish(
-        local,
-        keep_within(local.graph, mesh, again, options.budget_bytes(), options.cost, said.bucket_bytes()),
-        {name: p.compute_cause for name, p in params.items()},
-        passes.halves(mesh, said),
+    bound = BoundPlan.of(
+        plan,
+        mesh,
+        params,
+        shapes=[(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)],
+        pins={tag.name: pin for tag, pin in zip(tags, pins, strict=True)},
+        output_spec=captured.output_spec,
+        precision=precision,
+        stored={name: p.dtype for name, p in model.named_parameters()},
+        deferred=deferred,
     )
+    pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
+    graphs: dict[str, fx.Graph] = {}
+    hooks: list[passes.Hook] = [Kept(graphs), *([Verify(mesh)] if options.verify else ()), *options.hooks]
+    for hook in hooks:
+        hook.after("capture", captured.graph)
+    local = pipeline.until(CUT).run(captured.graph, *hooks)
+    program = Program(bound, options, captured, pipeline, local, graphs)
     if options.dump:
         program.write_stages(options.dump)
     return program

@@ -19,8 +19,7 @@ from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.verify import window
-from shardc.passes import PARTITIONED
-from shardc.passes.check import check
+from shardc.passes.check import Verify
 from shardc.plan.entries import Precision
 from shardc.plan.ports import batch_axes, grad_mode
 from shardc.program import Program
@@ -154,15 +153,15 @@ class _Stages:
         self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and _is_tensor(n)}
         self.checked: list[Checked] = []
         self.before: dict[str, Tensor | str] = {}
-        self.identity: Any = None
+        self.verifier = Verify(self.mesh)
         self.forward: Values | None = None
 
     def look(self, stage: str) -> Verdict | None:
         """What is wrong with ``stage``, or None."""
         gm = self.program.module(stage)
-        if stage not in PARTITIONED:
+        if not self.program.is_half(stage):
             try:
-                self.identity = check(gm, self.mesh, stage, self.identity)
+                self.verifier.after(stage, gm)
             except VerifyError as error:
                 self.checked.append(Checked(stage, float("inf"), "refused by the verifier"))
                 what = error.what.removeprefix(f"after {stage}: ")
@@ -195,11 +194,10 @@ class _Stages:
         reason = f"it is off by {off:.1e}; {reason}"
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
-    @staticmethod
-    def _due(stage: str, key: Key) -> bool:
+    def _due(self, stage: str, key: Key) -> bool:
         """Whether a stage's graph must make a result: a half makes its own."""
         return (
-            stage not in PARTITIONED
+            not self.program.is_half(stage)
             or key[0] in ("output", "grad")
             and stage.endswith(".backward") == (key[0] == "grad")
         )
@@ -208,7 +206,7 @@ class _Stages:
         feed = self.feed if stage in SCALED else self.feed | dict(self._tangents())
         if stage in GLOBAL:
             return on_one_device(gm, feed)
-        if stage not in PARTITIONED and stage not in LOCAL:
+        if not self.program.is_half(stage) and stage not in LOCAL:
             return on_layouts(gm, self.mesh, feed)
         backward = stage.endswith(".backward")
         assert not backward or self.forward is not None

@@ -19,7 +19,7 @@ from shardc.errors import CaptureError, LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.sized import SizedGraph
-from shardc.passes import PARTITIONED, PlanMemory
+from shardc.passes import PlanMemory
 from shardc.program import Program
 
 Sizes = Mapping[str, int]
@@ -183,8 +183,7 @@ class SizedProgram(Program):
         """A half at the sizes, with memory planned for them."""
         half = self.family.half(which).at(self.sizes)
         sized = half.meta
-        for each in self._last:
-            half = each(half) if isinstance(each, PlanMemory) else half
+        half = self.pipeline[PlanMemory](half)
         half.meta.update(sized)
         return half
 
@@ -211,7 +210,8 @@ class SizedProgram(Program):
 
     def graph(self, stage: str) -> fx.Graph:
         forward, backward = self._halves
-        own = {PARTITIONED[-2]: forward or self.inference, PARTITIONED[-1]: backward}.get(stage)
+        last = self.pipeline.names[-1]
+        own = {last: forward or self.inference, f"{last}.backward": backward}.get(stage)
         return own.graph if own is not None else self.alone.graph(stage)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,18 +1,17 @@
 """The pipeline: a captured joint graph becomes the program of one rank.
 
 Each pass is a frozen dataclass in the file of its name; it takes a graph that its predecessors made and
-gives one that its successors can take. ``pipeline`` is the whole of it, in order.
+gives one that its successors can take. `pipeline` makes all of them, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from functools import partial
+from typing import Any
 
-from torch import fx
+import torch
 
-from shardc import _compat
-from shardc.ir.mesh import Mesh
+from shardc.analysis.unshard import keep_within
 from shardc.passes.absent import Absent
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket
@@ -23,7 +22,8 @@ from shardc.passes.objective import Objective
 from shardc.passes.offload import Offload
 from shardc.passes.options import Options
 from shardc.passes.pad import Pad
-from shardc.passes.partition import Partition, inference
+from shardc.passes.partition import Cut, Partition, inference
+from shardc.passes.pipeline import Hook, Pass, Pipeline
 from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.precision import Precision
 from shardc.passes.propagate import Propagate
@@ -33,103 +33,97 @@ from shardc.passes.seed import Seed
 from shardc.passes.settle import Settle
 from shardc.passes.silence import Silence
 from shardc.passes.simplify import Simplify
+from shardc.plan.bound import BoundPlan
 
 
-class Pass(Protocol):
-    """What every pass is."""
+def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
+    """Every pass that a model goes through, in order; those behind ``partition`` run on each half.
 
-    name: str
-
-    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule: ...
-
-
-PIPELINE: tuple[type[Pass], ...] = (
-    Canonicalize,  # one form of each thing, before anything is decided
-    Seed,  # what the plan says
-    Pad,  # sizes that its axes do not divide, before layouts are chosen
-    Propagate,  # every value's layout, at least cost
-    Objective,  # needs the layouts of tangents; adds no layouts of its own
-    Precision,  # before gradients are reduced, while their sums are pending
-    Reshard,  # disagreements become nodes
-    Simplify,  # fewer of them, while they are still whole changes of layout
-    Collectives,  # each spelled as steps
-    Localize,  # global shapes become local ones
-    Offload,  # the shards are known; what is moved is then cut, bucketed and scheduled as collectives are
-    Settle,  # all that a gradient goes through is there
-)
-
-# Partition then cuts the joint graph in two; these run on each half, and on the forward alone for inference.
-HALVES: tuple[type[Pass], ...] = (
-    Bucket,  # while each collective still stands where its inputs and uses put it
-    Algorithms,  # by the sizes that bucketing leaves; each is then scheduled as what it is
-    Schedule,  # starts and waits, of what is left after bucketing
-    PlanMemory,  # lifetimes depend on the order
-)
-
-
-def halves(mesh: Mesh, options: Options) -> tuple[Pass, ...]:
-    """The passes of `HALVES`, and `Silence` where it is asked for.
-
-    Where collectives go direct, the cost model has no algorithm of theirs to choose.
+    Args:
+        plan: what the plan says of the model.
+        options: how to compile; see `Options`.
+        fake_mode: of the captured graph's fake values.
+        device: what the program runs on.
+        cut: cuts a joint graph in two, and marks what the cut is to run again and what it is to save.
     """
-    made = (
-        Bucket(options.bucket_bytes(), bool(options.direct)),
-        Algorithms(mesh, options.cost),
-        Schedule(options.in_flight_bytes(), blocking=not options.overlap),
-        PlanMemory(mesh),
-    )
-    return made if options.comm == "real" else (*made, Silence())
-
-
-# The stages behind the cut into forward and backward; they run when a half is first asked for.
-PARTITIONED: tuple[str, ...] = tuple(
-    f"{name}{suffix}" for name in (Partition.name, *(p.name for p in HALVES)) for suffix in ("", ".backward")
-)
-
-STAGES: tuple[str, ...] = ("capture", *(p.name for p in PIPELINE), Partition.name, *(p.name for p in HALVES))
-
-Hook = Callable[[str, fx.GraphModule], None]
-
-
-def run(passes: tuple[Pass, ...], gm: fx.GraphModule, hook: Hook) -> fx.GraphModule:
-    """Runs ``passes`` in order on ``gm``; ``hook`` sees the graph after each, by the pass's name.
-
-    The graph has its casts: an autocast that is on while passes run ops, to find out shapes and dtypes, adds none.
-    """
-    with _compat.no_autocast():
-        for each in passes:
-            gm = each(gm)
-            hook(each.name, gm)
-    return gm
+    mesh, cost = plan.mesh, options.cost
+    said = options.said(plan.plan)
+    levels = partial(
+        keep_within, mesh=mesh, levels={n: p.again for n, p in plan.params.items()},
+        budget=options.budget_bytes(), cost=cost, bucket=said.bucket_bytes(),
+    )  # fmt: skip
+    made = Pipeline(
+        (
+            # One form of each thing, before anything is decided.
+            Canonicalize(),
+            # What the plan says.
+            Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins)),
+            # Sizes that its axes do not divide, before layouts are chosen.
+            Pad(mesh, plan.padded_inputs, plan.padded_params, plan.grown, fake_mode, device),
+            # Every value's layout, at least cost.
+            Propagate(
+                mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
+                plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
+            ),
+            # It needs the layouts of tangents, and adds none of its own.
+            Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
+            # Before gradients are reduced, while their sums are pending.
+            Precision(
+                plan.stored, plan.storages, plan.precision.reduce or plan.precision.param,
+                plan.precision.keep_low_precision_grads, plan.deferred,
+            ),
+            # Disagreements become nodes,
+            Reshard(),
+            # and fewer of them, while they are still whole changes of layout.
+            Simplify(cost),
+            # Each is spelled as steps.
+            Collectives(cost),
+            # Global shapes become local ones.
+            Localize(mesh, fake_mode, device),
+            # The shards are known; what is moved is then cut, bucketed and scheduled as collectives are.
+            Offload(plan.on_host, fake_mode, device, plan.deferred),
+            # All that a gradient goes through is there.
+            Settle(),
+            # The joint graph becomes a forward and a backward.
+            Partition(levels, *cut, options.checkpoint_collectives),
+            # While each collective still stands where its inputs and uses put it.
+            Bucket(said.bucket_bytes(), bool(options.direct)),
+            # By the sizes that bucketing leaves; each is then scheduled as what it is.
+            Algorithms(mesh, cost),
+            # Starts and waits, of what is left after bucketing.
+            Schedule(said.in_flight_bytes(), blocking=not said.overlap),
+            # Lifetimes depend on the order.
+            PlanMemory(mesh),
+        )
+    )  # fmt: skip
+    made = made if options.comm == "real" else made.after(PlanMemory.name, Silence())
+    return made if options.pipeline is None else options.pipeline(made)
 
 
 __all__ = [
-    "HALVES",
-    "PARTITIONED",
-    "PIPELINE",
-    "STAGES",
     "Absent",
     "Algorithms",
     "Bucket",
     "Canonicalize",
     "Collectives",
+    "Hook",
     "Localize",
     "Objective",
     "Offload",
+    "Options",
     "Pad",
     "Partition",
     "Pass",
+    "Pipeline",
     "PlanMemory",
     "Precision",
     "Propagate",
     "Reshard",
     "Schedule",
-    "Options",
     "Seed",
     "Settle",
     "Silence",
     "Simplify",
-    "halves",
     "inference",
-    "run",
+    "pipeline",
 ]

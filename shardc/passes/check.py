@@ -10,10 +10,11 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import verify
+from shardc.ir.verify import SPECS, verify, verify_half
 from shardc.ir.verify.identity import Program, program
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
+from shardc.passes.pipeline import Hook
 from shardc.passes.precision import REDUCED_IN
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
@@ -27,6 +28,29 @@ def check(gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = N
     """
     verify(gm, mesh, stage, agrees, before)
     return program(gm)
+
+
+class Verify(Hook):
+    """Verifies the joint graph behind every pass; what no stage's spec is about, by that of the stage before."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh, self.spec = mesh, ""
+        self.made: Program | None = None
+
+    def after(self, stage: str, gm: fx.GraphModule) -> None:
+        self.spec = stage if stage in SPECS else self.spec
+        verify(gm, self.mesh, stage, agrees, self.made, spec=self.spec)
+        self.made = program(gm)
+
+
+class VerifyHalf(Hook):
+    """Verifies a half behind every pass."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def after(self, stage: str, gm: fx.GraphModule) -> None:
+        verify_half(gm, self.mesh, stage)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 from shardc.analysis.again import CHOICES
 from shardc.analysis.cost import CostModel
+from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
 from shardc.validate import Bytes, check_fields
 
@@ -43,6 +44,8 @@ class Options:
             others how many, and where they differ it computes on the rows of all ranks together.
         capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
             model.
+        pipeline: called with the `shardc.passes.Pipeline` that the other options make; gives the one that runs.
+        hooks: called around every pass, as `shardc.passes.Hook` says.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
 
     Raises:
@@ -63,6 +66,8 @@ class Options:
     fold: bool = False
     uneven: bool = False
     capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    pipeline: Callable[[Pipeline], Pipeline] | None = field(default=None, repr=False, compare=False)
+    hooks: tuple[Hook, ...] = field(default=(), repr=False, compare=False)
     dump: str | Path | None = field(default_factory=lambda: os.environ.get("SHARDC_DUMP"))
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Mark = Callable[[fx.Node, int], None]
+Cut = tuple[Split, Mark, Mark]
 
 aten = torch.ops.aten
 # What may stand between a parameter and the ops that compute with it.
@@ -38,13 +39,13 @@ class Partition:
     that neither of these is about run once.
 
     Args:
-        levels: reshard level of each parameter that is gathered.
+        levels: gives, for the joint graph, the reshard level of each parameter that is gathered.
         split: cuts a joint graph after so many forward outputs.
         recompute, save: mark a node for the cut.
         collectives: of checkpoint regions; see `shardc.analysis.again`.
     """
 
-    levels: Mapping[str, int]
+    levels: Callable[[fx.Graph], Mapping[str, int]]
     split: Split
     recompute: Mark
     save: Mark
@@ -54,8 +55,9 @@ class Partition:
     def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         forward_outputs = [role for role, _ in ir.outputs(gm.graph) if role.kind != "grad"]
         graph = gm.graph
+        levels = self.levels(graph)
         for node in ir.placeholders(graph, "param"):
-            level = self.levels.get(ir.info(node).name, 0)
+            level = levels.get(ir.info(node).name, 0)
             if level:
                 self._mark(node, level)
         again = runs_again(graph, self.collectives)

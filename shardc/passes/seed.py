@@ -14,24 +14,8 @@ from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class SeededParam:
-    """Where a parameter lives and how its consumers want it.
-
-    Args:
-        storage: layout between steps, at the padded shape.
-        compute: layout at its uses, at the true shape.
-        storage_cause, compute_cause: the plan entries.
-        split: where a dim that compute leaves whole could be split if it were padded, the layout at storage's shape.
-    """
-
-    storage: Layout
-    compute: Layout
-    storage_cause: str
-    compute_cause: str
-    split: Layout | None = None
+from shardc.plan.ports import InputPlan
+from shardc.plan.resolve import ParamPlan
 
 
 @dataclass(frozen=True)
@@ -43,14 +27,14 @@ class Seed:
     gradient is brought back the same way by ``pad``.
 
     Args:
-        params: by qualified name.
-        inputs: (layout, plan entry) of each tensor input in order.
+        params: of each parameter, by qualified name.
+        inputs: of each tensor input in order.
         pinned: activation tags that the plan speaks of; the other tags are dropped.
     """
 
     mesh: Mesh
-    params: Mapping[str, SeededParam]
-    inputs: Sequence[tuple[Layout, str]]
+    params: Mapping[str, ParamPlan]
+    inputs: Sequence[InputPlan]
     pinned: frozenset[str] = frozenset()
     name = "seed"
 
@@ -72,8 +56,8 @@ class Seed:
             elif role.kind == "buffer":
                 ir.set_info(node, record.at(Layout.whole(self.mesh, ir.value(node).shape)))
             elif role.kind == "input" and isinstance(record.value, Value):
-                layout, cause = next(inputs)
-                ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
+                given = next(inputs)
+                ir.set_info(node, replace(record.at(given.layout), origin=replace(record.origin, cause=given.cause)))
         self._grads(graph, names)
         return gm
 

@@ -93,7 +93,7 @@ def test_what_backward_alone_asks_for_is_sent_once() -> None:
     node, x = next((n, x) for n in products for x in n.all_input_nodes if ir.info(x).name == "1.tanh")
     origin = ir.info(node).origin
     node.replace_input_with(x, exchanged(exchanged(x, node, origin), node, origin))
-    first, second = Partition({}, min_cut, must_recompute, must_save)(gm)
+    first, second = Partition(lambda graph: {}, min_cut, must_recompute, must_save)(gm)
     assert second is not None
     counts = [sum(collective_kind(n) == "all_to_all" for n in half.graph.nodes) for half in (first, second)]
     assert sum(counts) == 2, counts
@@ -131,7 +131,9 @@ def kept(halves: Halves) -> None:
     ("plant", "said"), [(unread, "nobody reads what it brings"), (repeated, "it brings what"), (kept, "forward keeps")]
 )
 def test_the_verifier_names_it(plant: Callable[[Halves], None], said: str) -> None:
-    halves = Partition({"0.weight": 3, "2.weight": 3}, min_cut, must_recompute, must_save)(small(3).localized)
+    halves = Partition(lambda graph: {"0.weight": 3, "2.weight": 3}, min_cut, must_recompute, must_save)(
+        small(3).localized
+    )
     verify_halves(*halves, MESH)
     plant(halves)  # type: ignore[arg-type]
     with pytest.raises(VerifyError, match=f"2.weight.*{said}"):

@@ -24,7 +24,7 @@ PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
-SENT = (sent.read, sent.once)  # of each half, from the cut on
+HALF = (*LOCAL, sent.read, sent.once)  # from the cut on
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
@@ -47,21 +47,28 @@ MOVING = ("seed", "propagate", "reshard", "simplify", "collectives")
 
 
 def verify(
-    gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules, before: Program | None = None
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    stage: str,
+    agrees: Agrees = no_rules,
+    before: Program | None = None,
+    *,
+    spec: str | None = None,
 ) -> None:
     """Checks ``gm`` against the spec of ``stage``.
 
     Args:
         gm: the graph as ``stage`` left it.
         mesh: the mesh that it is for.
-        stage: a key of `SPECS`.
+        stage: a key of `SPECS`, if there is no ``spec``.
         agrees: why an op's operands, at the layouts given or at their own, do not give its results' layouts.
         before: what the graph computed before the stage, for the stages in `MOVING`.
+        spec: the stage whose spec it is, where that is not its own.
 
     Raises:
         VerifyError: with the stage, what is broken, and the line of the dump with two lines around it.
     """
-    check(gm, mesh, stage, SPECS[stage], agrees)
+    check(gm, mesh, stage, SPECS[spec or stage], agrees)
     if before is not None and stage in MOVING and (found := changed(before, gm)) is not None:
         raise broken(Subject(gm, mesh, agrees), stage, *found)
 
@@ -74,15 +81,24 @@ def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], a
             raise broken(subject, stage, node, reason)
 
 
+def verify_half(gm: fx.GraphModule, mesh: Mesh, stage: str) -> None:
+    """Checks a half after ``stage``, from the cut on.
+
+    Raises:
+        VerifyError: as `verify`.
+    """
+    check(gm, mesh, stage, HALF)
+
+
 def verify_halves(forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh) -> None:
     """Checks each half as the cut made it, and that the second runs nothing again that the first has kept.
 
     Raises:
         VerifyError: as `verify`.
     """
-    check(forward, mesh, "partition", SENT)
+    verify_half(forward, mesh, "partition")
     if backward is not None:
-        check(backward, mesh, "partition", SENT)
+        verify_half(backward, mesh, "partition")
         for node, reason in sent.kept(forward, backward):
             raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
 

@@ -1,0 +1,134 @@
+"""A pipeline: passes in the order in which they run, as a value that is printed, cut and extended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import fx
+
+from shardc import _compat
+from shardc.errors import InputError
+from shardc.validate import near
+
+
+class Pass(Protocol):
+    """What every pass is: a frozen dataclass that takes a graph and gives one, often the same, changed."""
+
+    name: str
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule: ...
+
+
+P = TypeVar("P", bound=Pass)
+
+
+class Hook:
+    """Looks at the graph around every pass; does nothing unless a subclass says so."""
+
+    def before(self, stage: str, gm: fx.GraphModule) -> None:
+        """Called with the graph that the pass ``stage`` is about to take."""
+
+    def after(self, stage: str, gm: fx.GraphModule) -> None:
+        """Called with the graph that the pass ``stage`` gave."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Passes in order: this tuple is what runs.
+
+    ``pipeline[Bucket]`` is the pass of that class; ``+`` joins two pipelines.
+
+    Args:
+        passes: each with a name of its own.
+
+    Raises:
+        InputError: two passes of one name, or a name that there is not.
+    """
+
+    passes: tuple[Pass, ...]
+
+    def __post_init__(self) -> None:
+        for name in (twice := [name for name in self.names if self.names.count(name) > 1])[:1]:
+            raise InputError(f"{twice.count(name)} passes are called {name!r}", fix="give each a name of its own")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The passes' names in order."""
+        return tuple(each.name for each in self.passes)
+
+    def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
+        """Runs the passes on ``gm``, each between the hooks' calls.
+
+        The graph has its casts: an autocast that is on while passes run ops, to find out shapes and dtypes, adds none.
+        """
+        with _compat.no_autocast():
+            for each in self.passes:
+                for hook in hooks:
+                    hook.before(each.name, gm)
+                gm = each(gm)
+                for hook in hooks:
+                    hook.after(each.name, gm)
+        return gm
+
+    def before(self, name: str, *passes: Pass) -> Pipeline:
+        """With ``passes`` in front of the one of that name."""
+        at = self._at(name)
+        return Pipeline((*self.passes[:at], *passes, *self.passes[at:]))
+
+    def after(self, name: str, *passes: Pass) -> Pipeline:
+        """With ``passes`` behind the one of that name."""
+        at = self._at(name) + 1
+        return Pipeline((*self.passes[:at], *passes, *self.passes[at:]))
+
+    def without(self, *names: str) -> Pipeline:
+        """With these left out."""
+        out = {self._at(name) for name in names}
+        return Pipeline(tuple(each for at, each in enumerate(self.passes) if at not in out))
+
+    def replaced(self, *passes: Pass) -> Pipeline:
+        """With each of ``passes`` in the place of the one that has its name."""
+        at = {self._at(each.name): each for each in passes}
+        return Pipeline(tuple(at.get(place, each) for place, each in enumerate(self.passes)))
+
+    def until(self, name: str) -> Pipeline:
+        """What stands in front of the pass of that name."""
+        return Pipeline(self.passes[: self._at(name)])
+
+    def behind(self, name: str) -> Pipeline:
+        """What stands behind the pass of that name."""
+        return Pipeline(self.passes[self._at(name) + 1 :])
+
+    def __getitem__(self, kind: type[P]) -> P:
+        for each in self.passes:
+            if isinstance(each, kind):
+                return each
+        raise InputError(f"the pipeline has no {kind.__name__}", fix=f"leave {kind.name!r} in it")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def __add__(self, other: Pipeline) -> Pipeline:
+        return Pipeline((*self.passes, *other.passes))
+
+    def __str__(self) -> str:
+        width = max(map(len, self.names), default=0)
+        return "\n".join(f"{each.name:{width}}  {_summary(each)}".rstrip() for each in self.passes)
+
+    def _at(self, name: str) -> int:
+        if name not in self.names:
+            raise InputError(f"there is no pass {name!r}", fix=near(name, self.names))
+        return self.names.index(name)
+
+
+def _summary(each: Pass) -> str:
+    """The first sentence of a pass's docstring."""
+    text = " ".join((type(each).__doc__ or "").split("\n\n")[0].split())
+    return text.partition(". ")[0].removesuffix(".")
