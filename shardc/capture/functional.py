@@ -181,6 +181,9 @@ def multilabel_margin_loss(
     """The classes before the first -1 of a row are its labels; torch's decomposition adds margins of the others too."""
     if size_average is not None or reduce is not None:
         reduction = _Reduction.legacy_get_string(size_average, reduce)
+    if target.shape != input.shape:
+        raise ValueError(f"the target is of {list(target.shape)}, the input of {list(input.shape)}")
+    input, target = torch.atleast_1d(input), torch.atleast_1d(target)
     classes = torch.arange(input.shape[-1], device=target.device)
     known = (target == -1).cumsum(-1) == 0
     label = torch.where(known, target, 0)

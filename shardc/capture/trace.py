@@ -35,7 +35,7 @@ from shardc.capture.reads import reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
-from shardc.errors import InputError
+from shardc.errors import InputError, ShardcError
 from shardc.ir.reads import Reads
 
 Loss = Callable[..., Any]
@@ -242,7 +242,9 @@ def trace(
                 joint = aot_autograd.aot_export_joint_with_descriptors(
                     stack, traced, tuple(fakes), {}, decompositions=decompositions()
                 )
-        except RuntimeError as error:  # Dynamo's errors are such too
+        except ShardcError:
+            raise
+        except Exception as error:  # of Dynamo, of torch's fake kernels, of the model
             raise capture_error(model, error, loss, named) from error
         messages = [str(warning.message) for warning in said]
         with mode:

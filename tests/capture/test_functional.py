@@ -58,6 +58,7 @@ CASES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
     "gaussian, number": ("gaussian_nll_loss", lambda: (draw(4, 5), draw(4, 5), 0.5), {"reduction": "sum"}),
     "labels": ("multilabel_margin_loss", lambda: (draw(4, 5), LABELS), {}),
     "labels, apart": ("multilabel_margin_loss", lambda: (draw(4, 5), LABELS), {"reduction": "none"}),
+    "labels, one number": ("multilabel_margin_loss", lambda: (draw(), LABELS[0, 0]), {}),
     "labels, one row": ("multilabel_margin_loss", lambda: (draw(5), LABELS[0]), {"reduction": "sum"}),
 }
 
@@ -89,6 +90,11 @@ def results(function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict
 def test_a_wrong_call_is_refused(bad: dict[str, Any]) -> None:
     with other_forms(), pytest.raises((ValueError, NotImplementedError)):
         F.embedding_bag(ids(3, 5), draw(6, 2), **bad)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    with other_forms(), pytest.raises(ValueError, match="target"):
+        F.multilabel_margin_loss(draw(4, 5), LABELS[:, :1])
 
 
 def test_torch_compile_afterwards() -> None:
