@@ -146,7 +146,7 @@ class Program:
         """The forward and the backward, or two None where nothing needs a gradient."""
         first, second = self.pipeline[passes.Partition](self.localized)
         if self.options.verify:
-            verify.verify_halves(first, second, self.mesh)
+            verify.verify_halves(first, second, self.mesh, self.localized.graph)
         self._graphs[CUT] = ir.copied(first.graph)
         if second is not None:
             self._graphs[f"{CUT}.backward"] = ir.copied(second.graph)

@@ -10,8 +10,9 @@ from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import SPECS, verify, verify_half
+from shardc.ir.verify import SPECS, broken, halves, verify, verify_half
 from shardc.ir.verify.identity import Program, program
+from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.pipeline import Hook
@@ -30,6 +31,11 @@ def check(gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = N
     return program(gm)
 
 
+# Passes on halves behind which every result is what it was, and behind which collectives start in the order before.
+KEEP_VALUES = ("bucket", "schedule", "plan_memory")
+KEEP_ORDER = ("plan_memory",)
+
+
 class Verify(Hook):
     """Verifies the joint graph behind every pass; what no stage's spec is about, by that of the stage before."""
 
@@ -44,13 +50,23 @@ class Verify(Hook):
 
 
 class VerifyHalf(Hook):
-    """Verifies a half behind every pass."""
+    """Verifies a half behind every pass, and that passes which only move ops leave its results what they were."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
+        self.made: halves.Computed = {}
+        self.order: list[str] = []
+
+    def before(self, stage: str, gm: fx.GraphModule) -> None:
+        self.made, self.order = halves.computed(gm.graph), halves.started(gm.graph)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         verify_half(gm, self.mesh, stage)
+        found = halves.same(self.made, halves.computed(gm.graph)) if stage in KEEP_VALUES else None
+        if found is None and stage in KEEP_ORDER and halves.started(gm.graph) != self.order:
+            found = "its collectives do not start in the order that was scheduled"
+        if found is not None:
+            raise broken(Subject(gm, self.mesh, no_rules), stage, ir.output_node(gm.graph), found)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

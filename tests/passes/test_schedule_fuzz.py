@@ -15,8 +15,11 @@ from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
+from shardc.ir.verify import halves
+from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes.bucket import Bucket
 from shardc.passes.from_start import from_start
+from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.schedule import Schedule
 from shardc.passes.starts import is_start, result_bytes, waits_of
 from shardc.runtime.lockstep import Lockstep, PerRank
@@ -131,7 +134,7 @@ def check(seed: int) -> tuple[int, int]:
         for n in ir.placeholders(draft.graph)
     ]
     before = ranks.run(draft.gm, feed)
-    count = sum(is_start(n) for n in draft.graph.nodes)
+    count, computed = sum(is_start(n) for n in draft.graph.nodes), halves.computed(draft.graph)
     alone = [in_flight(draft.graph, moves) for moves in (False, True)]
     bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), direct=draft.draw.random() < 0.5)
     schedule = Schedule(draft.draw.choice((0, 1000, 4000, -1)))
@@ -140,6 +143,10 @@ def check(seed: int) -> tuple[int, int]:
     gm = schedule(gm)
     gm.graph.lint()
     what = f"seed {seed}: {bucket}, {schedule} on {draft.mesh}"
+    assert halves.same(computed, halves.computed(gm.graph)) is None, what
+    gm = PlanMemory(draft.mesh)(gm)
+    subject = Subject(gm, draft.mesh, no_rules)
+    assert [*halves.slots(subject)] == [], what
     for mine, theirs in zip(ranks.run(gm, feed), before, strict=True):
         assert mine is not None and theirs is not None
         for rank, (a, b) in enumerate(zip(mine, theirs, strict=True)):

@@ -13,9 +13,9 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
-from shardc.ir.graph import KEY, Info, info
+from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import layouts, local, sent, structure
+from shardc.ir.verify import halves, layouts, local, sent, structure
 from shardc.ir.verify.identity import Program, changed
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
@@ -24,7 +24,7 @@ PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
-HALF = (*LOCAL, sent.read, sent.once)  # from the cut on
+HALF = (*LOCAL, sent.read, sent.once, halves.slots)  # from the cut on
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
@@ -90,8 +90,13 @@ def verify_half(gm: fx.GraphModule, mesh: Mesh, stage: str) -> None:
     check(gm, mesh, stage, HALF)
 
 
-def verify_halves(forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh) -> None:
+def verify_halves(
+    forward: fx.GraphModule, backward: fx.GraphModule | None, mesh: Mesh, joint: fx.Graph | None = None
+) -> None:
     """Checks each half as the cut made it, and that the second runs nothing again that the first has kept.
+
+    Args:
+        joint: what was cut; the halves together must give what it gives.
 
     Raises:
         VerifyError: as `verify`.
@@ -101,6 +106,8 @@ def verify_halves(forward: fx.GraphModule, backward: fx.GraphModule | None, mesh
         verify_half(backward, mesh, "partition")
         for node, reason in sent.kept(forward, backward):
             raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
+        if joint is not None and (found := halves.cut(joint, forward.graph, backward.graph)) is not None:
+            raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), found)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

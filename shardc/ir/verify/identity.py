@@ -8,6 +8,7 @@ that was never there before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -66,22 +67,23 @@ def fingerprints(graph: fx.Graph) -> dict[fx.Node, bytes]:
             out[node] = out[node.args[0]]
         elif node.op == "placeholder":
             role = info(node).role or Role("", info(node).name)
-            out[node] = _digest("placeholder", role.kind, role.name, role.index)
+            out[node] = digest("placeholder", role.kind, role.name, role.index)
         elif node.op == "get_attr":
-            out[node] = _digest("constant", node.target)
+            out[node] = digest("constant", node.target)
         else:
-            out[node] = _digest(node.target, _known(node.args, out), _known(sorted(node.kwargs.items()), out))
+            out[node] = digest(node.target, known(node.args, out), known(sorted(node.kwargs.items()), out))
     return out
 
 
-def _known(argument: Any, found: dict[fx.Node, bytes]) -> Any:
+def known(argument: Any, found: Mapping[fx.Node, Any]) -> Any:
     """``argument`` with the fingerprints of values in their place."""
     if isinstance(argument, fx.Node):
         return found[argument]
-    return [_known(one, found) for one in argument] if isinstance(argument, list | tuple) else argument
+    return [known(one, found) for one in argument] if isinstance(argument, list | tuple) else argument
 
 
-def _digest(*parts: Any) -> bytes:
+def digest(*parts: Any) -> bytes:
+    """A fingerprint of ``parts``, by how they print."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 

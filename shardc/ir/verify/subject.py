@@ -36,6 +36,11 @@ class Subject:
         return list(self.gm.graph.nodes)
 
     @cached_property
+    def place(self) -> dict[fx.Node, int]:
+        """The place of each node."""
+        return {node: at for at, node in enumerate(self.nodes)}
+
+    @cached_property
     def calls(self) -> list[fx.Node]:
         return [node for node in self.nodes if node.op == "call_function"]
 

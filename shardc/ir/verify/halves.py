@@ -1,0 +1,154 @@
+"""Checks of the halves of a step: they compute what the joint graph did, in one order, in memory of their own."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir import grammar, text
+from shardc.ir.arena import INSIDE, PLAN, Slot
+from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.graph import Role, info, outputs
+from shardc.ir.tally import arguments_of, collective_kind
+from shardc.ir.verify.identity import digest, known
+from shardc.ir.verify.subject import Broken, Subject
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+Computed = dict[tuple[str, str, int], bytes]
+
+
+def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
+    """The fingerprint of each output of a local graph, by its role's kind, name and index.
+
+    That of a collective's result is of what it takes, however it is spelled: alone or with others, native or in
+    messages, waited for or not.
+
+    Args:
+        saved: fingerprints of placeholders for saved values, by their role's name.
+    """
+    found: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role = info(node).role or Role("", info(node).name)
+            own = digest("placeholder", role.kind, role.name, role.index)
+            found[node] = (saved or {}).get(role.name, own) if role.kind == "saved" else own
+        elif node.op == "get_attr":
+            found[node] = digest("constant", node.target)
+        elif node.op == "call_function":
+            found[node] = _made(node, found)
+    return {
+        (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
+    }
+
+
+def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+    """The fingerprint of what ``node`` makes; a list of them where a collective makes several."""
+    if node.target is _WAIT:
+        return found[node.args[0]]
+    if node.target is getitem and isinstance(made := found[node.args[0]], list):
+        return made[node.args[1]]
+    if (kind := collective_kind(node)) is None:
+        return digest(node.target, known(node.args, found), known(sorted(node.kwargs.items()), found))
+    (_, given), *rest = arguments_of(node).items()
+    said = [(name, value) for name, value in rest if name not in ("slots", "group_size")]
+    if isinstance(given, list | tuple):
+        return [digest(kind, found[x], known(said, found)) for x in given]
+    return digest(kind, found[given], known(said, found))
+
+
+def same(before: Computed, now: Computed) -> str | None:
+    """Which output is not what it was, or None."""
+    for role in [*before, *(role for role in now if role not in before)]:
+        if before.get(role) != now.get(role):
+            kind, name, _ = role
+            return f"{kind} {name} is {'gone' if role not in now else 'not the value that it was'}"
+    return None
+
+
+def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
+    """Which result of ``joint`` the halves together do not give, or None."""
+    first = computed(forward)
+    handed = {name: value for (kind, name, _), value in first.items() if kind == "saved"}
+    own = {role: value for role, value in first.items() if role[0] != "saved"}
+    return same(computed(joint), own | computed(backward, handed))
+
+
+def started(graph: fx.Graph) -> list[str]:
+    """The names of the collectives in the order in which they start."""
+    return [info(node).name for node in graph.nodes if collective_kind(node) is not None]
+
+
+def slots(subject: Subject) -> Broken:
+    """No two results that are in use at one time share bytes, and none is read after its memory is given on."""
+    plan = subject.nodes[-1].meta.get(PLAN)
+    if plan is None:
+        return
+    maker: dict[int, fx.Node] = {}
+    lies: dict[fx.Node, frozenset[int]] = {}  # the slots that a value may lie in
+    used: dict[int, tuple[int, int]] = {}
+    for at, node in enumerate(subject.nodes):
+        read = frozenset().union(*(lies.get(x, frozenset()) for x in node.all_input_nodes))
+        until = max((subject.place[wait] for wait in waits(node)), default=at)
+        for number in read:
+            used[number] = used[number][0], max(used[number][1], until)
+            if node.op == "output" and plan.slots[number].region == INSIDE:
+                yield maker[number], "it leaves the half, in memory that is used again"
+        lies[node] = read if _lends(node) else frozenset()
+        if node.target in IN_MESSAGES:
+            numbers: Any = arguments_of(node)["slots"]
+            arrived = min((subject.place[wait] for wait in waits(node)), default=at)
+            results = len(text.tensors(info(node)))  # what comes and goes in one message is behind them
+            for k, number in enumerate(numbers):
+                maker[number], used[number] = node, (at, at if k < results else max(at, arrived))
+            lies[node] = frozenset(numbers[:results])
+        elif node.target is getitem and node.args[0].target in IN_MESSAGES:
+            numbers = arguments_of(node.args[0])["slots"]
+            lies[node] = frozenset([numbers[min(node.args[1], len(numbers) - 1)]] if numbers else [])
+    inside = [
+        number for number, slot in enumerate(plan.slots) if slot.region == INSIDE and slot.size and number in used
+    ]
+    for one, other in _sharing(plan.slots, used, inside):
+        shared = grammar.name_text(plan.slots[other].name)
+        yield maker[one], f"its result lies where {shared} does, at the same time"
+
+
+def waits(node: fx.Node) -> list[fx.Node]:
+    """The waits for what ``node`` starts; none where it starts no collective."""
+    if collective_kind(node) is None:
+        return []
+    results = [user for user in node.users if user.target is getitem] or [node]
+    return [user for result in results for user in result.users if user.target is _WAIT]
+
+
+def _lends(node: fx.Node) -> bool:
+    """Whether what ``node`` makes may lie in its operands' memory, by its schema."""
+    if node.target is _WAIT or node.target is getitem:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    copies = node.target is torch.ops.aten.reshape.default
+    return not copies and schema is not None and any(one.alias_info is not None for one in schema.returns)
+
+
+def _sharing(
+    planned: tuple[Slot, ...], used: Mapping[int, tuple[int, int]], numbers: Iterable[int]
+) -> Iterable[tuple[int, int]]:
+    """Pairs of slots that share bytes while both are in use, the later one first."""
+    order = sorted(numbers, key=lambda number: used[number])
+    live: list[tuple[int, int]] = []  # (offset, slot) of those in use
+    ends: list[tuple[int, int]] = []  # (last use, slot)
+    for number in order:
+        start, end = used[number]
+        while ends and ends[0][0] < start:
+            _, gone = ends.pop(0)
+            live.remove((planned[gone].offset, gone))
+        low, high = planned[number].offset, planned[number].offset + planned[number].size
+        at = bisect_left(live, (high, -1))
+        if at and planned[live[at - 1][1]].size + live[at - 1][0] > low:
+            yield number, live[at - 1][1]
+        insort(live, (low, number))
+        insort(ends, (end, number))

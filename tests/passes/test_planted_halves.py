@@ -1,0 +1,186 @@
+"""Faults planted in forward and backward, behind each pass that works on them: the verifier refuses each by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import shardc
+from shardc.errors import VerifyError
+from shardc.ir import graph as ir
+from shardc.ir.arena import PLAN
+from shardc.ir.tally import collective_kind
+from shardc.passes import Partition, Pass, Pipeline
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+Plant = Callable[[fx.Graph], bool]
+"""Breaks a graph; False where it holds nothing to break."""
+
+
+def model() -> nn.Module:
+    layers = [nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8)]
+    return nn.Sequential(*layers)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A pass with a fault."""
+
+    right: Pass
+    plant: Plant
+
+    @property
+    def name(self) -> str:
+        return self.right.name
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm = self.right(gm)
+        self.plant(gm.graph)
+        return gm
+
+
+class BrokenCut(Partition):
+    """The cut, with a fault in the forward."""
+
+    plant: Any = None
+
+    def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        forward, backward = super().__call__(gm)
+        assert type(self).plant(forward.graph)
+        return forward, backward
+
+
+def lower(edit: Callable[[Pipeline], Pipeline], direct: bool) -> shardc.Program:
+    options = shardc.Options(pipeline=edit, bucket_size=600, direct=direct)
+    plan = shardc.fsdp("dp", threshold=0) | shardc.tp("tp", colwise=["0"], rowwise=["2"])
+    module = shardc.compile(model(), shardc.Mesh(dp=2, tp=2), plan, loss=F.mse_loss, options=options, backend="eager")
+    program = module.lower(torch.empty(8, 8), torch.empty(8, 8))
+    assert program.forward is not None and program.backward is not None
+    return program
+
+
+def starts(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if collective_kind(node) is not None]
+
+
+def waits(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.target is WAIT]
+
+
+def delete_a_wait(graph: fx.Graph) -> bool:
+    for wait in waits(graph)[:1]:
+        wait.replace_all_uses_with(wait.args[0])
+        graph.erase_node(wait)
+        return True
+    return False
+
+
+def drop_a_reduction(graph: fx.Graph) -> bool:
+    """What an all-reduce gives becomes what it takes, or what a reduce-scatter gives another's result."""
+    for wait in waits(graph):
+        given = wait.args[0]
+        node = given if collective_kind(given) is not None else given.args[0]
+        if collective_kind(node) == "all_reduce":
+            source: Any = node.args[0] if given is node else node.args[0][given.args[1]]
+            for user in list(wait.users):
+                user.replace_input_with(wait, source)
+            return True
+    return False
+
+
+def exchange_two_outputs(graph: fx.Graph) -> bool:
+    """Two results of one shape: saved values of the forward, gradients of the backward."""
+    output = ir.output_node(graph)
+    made = list(output.args[0])
+    for at, one in enumerate(made):
+        for other in range(at + 1, len(made)):
+            if isinstance(one, fx.Node) and isinstance(made[other], fx.Node) and one is not made[other]:
+                if one.meta["val"].shape == made[other].meta["val"].shape:
+                    made[at], made[other] = made[other], one
+                    output.args = (tuple(made),)
+                    return True
+    return False
+
+
+def swap_two_starts(graph: fx.Graph) -> bool:
+    found = starts(graph)
+    for one, other in zip(found, found[1:], strict=False):
+        between = list(graph.nodes)[list(graph.nodes).index(one) + 1 : list(graph.nodes).index(other)]
+        if not set(one.users) & set(between) and not set(other.all_input_nodes) & {*between, one}:
+            one.prepend(other)
+            return True
+    return False
+
+
+def overlap_two_slots(graph: fx.Graph) -> bool:
+    output = ir.output_node(graph)
+    plan = output.meta[PLAN]
+    inside = [k for k, slot in enumerate(plan.slots) if slot.region == "inside" and slot.size]
+    for one in inside:
+        for other in inside:
+            if one != other and plan.slots[one].meets(plan.slots[other]):
+                moved = replace(plan.slots[one], offset=plan.slots[other].offset)
+                slots = tuple(moved if k == one else slot for k, slot in enumerate(plan.slots))
+                output.meta[PLAN] = replace(plan, slots=slots)
+                return True
+    return False
+
+
+SAID = {
+    delete_a_wait: "before it is waited on",
+    drop_a_reduction: "is not the value that it was|nobody reads what it brings",
+    exchange_two_outputs: "is not the value that it was",
+    swap_two_starts: "do not start in the order that was scheduled",
+    overlap_two_slots: "its result lies where .* does, at the same time",
+}
+FAULTS = [
+    *((name, delete_a_wait) for name in ("bucket", "algorithms", "schedule", "plan_memory")),
+    *(
+        (name, plant)
+        for name in ("bucket", "schedule", "plan_memory")
+        for plant in (drop_a_reduction, exchange_two_outputs)
+    ),
+    ("plan_memory", swap_two_starts),
+    ("plan_memory", overlap_two_slots),
+]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("name", "plant"), FAULTS, ids=lambda x: x if isinstance(x, str) else x.__name__)
+def test_a_fault_is_refused(name: str, plant: Plant, direct: bool) -> None:
+    if plant is overlap_two_slots and not direct:
+        pytest.skip("only results of messages have slots")
+    planted = []
+
+    def break_it(graph: fx.Graph) -> bool:
+        planted.append(plant(graph))
+        return planted[-1]
+
+    def edit(pipeline: Pipeline) -> Pipeline:
+        right = next(each for each in pipeline if each.name == name)
+        return pipeline.replaced(Broken(right, break_it))
+
+    with pytest.raises(VerifyError, match=f"after {name}: .*({SAID[plant]})"):
+        lower(edit, direct)
+    assert planted[-1]
+
+
+def test_two_saved_values_that_the_cut_exchanges() -> None:
+    def edit(pipeline: Pipeline) -> Pipeline:
+        broken = BrokenCut(**vars(pipeline[Partition]))
+        return pipeline.replaced(broken)
+
+    BrokenCut.plant = staticmethod(exchange_two_outputs)
+    with pytest.raises(VerifyError, match="after partition: .*is not the value that it was"):
+        lower(edit, False)
+
+
+def test_right_halves_are_taken() -> None:
+    for direct in (False, True):
+        lower(lambda pipeline: pipeline, direct)
