@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import shardc
 from shardc.__main__ import main
@@ -61,6 +63,26 @@ def test_one_capture_serves_all_plans(target: str) -> None:
     found.model.eval()
     shardc.compile(found.model, Mesh(dp=4), shardc.fsdp("dp"), options=options).lower(*found.args)
     assert once.count == 2
+
+
+class Scaled(nn.Module):
+    """Multiplies by a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.by = nn.Linear(4, 4), 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.by
+
+
+def test_a_model_that_changed_is_captured_again() -> None:
+    once, model = CaptureOnce(), Scaled()
+    for by, count in ((2.0, 1), (3.0, 2), (2.0, 2)):
+        model.by = by
+        options = shardc.Options(capture=once)
+        program = shardc.compile(model, Mesh(dp=2), shardc.ddp("dp"), options=options).lower(torch.empty(4, 4))
+        assert f", {by})" in program.text("capture") and once.count == count
 
 
 def test_what_cannot_be_is_one_line(target: str, capsys: pytest.CaptureFixture[str]) -> None:

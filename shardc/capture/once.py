@@ -13,13 +13,15 @@ from torch import Tensor, fx, nn
 from shardc.capture.tags import Tag
 from shardc.capture.trace import Captured, Dtypes, Loss, capture
 from shardc.ir import graph as ir
+from shardc.ir.reads import Values
 
 
 class CaptureOnce:
     """Called as `capture`; what was captured before alike is copied instead of being captured again.
 
-    For one model and loss: of these it looks at names, shapes and dtypes alone. A plan that names activations, or
-    traces in another precision, is captured by itself.
+    For one model and loss, in one state of torch (autocast, default dtype). What the capture read of the model must be
+    what it was, values of tensors aside. A plan that names activations, or traces in another precision, is captured by
+    itself.
 
     Attributes:
         count: how often a model was captured.
@@ -27,7 +29,7 @@ class CaptureOnce:
 
     def __init__(self) -> None:
         self.count = 0
-        self._known: dict[Any, Captured] = {}
+        self._known: dict[Any, list[tuple[Values, Captured]]] = {}
 
     def __call__(
         self,
@@ -49,13 +51,14 @@ class CaptureOnce:
             tuple((name, *_described(x)) for name, x in held), modes, tuple(inputs), str(spec), device, loss is None,
             tuple(tags), dtypes,
         )  # fmt: skip
-        if key not in self._known:
-            self.count += 1
-            made = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
-            self._known[key] = replace(made, graph=_copy(made.graph))
-            return made
-        known = self._known[key]
-        return replace(known, graph=_copy(known.graph))
+        for values, known in self._known.get(key, ()):
+            if known.reads.values(model, loss) == values:
+                return replace(known, graph=_copy(known.graph))
+        self.count += 1
+        made = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
+        copy = replace(made, graph=_copy(made.graph))
+        self._known.setdefault(key, []).append((made.reads.values(model, loss), copy))
+        return made
 
 
 def _described(x: Tensor) -> tuple[Any, ...]:

@@ -131,4 +131,4 @@ class Pipeline:
 def _summary(each: Pass) -> str:
     """The first sentence of a pass's docstring."""
     text = " ".join((type(each).__doc__ or "").split("\n\n")[0].split())
-    return text.partition(". ")[0].removesuffix(".")
+    return text.partition(". ")[0].removesuffix(".").replace("`", "")

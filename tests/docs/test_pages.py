@@ -21,7 +21,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_there_are_pages() -> None:
-    assert {"plans.md", "looking.md", "training.md", "rules.md"} <= {page.name for page in PAGES}
+    assert {"plans.md", "looking.md", "training.md", "rules.md", "passes.md"} <= {page.name for page in PAGES}
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import shardc
 from examples.models import gpt2, llama
+from shardc.analysis.cost import CostModel, Measured
 from tests import golden
 
 
@@ -25,9 +27,13 @@ class MLP(nn.Module):
         return self.down(F.relu(self.up(x)))
 
 
-def mlp(mesh: dict[str, int], plan: shardc.Plan, width: int = 32, rows: int = 16) -> shardc.Program:
-    module = shardc.compile(MLP(width), shardc.Mesh(mesh), plan, loss=F.mse_loss)
+def mlp(mesh: dict[str, int], plan: shardc.Plan, width: int = 32, rows: int = 16, **options: Any) -> shardc.Program:
+    module = shardc.compile(MLP(width), shardc.Mesh(mesh), plan, loss=F.mse_loss, options=shardc.Options(**options))
     return module.lower(torch.empty(rows, 8), torch.empty(rows, 8))
+
+
+def without_loss() -> shardc.Program:
+    return shardc.compile(MLP(), shardc.Mesh(dp=2), shardc.fsdp("dp")).lower(torch.empty(16, 8))
 
 
 def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan) -> shardc.Program:
@@ -40,6 +46,13 @@ def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan) -> shardc.P
     return shardc.compile(model, shardc.Mesh(mesh), plan, loss=llama.loss).lower(tokens, tokens)
 
 
+# A backend on which all-reduces are slow.
+SLOW = CostModel(
+    kinds=tuple(
+        Measured(kind, 2, 1e-4 if kind == "all_reduce" else 1e-6, 1e8 if kind == "all_reduce" else 1e10)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+    )
+)
 TP = shardc.tp("tp", colwise=["up"], rowwise=["down"])
 CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_fsdp_tp": lambda: mlp({"dp": 2, "tp": 2}, shardc.fsdp("dp") | TP),
@@ -53,6 +66,9 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
         {"dp": 2}, shardc.fsdp("dp") | shardc.offload(["up.*", "down.weight"]) | shardc.precision(param=torch.bfloat16)
     ),
     "mlp_hsdp": lambda: mlp({"rep": 2, "dp": 2}, shardc.hsdp(shard="dp", replicate="rep")),
+    "mlp_slow_all_reduce": lambda: mlp({"dp": 2}, shardc.ddp("dp"), cost=SLOW, bucket_size=0),
+    "mlp_without_loss": without_loss,
+    "mlp_direct": lambda: mlp({"dp": 2}, shardc.fsdp("dp"), direct=True),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
     "llama_fsdp": lambda: decoder(llama, {"dp": 2}, shardc.fsdp("dp")),
@@ -70,8 +86,11 @@ SHOWN = {
     "mlp_fsdp_bf16": ["precision", "collectives", "settle"],
     "mlp_offload": ["offload", "schedule", "schedule.backward"],
     "mlp_hsdp": ["collectives"],
+    "mlp_slow_all_reduce": ["algorithms.backward"],
+    "mlp_without_loss": ["objective"],
+    "mlp_direct": ["plan_memory"],
     "llama_tp": ["collectives"],
-    "llama_tp_sp": ["reshard", "collectives"],
+    "llama_tp_sp": ["reshard", "simplify", "collectives"],
     "llama_fsdp": ["schedule", "schedule.backward"],
     "gpt2_tp": ["collectives"],
 }  # fmt: skip
@@ -86,6 +105,29 @@ def program(case: str) -> shardc.Program:
 def test_text(case: str, stage: str) -> None:
     name, _, half = stage.partition(".")
     golden.check(program(case).text(stage), f"{name}/{case}{'_' + half if half else ''}")
+
+
+# Where a pass that has nothing to do in the first case has something to do.
+DOES = {
+    "pad": "mlp_uneven_batch",
+    "objective": "mlp_without_loss",
+    "precision": "mlp_fsdp_bf16",
+    "simplify": "llama_tp_sp",
+    "offload": "mlp_offload",
+    "algorithms.backward": "mlp_slow_all_reduce",
+    "plan_memory": "mlp_direct",
+}
+
+
+def test_without_any_one_pass_a_golden_falls() -> None:
+    """For each pass a graph is shown that is another than that of the stage before."""
+    for name in program("mlp_fsdp_tp").pipeline.names:
+        stage = next((stage for stage in DOES if stage.partition(".")[0] == name), name)
+        case = DOES.get(stage, "mlp_fsdp_tp")
+        assert stage in SHOWN[case]
+        names, (_, dot, half) = ["capture", *program(case).pipeline.names], stage.partition(".")
+        before = names[names.index(name) - 1]
+        assert program(case).text(stage) != program(case).text(f"{before}{dot}{half}"), stage
 
 
 def collectives(case: str, phase: str, scope: str = "") -> list[str]:

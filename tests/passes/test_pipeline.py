@@ -1,0 +1,113 @@
+"""The pipeline as a value: what runs is its tuple, which a user prints, cuts and extends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+import shardc
+from shardc.errors import InputError
+from shardc.passes import Bucket, Hook, Pipeline, Simplify
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Notes its name. And no more."""
+
+    name: str
+    notes: list[str]
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        self.notes.append(self.name)
+        return gm
+
+
+def pipeline(*names: str) -> tuple[Pipeline, list[str]]:
+    notes: list[str] = []
+    return Pipeline(tuple(Noted(name, notes) for name in names)), notes
+
+
+def lower(options: shardc.Options) -> shardc.Program:
+    module = shardc.compile(
+        nn.Linear(8, 8), shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=F.mse_loss, options=options, backend="eager"
+    )
+    program = module.lower(torch.empty(4, 8), torch.empty(4, 8))
+    assert program.forward is not None
+    return program
+
+
+def test_the_tuple_is_what_runs() -> None:
+    made, notes = pipeline("a", "b", "c")
+    made.run(fx.GraphModule({}, fx.Graph()))
+    assert notes == ["a", "b", "c"]
+
+
+def test_hooks_stand_around_every_pass() -> None:
+    made, notes = pipeline("a", "b")
+
+    class Both(Hook):
+        def before(self, stage: str, gm: fx.GraphModule) -> None:
+            notes.append(f"before {stage}")
+
+        def after(self, stage: str, gm: fx.GraphModule) -> None:
+            notes.append(f"after {stage}")
+
+    made.run(fx.GraphModule({}, fx.Graph()), Both())
+    assert notes == ["before a", "a", "after a", "before b", "b", "after b"]
+
+
+def test_cut_extend_and_reorder() -> None:
+    made, notes = pipeline("a", "b", "c")
+    other = Noted("other", notes)
+    assert made.before("b", other).names == ("a", "other", "b", "c")
+    assert made.after("b", other).names == ("a", "b", "other", "c")
+    assert made.without("a", "c").names == ("b",)
+    assert made.until("b").names == ("a",) and made.behind("b").names == ("c",)
+    assert (made.behind("a") + made.until("b")).names == ("b", "c", "a")
+    new = Noted("b", [])
+    assert made.replaced(new).passes == (made.passes[0], new, made.passes[2])
+    assert made.names == ("a", "b", "c"), "the pipeline itself stays"
+
+
+def test_as_text() -> None:
+    made, _ = pipeline("a", "longer")
+    assert str(made) == "a       Notes its name\nlonger  Notes its name"
+
+
+def test_a_wrong_name() -> None:
+    made, notes = pipeline("bucket", "schedule")
+    with pytest.raises(InputError, match="there is no pass 'buckets'\n  fix: did you mean 'bucket'"):
+        made.after("buckets", Noted("x", notes))
+    with pytest.raises(InputError, match="2 passes are called 'bucket'"):
+        made.after("schedule", Noted("bucket", notes))
+    with pytest.raises(InputError, match="the pipeline has no Bucket"):
+        made[Bucket]
+
+
+def test_a_users_pipeline() -> None:
+    notes: list[str] = []
+
+    def edit(made: Pipeline) -> Pipeline:
+        assert isinstance(made[Simplify], Simplify)
+        return made.without("simplify").after("settle", Noted("mine", notes)).after("schedule", Noted("last", notes))
+
+    program = lower(shardc.Options(pipeline=edit))
+    assert notes == ["mine", "last", "last"]  # once on the joint graph, then on each half
+    assert "simplify" not in program.stages
+    stages = list(program.stages)
+    assert stages[stages.index("mine") - 1] == "settle" and "last.backward" in stages
+
+
+def test_a_users_hook_sees_every_stage() -> None:
+    seen: list[str] = []
+
+    class Seen(Hook):
+        def after(self, stage: str, gm: fx.GraphModule) -> None:
+            seen.append(stage)
+
+    program = lower(shardc.Options(hooks=(Seen(),)))
+    assert seen == ["capture", *program.pipeline.until("partition").names, *2 * program.halves.names]
