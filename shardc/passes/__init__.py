@@ -26,6 +26,7 @@ from shardc.passes.partition import Cut, Partition, inference
 from shardc.passes.pipeline import Hook, Pass, Pipeline
 from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.precision import Precision
+from shardc.passes.problem import Problem
 from shardc.passes.propagate import Propagate
 from shardc.passes.reshard import Reshard
 from shardc.passes.schedule import Schedule
@@ -61,10 +62,10 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # Sizes that its axes do not divide, before layouts are chosen.
             Pad(mesh, plan.padded_inputs, plan.padded_params, plan.grown, fake_mode, device),
             # Every value's layout, at least cost.
-            Propagate(
+            Propagate(Problem(
                 mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
-            ),
+            )),
             # It needs the layouts of tangents, and adds none of its own.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from torch import fx, nn
 
 import shardc
 from shardc.errors import InputError
-from shardc.passes import Bucket, Hook, Pipeline, Simplify
+from shardc.ir.layout import Layout
+from shardc.passes import Bucket, Hook, Pipeline, Propagate, Simplify
+from shardc.passes.greedy import Greedy
+from shardc.passes.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -111,3 +115,18 @@ def test_a_users_hook_sees_every_stage() -> None:
 
     program = lower(shardc.Options(hooks=(Seen(),)))
     assert seen == ["capture", *program.pipeline.until("partition").names, *2 * program.halves.names]
+
+
+def test_layouts_chosen_in_another_way() -> None:
+    seen: list[Problem] = []
+
+    def chooser(problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
+        seen.append(problem)
+        return Greedy()(problem, graph)
+
+    def edit(made: Pipeline) -> Pipeline:
+        return made.replaced(replace(made[Propagate], chooser=chooser))
+
+    program = lower(shardc.Options(pipeline=edit))
+    assert [problem.batch_axes for problem in seen] == [("dp",)]
+    assert program.text("localize") == lower(shardc.Options()).text("localize")

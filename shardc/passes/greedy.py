@@ -1,0 +1,342 @@
+"""Greedy: choose every op's strategy and every value's layout at least cost, one op after another.
+
+One forward sweep over the joint graph. At each op the strategies that its operands' layouts suggest are
+compared by the time of the reshards that they need (a reshard that an earlier consumer already asked for
+costs nothing) and of the compute that they leave on each rank. Parameters keep their compute layout unless
+nothing else works. Then one sweep back: a value that all consumers want sliced, and that can be computed
+sliced without more communication, is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+
+import torch
+from torch import fx
+
+from shardc.analysis import redistribute
+from shardc.errors import LayoutError, RuleError, ShardcWarning
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.graph import Value
+from shardc.ir.layout import Digit, Layout
+from shardc.ir.mesh import Mesh
+from shardc.passes import region
+from shardc.passes.calls import VIEWS, call_of, move_of, operands_of
+from shardc.passes.choose import Gradient, choose, compute_seconds
+from shardc.passes.problem import Problem
+from shardc.rules import spec_of
+from shardc.rules.rule import Call
+from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Chooses by one sweep forward and one back."""
+
+    def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
+        return _Sweep(problem, graph).run()
+
+
+class _Sweep:
+    """The state of one propagation."""
+
+    def __init__(self, problem: Problem, graph: fx.Graph) -> None:
+        self.problem, self.graph = problem, graph
+        self.mesh, self.cost = problem.mesh, problem.cost
+        self.demanded: dict[fx.Node, frozenset[Layout]] = {}
+        self.pinned: set[fx.Node] = set()
+        self.wanted: dict[fx.Node, Layout] = {}  # of the graph's outputs
+        self.grad_target = _grad_targets(graph, problem.mesh, problem.compute_layouts)
+
+    def run(self) -> dict[fx.Node, Layout]:
+        settled = False
+        last: list[fx.Node] = []
+        for node in self.graph.nodes:
+            if node.op == "output":
+                if not settled:
+                    self._forward_outputs()
+                for leaf in last:
+                    self._visit(leaf)
+                self._grad_outputs()
+            elif node.op == "placeholder":
+                if ir.role(node).kind == "param":
+                    self.pinned.add(node)
+            elif node.op == "call_function":
+                if not settled and ir.info(node).origin.phase == "backward":
+                    self._forward_outputs()
+                    settled = True
+                # What leads to a parameter's gradient alone decides last, when all that others gather is known.
+                if node in self.grad_target:
+                    last.append(node)
+                else:
+                    self._visit(node)
+        self._sweep_back()
+        return self.wanted
+
+    # --- forward sweep
+
+    def _visit(self, node: fx.Node) -> None:
+        if node.target is getitem:
+            source, index = node.args
+            made = ir.info(source).value
+            assert isinstance(made, tuple)
+            ir.set_info(node, ir.info(node).at(made[index].layout))
+        elif node.target is ops.tag:
+            layout, cause = self.problem.pin_layout(node.kwargs["name"], ir.layout(node.args[0]))
+            record = ir.info(node)
+            node.target, node.kwargs = ops.reshard, {}
+            ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
+            self._demand(node.args[0], ir.layout(node.args[0]))
+        elif node.target in (ops.reshard, ops.unpad):
+            self.pinned.add(node)
+        elif node.target is ops.pad:
+            source = ir.layout(node.args[0])
+            dim, size = node.kwargs["dim"], node.kwargs["size"]
+            base = source.unbind(source.dim_axes(dim))
+            dims = [*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]
+            self._decide(node, Strategy((base,), (base.replace(dims=dims),)))
+        elif node.target in region.OPS:
+            self._decide(node, region.strategy_of(node, self.mesh))
+        else:
+            self._op(node)
+
+    def _op(self, node: fx.Node) -> None:
+        call = call_of(node)
+        operands = operands_of(node)
+        spec = _fitting(node, call)
+        if spec is None or not operands:
+            if operands:
+                self._warn_whole(node)
+            whole = tuple(Layout.whole(self.mesh, v.shape) for v in call.operands)
+            made = tuple(Layout.whole(self.mesh, v.shape) for v in call.results if v is not None)
+            self._decide(node, Strategy(whole, made))
+            return
+        pins = tuple(x in self.pinned for x in operands)
+        have = tuple(self._known(x) for x in operands)
+        layouts = tuple(ir.layout(x) for x in operands)
+        items = tuple(v.itemsize for v in (*call.operands, *call.results) if v is not None)
+        grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
+        chosen = choose(spec, layouts, have, pins, items, grad, self.cost)
+        self._decide(node, chosen)
+        if node.target in VIEWS and ir.info(node).origin.phase == "forward":
+            self._warn_cut(node, layouts[0], chosen.operands[0], spec)
+        if operands[0] in self.pinned and (spec.moves or _casts(node)):
+            self.pinned.add(node)
+
+    def _decide(self, node: fx.Node, strategy: Strategy) -> None:
+        for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
+            self._demand(operand, layout)
+        record = replace(ir.info(node), needs=strategy.operands)
+        if isinstance(record.value, tuple):
+            made = iter(strategy.results)
+            ir.set_info(node, record.at(tuple(None if v is None else next(made) for v in record.value)))
+        else:
+            ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
+
+    def _demand(self, node: fx.Node, layout: Layout) -> None:
+        """Notes that some use wants ``node`` at ``layout``, and so, if it only moves data, its source moved back."""
+        if layout in self.demanded.get(node, ()):
+            return
+        self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
+        if (spec := move_of(node)) is not None and (back := from_results(spec, self.mesh, 0, layout)) is not None:
+            self._demand(node.args[0], back.operands[0])
+
+    def _known(self, node: fx.Node) -> frozenset[Layout]:
+        """The layouts at which ``node`` is wanted already, or is had by moving its source that is."""
+        known = self.demanded.get(node, frozenset())
+        if (spec := move_of(node)) is None:
+            return known
+        moved = (infer(spec, [layout]) for layout in self._known(node.args[0]))
+        return known | {results[0] for results in moved if not isinstance(results, str)}
+
+    def _warn_cut(self, node: fx.Node, have: Layout, taken: Layout, spec: Spec) -> None:
+        """Warns where a view's sizes do not let an axis through, so that the value is gathered over it."""
+        kept = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
+        lost = [axis for axis in have.bound if axis not in kept and axis in self.mesh and axis not in taken.bound]
+        moved = redistribute.wire_bytes(have, taken, ir.value(node).itemsize, self.cost)
+        if not lost or not moved:
+            return
+        source, axes = node.args[0], ", ".join(lost)
+        shape = ",".join(map(str, ir.value(node).shape))
+        text = (
+            f"{ir.info(source).name} {have} is seen as [{shape}], whose sizes axis {axes} does not divide: it is "
+            f"gathered, {moved} bytes a rank"
+        )
+        fix = f"use sizes that {axes} divides, or leave {axes} off where they are split"
+        error = LayoutError(text, source=ir.info(node).origin.source or None, fix=fix)
+        warnings.warn(str(error), ShardcWarning, stacklevel=2)
+
+    def _warn_whole(self, node: fx.Node) -> None:
+        record = ir.info(node)
+        moved = sum(ir.value(x).itemsize * ir.layout(x).numel for x in operands_of(node) if ir.layout(x).axes)
+        text = f"no rule for {node.target} ({record.name}): computed whole on every rank, {moved} bytes gathered"
+        if self.problem.strict:
+            raise RuleError(text, source=record.origin.source, fix="shardc.register_rule(op, ...) or strict=False")
+        if moved:
+            warnings.warn(ShardcWarning(f"{text}\n  source: {record.origin.source}"), stacklevel=2)
+
+    # --- what the outside wants
+
+    def _forward_outputs(self) -> None:
+        """Layouts of the forward's outputs, and from them those of the tangents."""
+        split: set[str] = set()
+        layouts: dict[int, Layout] = {}
+        for role, node in ir.outputs(self.graph):
+            if not isinstance(node, fx.Node) or role.kind == "grad":
+                continue
+            natural = ir.layout(node).without_partial()
+            if role.kind == "output":
+                keep = natural.unbind(a for a in natural.bound if a not in self.problem.batch_axes)
+                layout, _ = self.problem.output_layout(role.index, role.name, keep)
+                layouts[role.index] = layout
+                split.update(layout.bound)
+            else:
+                layout = Layout.whole(self.mesh, ir.value(node).shape)
+            self.wanted[node] = layout
+        summed = [a for a in self.problem.batch_axes if a in split]
+        op = "avg" if self.problem.reduce == "mean" else "sum"
+        for node in ir.placeholders(self.graph, "tangent"):
+            base = layouts[ir.role(node).index]
+            pending = [(axis, op) for axis in summed if axis not in base.bound]
+            ir.set_info(node, ir.info(node).at(base.replace(partial=pending)))
+
+    def _grad_outputs(self) -> None:
+        tensors = [n for n in ir.placeholders(self.graph, "input") if isinstance(ir.info(n).value, Value)]
+        inputs = {ir.role(node).index: ir.layout(node) for node in tensors}
+        for role, node in ir.outputs(self.graph):
+            if role.kind == "grad" and isinstance(node, fx.Node):
+                stored = self.problem.grad_layouts.get(role.name)
+                if role.name in self.problem.deferred:
+                    stored = ir.layout(node)
+                self.wanted[node] = stored if stored is not None else inputs[role.index]
+
+    # --- sweep back
+
+    def _sweep_back(self) -> None:
+        """Computes sliced what every consumer wants sliced."""
+        for node in reversed(self.graph.nodes):
+            needs = ir.info(node).needs if node.op == "call_function" else None
+            if needs is None or node.target is ops.pad or not isinstance(ir.info(node).value, Value):
+                continue
+            target = self._wanted_slice(node)
+            spec = spec_of(call_of(node))
+            if target is None or spec is None:
+                continue
+            sliced = from_results(spec, self.mesh, 0, target)
+            if sliced is None:
+                continue
+            operands, itemsize = operands_of(node), ir.value(node).itemsize
+            now = Strategy(needs, (ir.layout(node),))
+            saved = self._price(operands, needs) - self._price(operands, sliced.operands)
+            saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # which its uses then need not
+            saved += compute_seconds(spec, now, itemsize, self.cost)
+            saved -= compute_seconds(spec, sliced, itemsize, self.cost)
+            others = self._follow(node, target)
+            if others is not None and sum(price for _, _, price in others) <= saved:
+                self._decide(node, sliced)
+                for user, strategy, _ in others:
+                    self._decide(user, strategy)
+
+    def _wanted_slice(self, node: fx.Node) -> Layout | None:
+        """The one layout other than the present one that uses of ``node`` want, if slicing gives it."""
+        here = ir.layout(node)
+        wants = set()
+        for user in node.users:
+            if user.op == "output":
+                wants.add(self.wanted[node])
+                continue
+            if user.target is ops.reshard:  # the plan pins what it makes
+                wants.add(ir.layout(user))
+                continue
+            needs = ir.info(user).needs
+            if needs is None:
+                return None
+            wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
+        wants.discard(here)
+        if len(wants) != 1 or here.partial:
+            return None
+        (want,) = wants
+        if want.partial or (self.wanted.get(node) == here):
+            return None
+        steps = redistribute.steps(here, want, ir.value(node).itemsize, self.cost)
+        return want if all(step.kind == "shard" for step in steps) else None
+
+    def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
+        """How the uses that want ``node`` as it is now can take it at ``target``, and what each then costs more."""
+        out = []
+        for user in node.users:
+            if user.target is ops.reshard and ir.layout(user) != target:
+                return None
+            needs = None if user.op == "output" else ir.info(user).needs
+            if needs is None or target in [w for x, w in zip(operands_of(user), needs, strict=True) if x is node]:
+                continue
+            spec = spec_of(call_of(user)) if hasattr(user.target, "_schema") else None
+            if spec is None or not isinstance(ir.info(user).value, Value):
+                return None
+            operands = operands_of(user)
+            layouts = tuple(target if x is node else want for x, want in zip(operands, needs, strict=True))
+            fitting = [s for s in strategies(spec, layouts) if s.operands == layouts]
+            if not fitting:
+                return None
+            made, itemsize = ir.layout(user), ir.value(user).itemsize
+            price = redistribute.seconds(fitting[0].results[0], made, itemsize, self.cost)
+            out.append((user, fitting[0], price))
+        return out
+
+    def _price(self, operands: Sequence[fx.Node], needs: Sequence[Layout]) -> float:
+        return sum(
+            redistribute.seconds(ir.layout(x), want, ir.value(x).itemsize, self.cost)
+            for x, want in zip(operands, needs, strict=True)
+        )
+
+
+def _last(node: fx.Node) -> fx.Node:
+    """The output that single uses lead to."""
+    (user,) = node.users
+    return node if user.op == "output" else _last(user)
+
+
+def _casts(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten._to_copy.default
+
+
+def _fitting(node: fx.Node, call: Call) -> Spec | None:
+    """The factors of ``node``; an error of its op's rule names the line that calls it."""
+    try:
+        return spec_of(call)
+    except RuleError as error:
+        source = ir.info(node).origin.source or None
+        raise RuleError(error.what, source=source, fix=error.fix) from error
+
+
+def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
+    """The nodes whose only use, through linear ops, is one parameter's gradient: the layout wanted there."""
+    grads = {
+        node: compute.get(role.name)
+        for role, node in ir.outputs(graph)
+        if role.kind == "grad" and isinstance(node, fx.Node)
+    }
+    out: dict[fx.Node, Layout | None] = {}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or len(node.users) != 1 or not isinstance(ir.info(node).value, Value):
+            continue
+        (user,) = node.users
+        if user.op == "output":
+            if node in grads:
+                target = grads[node]
+                out[node] = target if target is not None and target.shape == ir.value(node).shape else None
+        elif user.target is ops.pad and user in out:
+            out[node] = grads[_last(user)]
+        elif user in out and hasattr(user.target, "_schema"):
+            spec = spec_of(call_of(user))
+            positions = frozenset(i for i, x in enumerate(operands_of(user)) if x is node)
+            if spec is None or not (any(positions <= s for s in spec.linear) or carries(spec, "sum", positions)):
+                continue
+            target = out[user]
+            back = None if target is None else from_results(spec, mesh, 0, target)
+            out[node] = None if back is None else back.operands[min(positions)]
+    return out
