@@ -98,11 +98,11 @@ class Program:
         Args:
             sums: parameter, layout and dtype of each local sum.
         """
-        plan, passed = self.bound, self.pipeline
-        spell, localize, move = passed[passes.Collectives], passed[passes.Localize], passed[passes.Offload]
-        given = [Sum(*each) for each in sums]
-        made = deferred_reduction(given, plan.storages, plan.gradients, self._fake_mode, localize.device)
-        made = passes.Pipeline((spell, localize, replace(move, pending=frozenset()))).run(made)
+        plan, joint = self.bound, self.pipeline.until(CUT)
+        given, device = [Sum(*each) for each in sums], joint[passes.Localize].device
+        made = deferred_reduction(given, plan.storages, plan.gradients, self._fake_mode, device)
+        spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
+        made = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(made)
         made = self._scheduled(made)
         return made, certify(self.mesh, [("reduction", made.graph)])
 
@@ -329,13 +329,14 @@ def build_program(
         captured = take(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=Dtypes.of(precision))
     ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
-    bound = BoundPlan.of(
+    shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
+    bound = BoundPlan(
         plan,
         mesh,
         params,
-        shapes=[(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)],
+        inputs=tuple(ports.resolve_inputs(plan, mesh, shapes)),
         pins={tag.name: pin for tag, pin in zip(tags, pins, strict=True)},
-        output_spec=captured.output_spec,
+        outputs=ports.output_specs(plan, captured.output_spec),
         precision=precision,
         stored={name: p.dtype for name, p in model.named_parameters()},
         deferred=deferred,

@@ -21,13 +21,18 @@ from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 
 
-def check(gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None) -> Program:
+def check(
+    gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None, *, spec: str | None = None
+) -> Program:
     """Verifies ``gm`` after ``stage``; returns what it computes, to pass as ``before`` at the next stage.
+
+    Args:
+        spec: the stage whose spec it is, where that is not its own.
 
     Raises:
         VerifyError: with the stage, what is broken, and where.
     """
-    verify(gm, mesh, stage, agrees, before)
+    verify(gm, mesh, stage, agrees, before, spec=spec)
     return program(gm)
 
 
@@ -45,8 +50,7 @@ class Verify(Hook):
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         self.spec = stage if stage in SPECS else self.spec
-        verify(gm, self.mesh, stage, agrees, self.made, spec=self.spec)
-        self.made = program(gm)
+        self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
 
 
 class VerifyHalf(Hook):
@@ -54,16 +58,19 @@ class VerifyHalf(Hook):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.made: halves.Computed = {}
-        self.order: list[str] = []
+        self.made: tuple[halves.Computed, list[str]] | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        self.made, self.order = halves.computed(gm.graph), halves.started(gm.graph)
+        if self.made is None:
+            self.made = halves.computed(gm.graph), halves.started(gm.graph)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         verify_half(gm, self.mesh, stage)
-        found = halves.same(self.made, halves.computed(gm.graph)) if stage in KEEP_VALUES else None
-        if found is None and stage in KEEP_ORDER and halves.started(gm.graph) != self.order:
+        assert self.made is not None
+        values, order = self.made
+        self.made = halves.computed(gm.graph), halves.started(gm.graph)
+        found = halves.same(values, self.made[0]) if stage in KEEP_VALUES else None
+        if found is None and stage in KEEP_ORDER and self.made[1] != order:
             found = "its collectives do not start in the order that was scheduled"
         if found is not None:
             raise broken(Subject(gm, self.mesh, no_rules), stage, ir.output_node(gm.graph), found)

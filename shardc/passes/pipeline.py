@@ -106,14 +106,8 @@ class Pipeline:
                 return each
         raise InputError(f"the pipeline has no {kind.__name__}", fix=f"leave {kind.name!r} in it")
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.names
-
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
-
-    def __len__(self) -> int:
-        return len(self.passes)
 
     def __add__(self, other: Pipeline) -> Pipeline:
         return Pipeline((*self.passes, *other.passes))

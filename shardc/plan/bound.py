@@ -7,19 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardc._compat import pytree
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.plan.entries import Precision
 from shardc.plan.forms import Form
-from shardc.plan.ports import (
-    ActivationPin,
-    InputPlan,
-    batch_axes,
-    grad_mode,
-    output_specs,
-    resolve_inputs,
-)
+from shardc.plan.ports import ActivationPin, InputPlan, batch_axes, grad_mode
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
@@ -51,33 +43,6 @@ class BoundPlan:
     stored: Mapping[str, torch.dtype]
     deferred: frozenset[str] = frozenset()
 
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        mesh: Mesh,
-        params: Mapping[str, ParamPlan],
-        *,
-        shapes: Sequence[tuple[str, Sequence[int]]],
-        pins: Mapping[str, ActivationPin],
-        output_spec: pytree.TreeSpec,
-        precision: Precision,
-        stored: Mapping[str, torch.dtype],
-        deferred: frozenset[str] = frozenset(),
-    ) -> BoundPlan:
-        """Binds ``plan``.
-
-        Args:
-            shapes: dotted path and global shape of each tensor input, in order.
-            output_spec: pytree spec of what the model returns.
-
-        Raises:
-            PlanError, LayoutError: what the plan says of inputs or outputs is not possible.
-        """
-        inputs = tuple(resolve_inputs(plan, mesh, shapes))
-        outputs = output_specs(plan, output_spec)
-        return cls(plan, mesh, params, inputs, pins, outputs, precision, stored, deferred)
-
     @property
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that split the batch."""
@@ -85,7 +50,7 @@ class BoundPlan:
 
     @property
     def reduce(self) -> str:
-        """ "mean" or "sum": what gradients are of the ranks' losses."""
+        """What gradients are of the ranks' losses: "mean" or "sum"."""
         return grad_mode(self.plan)[0]
 
     @property

@@ -130,3 +130,16 @@ def test_layouts_chosen_in_another_way() -> None:
     program = lower(shardc.Options(pipeline=edit))
     assert [problem.batch_axes for problem in seen] == [("dp",)]
     assert program.text("localize") == lower(shardc.Options()).text("localize")
+
+
+def test_a_users_pass_behind_collectives_is_in_the_reduction_too() -> None:
+    notes: list[str] = []
+
+    def edit(made: Pipeline) -> Pipeline:
+        return made.before("offload", Noted("mine", notes)).before("seed", Noted("early", notes))
+
+    program = lower(shardc.Options(pipeline=edit))
+    before = len(notes)
+    sums = Layout.whole(program.mesh, (8, 8)).replace(partial=[("dp", "sum")])
+    program.reduction([("weight", sums, torch.float32)])
+    assert notes[before:] == ["mine"]

@@ -16,6 +16,7 @@ from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.graph import Role, info, outputs
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.identity import digest, known
+from shardc.ir.verify.sent import waits
 from shardc.ir.verify.subject import Broken, Subject
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -93,7 +94,8 @@ def slots(subject: Subject) -> Broken:
     used: dict[int, tuple[int, int]] = {}
     for at, node in enumerate(subject.nodes):
         read = frozenset().union(*(lies.get(x, frozenset()) for x in node.all_input_nodes))
-        until = max((subject.place[wait] for wait in waits(node)), default=at)
+        sent = waits(node) if collective_kind(node) is not None else []
+        until = max((subject.place[wait] for wait in sent), default=at)
         for number in read:
             used[number] = used[number][0], max(used[number][1], until)
             if node.op == "output" and plan.slots[number].region == INSIDE:
@@ -101,7 +103,7 @@ def slots(subject: Subject) -> Broken:
         lies[node] = read if _lends(node) else frozenset()
         if node.target in IN_MESSAGES:
             numbers: Any = arguments_of(node)["slots"]
-            arrived = min((subject.place[wait] for wait in waits(node)), default=at)
+            arrived = min((subject.place[wait] for wait in sent), default=at)
             results = len(text.tensors(info(node)))  # what comes and goes in one message is behind them
             for k, number in enumerate(numbers):
                 maker[number], used[number] = node, (at, at if k < results else max(at, arrived))
@@ -115,14 +117,6 @@ def slots(subject: Subject) -> Broken:
     for one, other in _sharing(plan.slots, used, inside):
         shared = grammar.name_text(plan.slots[other].name)
         yield maker[one], f"its result lies where {shared} does, at the same time"
-
-
-def waits(node: fx.Node) -> list[fx.Node]:
-    """The waits for what ``node`` starts; none where it starts no collective."""
-    if collective_kind(node) is None:
-        return []
-    results = [user for user in node.users if user.target is getitem] or [node]
-    return [user for result in results for user in result.users if user.target is _WAIT]
 
 
 def _lends(node: fx.Node) -> bool:

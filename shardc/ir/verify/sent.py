@@ -44,7 +44,7 @@ def kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
     }
     for node in backward.graph.nodes:
         if collective_kind(node) is not None:
-            for wait in _waits(node):
+            for wait in waits(node):
                 if info(wait).name in held:
                     yield node, f"forward keeps what it brings, {_name(wait)}"
 
@@ -59,10 +59,11 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
     return [(value, said) for value in (values if isinstance(values, list | tuple) else [values])]
 
 
-def _waits(node: fx.Node) -> list[fx.Node]:
+def waits(node: fx.Node) -> list[fx.Node]:
+    """The waits for what ``node``, a collective or one of its results, brings."""
     out = []
     for user in node.users:
-        out += [user] if user.target is _WAIT else _waits(user) if user.target is operator.getitem else []
+        out += [user] if user.target is _WAIT else waits(user) if user.target is operator.getitem else []
     return out
 
 
