@@ -14,11 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree as pytree
 
 from shardc.errors import MeshError
 
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
+LazyGraphModule = _LazyGraphModule  # makes its code when it is first called or shown
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
 COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original
 DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor

@@ -93,8 +93,6 @@ def compile(
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
-    if options.fold and isinstance(mesh, DeviceMesh):
-        raise InputError("fold=True is for looking, and this mesh is for running", fix="pass an abstract shardc.Mesh")
     if options.comm == "none":
         text = "comm='none': collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)

@@ -15,7 +15,7 @@ from shardc._compat import pytree
 from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
 from shardc.dynamic import Differs, DynamicDims, Families, Family
 from shardc.errors import CaptureError, ShardcWarning
-from shardc.fold import build_folded
+from shardc.fold import Folded, build_folded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import artifacts, lower
@@ -24,7 +24,7 @@ from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, load
 from shardc.precompiled.identity import described
-from shardc.program import Options, Program, build_program
+from shardc.program import Joint, Options, Program, Source, build_joint
 from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
@@ -65,21 +65,22 @@ class Build:
             "device": self.device, "loss": self.loss if with_loss else None, "options": self.options,
             "deferred": deferred,
         }  # fmt: skip
-        if self.options.fold and captured is None:
-            program = build_folded(template, self.mesh, self.plan, self.params, args, kwargs, **own)
-        else:
-            program = build_program(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = Surroundings.now(self.device)
         signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
-        values = program.reads.values(template, self.loss)
-        if program.folded is not None:  # what the blocks that were left out read is not known
-            values = (*values, ("folded", "once"))
-        signature = replace(signature, reads=values)
-        program.identity = Identity(signature, described(template, self.loss), self.device.type)
-        program.lower_again = self._lower_again
-        program.again = self._again(template, args, kwargs, with_loss)
-        return program
+
+        def make(joint: Joint, folded: Folded | None) -> Program:
+            reads = joint.captured.reads if folded is None else folded.reads
+            made = replace(signature, reads=reads.values(template, self.loss))
+            identity = Identity(made, described(template, self.loss), self.device.type)
+            return Program(
+                joint, Source(identity, self._again(template, args, kwargs, with_loss), self._lower_again), folded
+            )
+
+        if self.options.fold and captured is None:
+            return build_folded(template, self.mesh, self.plan, self.params, args, kwargs, make=make, **own)
+        joint = build_joint(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
+        return make(joint, None)
 
     def sized(
         self,

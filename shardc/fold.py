@@ -8,38 +8,36 @@ plan says of them.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import fx, nn
 
+from shardc._compat import LazyGraphModule
 from shardc.analysis.kernels import flops_of
 from shardc.capture import Dtypes, Repeat, find_repeats, shortened
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh
+from shardc.ir.reads import Lookup, Read, Reads
 from shardc.passes.options import Options
 from shardc.passes.settle import Settle
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
+from shardc.plan.bound import BoundPlan
 from shardc.plan.ports import ActivationPin, precision_of, resolve_activations
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
-from shardc.program import Program, build_program
+from shardc.program import Joint, Program, build_joint
 
 # Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
 KEEP = (4, 6)
-
-
-class Unexecuted(fx.GraphModule):
-    """A graph that is only looked at: no code is made of it, which takes long for a large one."""
-
-    def recompile(self) -> Any:
-        return None
 
 
 @dataclass(frozen=True)
@@ -50,21 +48,26 @@ class Folded:
         repeats: the runs of blocks of the whole model.
         keep: how many blocks of each the program has.
         unfolds: for each run, on what the ones before it make.
-        levels, causes: as `Program.finish` takes them, of the whole model.
+        bound: the plan against the whole model.
+        reads: what captures of all blocks would have looked at.
         graphs: what `whole` has made, by stage.
     """
 
     repeats: tuple[Repeat, ...]
     keep: int
     unfolds: tuple[Unfold, ...]
-    levels: Mapping[str, int]
-    causes: Mapping[str, str]
+    bound: BoundPlan
+    reads: Reads
     graphs: dict[str, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was folded, for people."""
         return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
+
+    def levels(self, few: Mapping[str, int]) -> dict[str, int]:
+        """How each parameter of the whole model is gathered, by those of the blocks that were captured."""
+        return {name: few[_counterpart(name, self.repeats, self.keep)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
         """``graph``, which is that of a few blocks after ``stage``, of the whole model, gradients beside their blocks.
@@ -73,7 +76,7 @@ class Folded:
             PlanError: the blocks do not repeat in it, node by node.
         """
         if stage not in self.graphs:
-            graph = Settle()(Unexecuted({}, ir.copied(graph))).graph
+            graph = Settle()(LazyGraphModule({}, ir.copied(graph))).graph
             try:
                 for each in self.repeats:
                     graph = Unfold(graph, each, self.keep).joint(graph)
@@ -96,7 +99,7 @@ class Folded:
         graph = gm.graph
         for unfold in self.unfolds:
             graph = unfold.joint(graph)
-        return Unexecuted(gm, graph)
+        return LazyGraphModule(gm, graph)
 
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
@@ -105,7 +108,7 @@ class Folded:
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)
-        return Unexecuted(first, forward), None if backward is None else Unexecuted(second, backward)
+        return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
 
     def model_flops(self, graph: fx.Graph) -> int:
         """As `shardc.analysis.schedule.model_flops`, of the whole model."""
@@ -128,24 +131,22 @@ def build_folded(
     device: torch.device,
     loss: Callable[..., Any] | None,
     options: Options,
+    make: Callable[[Joint, Folded | None], Program],
     deferred: frozenset[str] = frozenset(),
 ) -> Program:
-    """As `build_program`, from a few of each run of alike blocks; `Program.folded` says of which.
+    """What ``make`` makes of a few of each run of alike blocks, or of the whole model where that has none.
 
-    A model without such runs is built whole; so is one whose blocks look alike but do not come out so, with a warning.
+    So it is, with a warning, of one whose blocks look alike but do not come out so.
     """
     why: NotPeriodic | None = None
-    if options.budget_bytes() > 0:
-        text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
-        warnings.warn(ShardcWarning(text), stacklevel=2)
-    for keep in KEEP if options.budget_bytes() <= 0 else ():
+    for keep in KEEP if options.budget_bytes() == 0 else ():
         repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
         if not repeats:
             break
         short = {_short(name, repeats, keep): found for name, found in params.items()}
         pins = [(_short(pin.module, repeats, keep), pin) for pin in _pins(model, plan)]
         with shortened(model, repeats, keep):
-            program = build_program(
+            joint = build_joint(
                 model, mesh, plan, {name: found for name, found in short.items() if name is not None}, args, kwargs,
                 device=device, loss=loss, options=options, 
                 pins=[replace(pin, module=name) for name, pin in pins if name is not None],
@@ -153,7 +154,10 @@ def build_folded(
             )  # fmt: skip
         try:
             with uncollected():
-                program.folded = _folded(program, repeats, keep, params)
+                stored = {name: p.dtype for name, p in model.named_parameters()}
+                bound = replace(joint.bound, params=params, stored=stored, deferred=deferred)
+                reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, loss))
+                program = make(joint, Folded(tuple(repeats), keep, _unfolds(joint, repeats, keep), bound, reads))
                 _ = program.forward or program.inference
             return program
         except NotPeriodic as error:
@@ -161,21 +165,57 @@ def build_folded(
     if why is not None:
         text = f"blocks {repeats[0] if repeats else ''} are not folded: {why.what}"
         warnings.warn(ShardcWarning(text), stacklevel=2)
-    return build_program(
+    whole = build_joint(
         model, mesh, plan, params, args, kwargs, device=device, loss=loss, options=options, deferred=deferred
     )
+    return make(whole, None)
 
 
-def _folded(program: Program, repeats: Sequence[Repeat], keep: int, params: Mapping[str, ParamPlan]) -> Folded:
+def _unfolds(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
     unfolds: list[Unfold] = []
-    graph = program.localized.graph
+    graph = joint.local.graph
     for number, each in enumerate(repeats):
         if number:
             graph = unfolds[-1].joint(graph)
         unfolds.append(Unfold(graph, each, keep))
-    levels = {name: program.levels[_counterpart(name, repeats, keep)] for name in params}
-    causes = {name: p.compute_cause for name, p in params.items()}
-    return Folded(tuple(repeats), keep, tuple(unfolds), levels, causes)
+    return tuple(unfolds)
+
+
+def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Lookup) -> Reads:
+    """What a capture of all blocks would have read, given that each reads what those read that were captured.
+
+    Args:
+        at: finds what is read in the whole model.
+
+    Raises:
+        NotPeriodic: a block has another value there than the others, so that its capture may have come out otherwise.
+    """
+    found = reads.found
+    for each in repeats:
+        made = [copy for read in found for copy in _read_of_blocks(read, each, keep, at)]
+        found = tuple(dict.fromkeys(made))
+    return Reads(tuple(sorted(found, key=str)), reads.scopes)
+
+
+def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
+    """``read`` of a model of which ``keep`` blocks of a run were captured, as all blocks would have read it."""
+    container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
+    # Every third part is the number of a child of the container.
+    parts = re.split(rf"(?<={re.escape(container)}\._modules\[')(\d+)(?='\])", read.expression)
+    texts, numbers = parts[::2], [int(number) for number in parts[1::2]]
+    inside = {number for number in numbers if run.first <= number < run.first + keep}
+    if len(inside) > 1 or re.search(rf"{re.escape(container)}\S*\[\d+\]", read.expression):
+        raise NotPeriodic(f"the model reads {read}, which is not of one block by name")
+
+    def of(block: int) -> Read:
+        behind = run.first + keep
+        new = [block if n in inside else n + (run.count - keep) * (n >= behind) for n in numbers]
+        return replace(read, expression="".join(chain(*zip_longest(texts, map(str, new), fillvalue=""))))
+
+    found = [of(run.first + block) for block in range(run.count if inside else 1)]
+    if len(values := {at.text(each) for each in found}) > 1:
+        raise NotPeriodic(f"{read} is not the same in all blocks: {', '.join(sorted(values)[:3])}")
+    return found
 
 
 def _repeats(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardc import passes
-from shardc._compat import pytree
+from shardc._compat import LazyGraphModule, pytree
 from shardc.analysis.causes import Cause, cause_of
 from shardc.analysis.certificate import Certificate, certify, outputs_text
 from shardc.analysis.derive import Dims, derive
@@ -45,52 +45,79 @@ if TYPE_CHECKING:
 CUT = passes.Partition.name
 
 
+@dataclass(frozen=True)
+class Joint:
+    """A model's joint graph at local shapes, and what it came of.
+
+    Args:
+        bound: the plan against the model.
+        captured: what was captured.
+        pipeline: the passes, of which those in front of the cut have run.
+        local: the joint graph at local shapes.
+        stages: the graph after each stage so far.
+    """
+
+    bound: BoundPlan
+    options: Options
+    captured: Captured
+    pipeline: passes.Pipeline
+    local: fx.GraphModule
+    stages: dict[str, fx.Graph]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a program was asked for by.
+
+    Args:
+        identity: what call and model it is for.
+        again: makes the program of another mesh and other input shapes, by input.
+        lower_again: makes Inductor's artifacts of a saved program.
+    """
+
+    identity: Identity | None = None
+    again: Any = None
+    lower_again: Callable[[Path], bytes | None] | None = None
+
+
 class Program:
     """The annotated graphs of a model after every stage, and the local forward and backward at the end.
 
     Attributes:
         mesh, plan, options: what it was compiled for; ``bound``: the plan against the model.
         pipeline: the passes that it goes through.
-        stages: names of the stages whose text there is.
         forward, backward, inference: localized graphs; the first two are None where nothing needs a gradient.
         inputs: (name, layout) of each tensor input.
         outputs: the role (with layout) of each forward output.
         deferred: the parameters whose gradients the backward leaves unreduced.
-        again: makes the program of another mesh and other input shapes, by input.
         conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
-        folded: where repeated blocks are analysed on a few of them, which; then stages up to the cut show these few.
-        identity: what call and model it is for; ``reads``: what its capture looked at of them besides tensors.
+        folded: where alike blocks were captured and planned on a few of them, which; stages up to the cut show these.
+        identity, again, lower_again: as `Source` has them.
+        reads: what its capture looked at of the model besides tensors.
     """
 
     cached = False
     conditions: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        plan: BoundPlan,
-        options: Options,
-        captured: Captured,
-        pipeline: passes.Pipeline,
-        local: fx.GraphModule,
-        graphs: dict[str, fx.Graph],
-    ) -> None:
-        self.mesh, self.plan, self.options, self.bound, self.pipeline = plan.mesh, plan.plan, options, plan, pipeline
-        self.inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, plan.inputs, strict=True))
-        self.input_spec, self.constants = captured.input_spec, captured.constants
-        self.output_spec, self.reads = captured.output_spec, captured.reads
-        self._graphs, self._root, self._local = graphs, captured.graph, local
-        self._fake_mode = captured.fake_mode
-        self.levels: Mapping[str, int] = pipeline[passes.Partition].levels(local.graph)
-        self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in plan.params.items()}
-        self.deferred = plan.deferred
-        forward = [(role, x) for role, x in ir.outputs(local.graph) if role.kind != "grad"]
+    def __init__(self, joint: Joint, source: Source | None = None, folded: Folded | None = None) -> None:
+        self.joint, self.folded, source = joint, folded, source or Source()
+        self.identity, self.again, self.lower_again = source.identity, source.again, source.lower_again
+        self.bound = joint.bound if folded is None else folded.bound
+        self.mesh, self.plan, self.options = self.bound.mesh, self.bound.plan, joint.options
+        self.pipeline, captured = joint.pipeline, joint.captured
+        self.inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
+        self.input_spec, self.output_spec = captured.input_spec, captured.output_spec
+        self.constants, self.reads = captured.constants, captured.reads if folded is None else folded.reads
+        levels = self.pipeline[passes.Partition].levels(joint.local.graph)
+        self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)
+        self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
+        self.deferred = self.bound.deferred
+        forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
-        self.folded: Folded | None = None
-        self.identity: Identity | None = None
-        self.lower_again: Callable[[Path], bytes | None] | None = None
-        self.again: Any = None
+        if self.options.dump:
+            self.write_stages(self.options.dump)
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
         """The scheduled local graph that reduces what backwards without reduction summed up to gradients.
@@ -100,7 +127,7 @@ class Program:
         """
         plan, joint = self.bound, self.pipeline.until(CUT)
         given, device = [Sum(*each) for each in sums], joint[passes.Localize].device
-        made = deferred_reduction(given, plan.storages, plan.gradients, self._fake_mode, device)
+        made = deferred_reduction(given, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
         made = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(made)
         made = self._scheduled(made)
@@ -109,10 +136,10 @@ class Program:
     @property
     def stages(self) -> tuple[str, ...]:
         """The stages in order; the last ones run when they are first asked for."""
-        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.localized.graph))
-        own = () if self.folded is not None else self.halves.names
-        last = [f"{name}{half}" for name in (CUT, *own) for half in ("", ".backward")[: 1 + differentiated]]
-        return tuple(dict.fromkeys((*self._graphs, *last)))
+        differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.joint.local.graph))
+        halves = ("", ".backward")[: 1 + differentiated]
+        last = [f"{name}{half}" for name in (CUT, *self.halves.names) for half in halves]
+        return tuple(dict.fromkeys((*self.joint.stages, *last)))
 
     def is_half(self, stage: str) -> bool:
         """Whether the graph after ``stage`` is a forward or a backward, not the joint one."""
@@ -123,10 +150,10 @@ class Program:
         """What runs on each half."""
         return self.pipeline.behind(CUT)
 
-    @property
+    @cached_property
     def localized(self) -> fx.GraphModule:
         """The joint graph at local shapes."""
-        return self._local
+        return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
 
     @property
     def forward(self) -> fx.GraphModule | None:
@@ -138,24 +165,23 @@ class Program:
 
     @cached_property
     def inference(self) -> fx.GraphModule:
-        made = passes.inference(self.localized)
+        made = passes.inference(self.joint.local)
         return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
+
+    @cached_property
+    def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        """The halves, of all blocks, as they are cut; where nothing needs a gradient the forward alone."""
+        local = self.joint.local
+        first, second = self.pipeline[passes.Partition](local)
+        if self.options.verify:
+            verify.verify_halves(first, second, self.mesh, local.graph)
+        return (first, second) if self.folded is None else self.folded.halves(first, second)
 
     @cached_property
     def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
         """The forward and the backward, or two None where nothing needs a gradient."""
-        first, second = self.pipeline[passes.Partition](self.localized)
-        if self.options.verify:
-            verify.verify_halves(first, second, self.mesh, self.localized.graph)
-        self._graphs[CUT] = ir.copied(first.graph)
-        if second is not None:
-            self._graphs[f"{CUT}.backward"] = ir.copied(second.graph)
-        if self.folded is not None:
-            first, second = self.folded.halves(first, second)
-        if second is None:
-            self._scheduled(first, "")
-            return None, None
-        return self._scheduled(first, ""), self._scheduled(second, ".backward")
+        first, second = self._cut
+        return (None, None) if second is None else (self._scheduled(untied(first)), self._scheduled(untied(second)))
 
     def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Certificate]:
         """The scheduled backward for a loss that uses these outputs only (by index), and its certificate."""
@@ -163,18 +189,14 @@ class Program:
         return made, certify(self.mesh, [(f"backward of {outputs_text(used)}", made.graph)])
 
     def _backward_of(self, used: frozenset[int]) -> fx.GraphModule:
-        cut = fx.GraphModule(self.localized, ir.copied(self.graph("partition.backward")))
-        return self._scheduled(passes.Absent(used)(cut))
+        _, second = self._cut
+        assert second is not None
+        return self._scheduled(passes.Absent(used)(untied(second)))
 
-    def _scheduled(self, half: fx.GraphModule, suffix: str | None = None) -> fx.GraphModule:
-        """``half`` bucketed and scheduled; with ``suffix`` the graphs are kept under the passes' names."""
-
-        hooks: list[passes.Hook] = [*self.options.hooks]
-        if suffix is not None and self.folded is None:
-            hooks.insert(0, Kept(self._graphs, suffix))
-        if self.options.verify:
-            hooks.insert(0, VerifyHalf(self.mesh))
-        return self.halves.run(half, *hooks)
+    def _scheduled(self, half: fx.GraphModule, *hooks: passes.Hook) -> fx.GraphModule:
+        """``half`` bucketed and scheduled."""
+        checks = (VerifyHalf(self.mesh),) if self.options.verify else ()
+        return self.halves.run(half, *checks, *hooks, *self.options.hooks)
 
     def certificate(self, training: bool = True) -> Certificate:
         """The order of the collectives of a training step (forward and backward), or of an evaluation."""
@@ -192,15 +214,24 @@ class Program:
         Raises:
             PlanError: no such stage, or none for this program (no backward where nothing needs a gradient).
         """
-        if stage not in self._graphs and stage in self.stages:
-            _ = self._halves
-        if stage not in self._graphs:
+        if stage not in self.stages:
             raise PlanError(f"there is no stage {stage!r}", fix=near(stage, self.stages))
-        return self._graphs[stage]
+        return self._last[stage] if self.is_half(stage) else self.joint.stages[stage]
+
+    @cached_property
+    def _last(self) -> dict[str, fx.Graph]:
+        """The halves after each of the stages behind the cut, which are made once more for those who look at them."""
+        kept: dict[str, fx.Graph] = {}
+        for half, suffix in zip(self._cut, ("", ".backward"), strict=True):
+            if half is not None:
+                kept[f"{CUT}{suffix}"] = half.graph
+                self.halves.run(untied(half), Kept(kept, suffix))
+        return kept
 
     def whole(self, stage: str) -> fx.Graph:
         """As `graph`, of all blocks of the model where a few stand for them: of stages from ``propagate`` on."""
-        return self.graph(stage) if self.folded is None else self.folded.whole(stage, self.graph(stage))
+        few = self.folded is not None and not self.is_half(stage)
+        return self.folded.whole(stage, self.graph(stage)) if few and self.folded else self.graph(stage)
 
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
         """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause."""
@@ -208,7 +239,7 @@ class Program:
 
     def module(self, stage: str) -> fx.GraphModule:
         """The graph as it was after ``stage``, with the constants that it holds."""
-        return fx.GraphModule(self._root, self.graph(stage))
+        return LazyGraphModule(self.joint.captured.graph, self.graph(stage))
 
     def schedule(
         self,
@@ -234,18 +265,16 @@ class Program:
         if stage not in ("schedule", "localize"):
             raise PlanError(f"there is no schedule of stage {stage!r}", fix="use schedule or localize")
         folded = self.folded
-        levels, causes = (self.levels, self.causes) if folded is None else (folded.levels, folded.causes)
         if stage == "localize":
-            joint = self.localized if folded is None else folded.joint(self.localized)
-            step = of_joint(joint.graph, levels, self.options.checkpoint_collectives)
+            step = of_joint(self.localized.graph, self.levels, self.options.checkpoint_collectives)
         else:
             first = self.forward or self.inference
-            step = of_halves(first.graph, self.backward and self.backward.graph, levels)
+            step = of_halves(first.graph, self.backward and self.backward.graph, self.levels)
         # Before ``pad``: what is computed on filling is of no use.
         useful = (model_flops if folded is None else folded.model_flops)(self.graph("seed")) / self.mesh.ranks
         described = find(hardware) if isinstance(hardware, str) else hardware
         return build(
-            step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=causes,
+            step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=self.causes,
             useful_flops=useful, optimizer_copies=optimizer_copies, notes=() if folded is None else folded.notes,
         )  # fmt: skip
 
@@ -295,7 +324,7 @@ class Kept(passes.Hook):
         self.graphs[stage + self.suffix] = ir.copied(gm.graph)
 
 
-def build_program(
+def build_joint(
     model: nn.Module,
     mesh: Mesh,
     plan: Plan,
@@ -309,8 +338,8 @@ def build_program(
     deferred: frozenset[str] = frozenset(),
     captured: Captured | None = None,
     pins: Sequence[ports.ActivationPin] | None = None,
-) -> Program:
-    """Captures ``model`` at global example inputs and runs the pipeline.
+) -> Joint:
+    """Captures ``model`` at global example inputs and runs the passes in front of the cut.
 
     Args:
         deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
@@ -347,7 +376,9 @@ def build_program(
     for hook in hooks:
         hook.after("capture", captured.graph)
     local = pipeline.until(CUT).run(captured.graph, *hooks)
-    program = Program(bound, options, captured, pipeline, local, graphs)
-    if options.dump:
-        program.write_stages(options.dump)
-    return program
+    return Joint(bound, options, captured, pipeline, local, graphs)
+
+
+def untied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a half, for passes to change."""
+    return LazyGraphModule(gm, ir.copied(gm.graph))

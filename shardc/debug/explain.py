@@ -158,9 +158,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]
     if param:
         computed = dict.fromkeys(use.takes for use in uses)
-        said = (program.causes if folded is None else folded.causes).get(
-            record.name
-        ) or "no entry splits it for compute: it is whole there"
+        said = program.causes.get(record.name) or "no entry splits it for compute: it is whole there"
         decisions += [Decision("compute", takes, said) for takes in computed]
         made = next((x for role, x in ir.outputs(graph) if role.kind == "grad" and role.name == record.name), None)
         if isinstance(made, fx.Node):
@@ -186,7 +184,7 @@ def _who(program: Program, node: fx.Node) -> str:
     record = ir.info(node)
     origin = record.origin
     if record.role is not None:
-        level = (program.levels if program.folded is None else program.folded.levels).get(record.name, 0)
+        level = program.levels.get(record.name, 0)
         if record.role.kind == "param":
             said = origin.cause or "no entry speaks of it: whole on every rank"
             return f"{said}, level {level}" if level and "level" not in said else said

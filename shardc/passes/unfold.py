@@ -8,7 +8,7 @@ so is not unfolded: that is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -337,6 +337,22 @@ class _Unfolding:
         output = self.new.output(tuple(node for _, node in made))
         output.meta = dict(ir.output_node(self.source).meta)
         output.meta[ir.ROLES] = tuple(role for role, _ in made)
+        if (reads := output.meta.get(ir.READS)) is not None:
+            output.meta[ir.READS] = dict(self._reads(reads))
+
+    def _reads(self, reads: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
+        """What each of the placeholders, now of all blocks, was made of."""
+        for node in ir.placeholders(self.source):
+            if (role := reads.get(node.name)) is None:
+                continue
+            shift = self._shift(node)
+            yield self.env[node].name, replace(role, name=self.names.module(role.name, shift))
+            place = self.places.get(node)
+            if place is None or place.block != self.names.last:
+                continue
+            for block in self.copies:
+                name = self.names.module(role.name, block - self.names.last)
+                yield self.copied[Place(place.role, block)].name, replace(role, name=name)
 
     def _outputs(self, group: list[tuple[Role, Any]], blocks: Iterable[int]) -> list[tuple[Role, Any]]:
         return [self._one_output(role, node, block - self.names.last) for block in blocks for role, node in group]
