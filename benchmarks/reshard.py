@@ -36,8 +36,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import steps, wire_bytes
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import steps, wire_bytes
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardc.analysis.kernels import flops_of
 from shardc.capture import Dtypes, Repeat, find_repeats, shortened
+from shardc.cost.kernels import flops_of
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.garbage import uncollected
@@ -108,7 +108,7 @@ class Folded:
         return Unexecuted(first, forward), None if backward is None else Unexecuted(second, backward)
 
     def model_flops(self, graph: fx.Graph) -> int:
-        """As `shardc.analysis.schedule.model_flops`, of the whole model."""
+        """As `shardc.report.schedule.model_flops`, of the whole model."""
         return sum(self._times(node) * flops_of(node) for node in graph.nodes if node.op == "call_function")
 
     def _times(self, node: fx.Node) -> int:

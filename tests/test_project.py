@@ -33,16 +33,17 @@ ALLOWED = {
     "ir": {"errors", "_compat"},
     "rules": {"errors", "ir", "_compat"},
     "plan": {"errors", "ir", "_compat"},
-    "analysis": {"errors", "ir", "_compat"},
+    "cost": {"errors", "ir", "_compat"},
+    "report": {"errors", "ir", "cost", "_compat"},
     "capture": {"errors", "ir", "_compat"},
     "lower": {"errors", "ir", "_compat"},
-    "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
+    "passes": {"errors", "ir", "rules", "plan", "cost", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
     "optim": {"errors", "runtime", "_compat"},
     "train": {"errors", "runtime"},
-    "links": {"errors", "analysis", "runtime"},
+    "links": {"errors", "cost", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
-    "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
+    "debug": {"errors", "ir", "capture", "rules", "plan", "cost", "report", "passes", "runtime", "program", "_compat"},
 }
 NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}
 

@@ -14,15 +14,16 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import shardc
-from shardc.analysis import hardware, sweep_picture
-from shardc.analysis.export import gigabytes, milliseconds, shorten
-from shardc.analysis.hardware import Hardware
 from shardc.capture import CaptureOnce
 from shardc.cli import target
+from shardc.cost import hardware
+from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.plan.resolve import entry_axes
+from shardc.report import sweep_picture
+from shardc.report.export import gigabytes, milliseconds, shorten
 
 
 @dataclass(frozen=True)

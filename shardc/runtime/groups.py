@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import shardc.runtime.direct
-import shardc.runtime.permute  # noqa: F401  (collectives that graphs may call on these groups)
+import shardc.runtime.wire.direct
+import shardc.runtime.wire.permute  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.layout import Layout
@@ -26,7 +26,7 @@ from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
 from shardc.runtime.agreement import Agreement
-from shardc.runtime.listen import interrupt
+from shardc.runtime.wire.listen import interrupt
 
 Axes = tuple[str, ...]
 

@@ -11,7 +11,7 @@ from shardc.ir.layout import REDUCE_OPS
 from shardc.ir.mesh import Mesh
 from shardc.runtime.eager import Eager
 from shardc.runtime.groups import Groups, device_mesh
-from shardc.runtime.lockstep import Lockstep, PerRank
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from tests.ranks import run_ranks
 
 MESH = Mesh(a=2, b=2)

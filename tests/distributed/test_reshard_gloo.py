@@ -7,14 +7,14 @@ from functools import partial
 
 import torch
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import Step, steps
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.spell import spell
 from shardc.runtime.eager import Eager
 from shardc.runtime.groups import Groups, device_mesh
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 from tests.layouts import every_layout
 from tests.ranks import run_ranks
 

@@ -8,14 +8,14 @@ import pytest
 import sympy
 import torch
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import steps, wire_bytes
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import steps, wire_bytes
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.symbolic import Generic, at
 from shardc.passes.spell import spell
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 MESH = Mesh(dp=2, tp=4)
 B, S = sympy.symbols("b s", integer=True, positive=True)
