@@ -20,7 +20,7 @@ from shardc.passes.calls import call_of, operands_of
 from shardc.passes.choose import priced
 from shardc.program import Program
 from shardc.report.export import milliseconds
-from shardc.report.schedule import Collective
+from shardc.report.prediction import Collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.spec import Strategy
 

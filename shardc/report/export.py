@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tabulate import tabulate
 
 from shardc.report.memory import OWNERS
-
-if TYPE_CHECKING:
-    from shardc.report.schedule import Collective, Schedule, Total
+from shardc.report.prediction import Collective, Prediction, Total
 
 HEAD = ("kind", "axis", "ranks", "dtype", "count", "B/rank", "ms", "exposed", "phase", "tensor", "hidden by", "cause")
 TOTALS = ("axis", "kind", "phase", "entry")
 
 
-def table(schedule: Schedule, rows: int | None) -> str:
+def table(schedule: Prediction, rows: int | None) -> str:
     """Three tables and two lines: collectives, totals, memory; the step; whether it fits."""
     alike: dict[tuple[Any, ...], list[Collective]] = {}
     for each in schedule.transfers:
@@ -40,7 +38,7 @@ def table(schedule: Schedule, rows: int | None) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def summary(schedule: Schedule) -> str:
+def summary(schedule: Prediction) -> str:
     """Time and memory in two lines."""
     fits = "fits" if schedule.fits() else "does not fit"
     return (
@@ -94,7 +92,7 @@ def _text(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:
     return tabulate(rows, head, tablefmt="plain", disable_numparse=True, stralign="left")
 
 
-def record(schedule: Schedule) -> dict[str, Any]:
+def record(schedule: Prediction) -> dict[str, Any]:
     """All of a schedule as plain data; seconds and bytes."""
     return {
         "mesh": dict(schedule.mesh.shape),
@@ -123,7 +121,7 @@ def record(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def trace(schedule: Schedule) -> dict[str, Any]:
+def trace(schedule: Prediction) -> dict[str, Any]:
     """Chrome's trace events: microseconds; track 0 computes, then one track for each axis."""
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     events: list[dict[str, Any]] = [

@@ -30,7 +30,7 @@ class Moves:
     """Collectives of one kind over one group, of tensors that the same axes cut.
 
     Args:
-        kind, group: as in `shardc.report.schedule.Collective`; the axes of the group.
+        kind, group: as in `shardc.report.prediction.Collective`; the axes of the group.
         cut: the axes that cut the tensor that a rank hands in.
         count: of them.
         itemsize: bytes of an element.

@@ -18,7 +18,8 @@ from shardc.cost.kernels import flops_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.report.export import layers_of
-from shardc.report.schedule import HOST, Collective, Run, Schedule
+from shardc.report.prediction import HOST, Collective, Run
+from shardc.report.schedule import Schedule
 
 SEVERITIES = ("high", "medium", "low")
 LARGE_PARAMETER = 1 << 20  # bytes a rank of a whole parameter that are worth a word

@@ -6,21 +6,19 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.cost.sequence import Sequence
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
 from shardc.report.causes import NEEDED_BY
 from shardc.report.memory import OWNERS
-
-if TYPE_CHECKING:
-    from shardc.report.schedule import Collective, Schedule
+from shardc.report.prediction import Collective, Prediction
 
 TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
-def page(schedule: Schedule) -> str:
+def page(schedule: Prediction) -> str:
     """The page, the same to the byte for the same program."""
     data = json.dumps(record(schedule), separators=(",", ":"))
     # In a script element only these three could end it or begin a comment.
@@ -29,7 +27,7 @@ def page(schedule: Schedule) -> str:
     return resources.files("shardc.report").joinpath("page.html").read_text().replace("@DATA@", data)
 
 
-def record(schedule: Schedule) -> dict[str, Any]:
+def record(schedule: Prediction) -> dict[str, Any]:
     """What the page shows: microseconds and bytes; ops are named by their position in the step."""
     words: dict[str, int] = {}
     places = _Places(schedule.step)
@@ -70,7 +68,7 @@ def record(schedule: Schedule) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def curve(schedule: Schedule) -> list[tuple[float, tuple[int, ...]]]:
+def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
     """(seconds, bytes by owner) wherever the clock moves, and at the end: the most that is held, then what stays."""
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
@@ -108,7 +106,7 @@ class _Places:
         return known[min(bisect_left(known, at), len(known) - 1) :][:1]
 
 
-def _op(schedule: Schedule, at: int, words: dict[str, int]) -> list[Any]:
+def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
     op = schedule.step.ops[at]
     record, graph = ir.info(op.node), op.node.graph.owning_module
     assert graph is not None

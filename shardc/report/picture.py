@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardc.errors import InputError
 from shardc.report.export import gigabytes, milliseconds
 from shardc.report.memory import OWNERS
 from shardc.report.page import curve
-
-if TYPE_CHECKING:
-    from shardc.report.schedule import Schedule
+from shardc.report.prediction import Prediction
 
 # The page's colours.
 KINDS = {
@@ -26,7 +24,7 @@ HELD = dict(
 EXPOSED = "#e03131"
 
 
-def save(schedule: Schedule, path: str | Path) -> None:
+def save(schedule: Prediction, path: str | Path) -> None:
     """Writes the picture; the ending of ``path`` says as what (png, svg, pdf).
 
     Raises:
@@ -39,7 +37,7 @@ def save(schedule: Schedule, path: str | Path) -> None:
         raise InputError(f"plot {path}: {error}", fix="end it in .png, .svg or .pdf") from None
 
 
-def draw(schedule: Schedule) -> Any:
+def draw(schedule: Prediction) -> Any:
     """The picture as a matplotlib figure, of which no window and no global state knows.
 
     Raises:
@@ -89,7 +87,7 @@ def draw(schedule: Schedule) -> Any:
     return figure
 
 
-def _title(schedule: Schedule) -> str:
+def _title(schedule: Prediction) -> str:
     return (
         f"{schedule.mesh} on {schedule.hardware.name}: step {milliseconds(schedule.seconds)} ms, exposed "
         f"{milliseconds(schedule.exposed)} ms, MFU at most {schedule.mfu:.1%}, peak memory "
