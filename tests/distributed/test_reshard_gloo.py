@@ -12,9 +12,9 @@ from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.spell import spell
-from shardc.runtime.eager import Eager
 from shardc.runtime.groups import Groups, device_mesh
 from shardc.runtime.sim.lockstep import Lockstep
+from tests.eager import Eager
 from tests.layouts import every_layout
 from tests.ranks import run_ranks
 
