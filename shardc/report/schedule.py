@@ -63,15 +63,9 @@ class Schedule(Prediction):
         """A Chrome trace (for Perfetto): the compute stream, one track for each axis, and memory by owner."""
         return json.dumps(export.trace(self)) + "\n"
 
-    def save_trace(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_trace())
-
     def to_html(self) -> str:
         """A page that needs nothing else: timeline, memory by owner, tables that sort, the graph with links."""
         return page.page(self)
-
-    def save_html(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_html())
 
     def plot(self, path: str | Path) -> None:
         """Writes a picture (png, svg or pdf, by the path's ending) of the timeline and of memory by owner.
