@@ -24,21 +24,20 @@ HELD = dict(
 EXPOSED = "#e03131"
 
 
-def save(schedule: Prediction, path: str | Path) -> None:
-    """Writes the picture; the ending of ``path`` says as what (png, svg, pdf).
+def save(picture: Any, path: str | Path) -> None:
+    """Writes a matplotlib figure; the ending of ``path`` says as what (png, svg, pdf).
 
     Raises:
-        InputError: matplotlib is not installed, or it knows no such ending.
+        InputError: matplotlib knows no such ending.
     """
-    figure = draw(schedule)
     try:
-        figure.savefig(path, dpi=120)
+        picture.savefig(path, dpi=120)
     except ValueError as error:
         raise InputError(f"plot {path}: {error}", fix="end it in .png, .svg or .pdf") from None
 
 
-def draw(schedule: Prediction) -> Any:
-    """The picture as a matplotlib figure, of which no window and no global state knows.
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, of which no window and no global state knows.
 
     Raises:
         InputError: matplotlib is not installed.
@@ -47,12 +46,17 @@ def draw(schedule: Prediction) -> Any:
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError("a plot needs matplotlib, which is not installed", fix="pip install 'shardc[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(schedule: Prediction) -> Any:
+    """The picture as a matplotlib figure."""
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     lanes = ["compute", *axes]
     unit, name = (1e3, "ms") if schedule.seconds < 10 else (1.0, "s")
-    figure = Figure(figsize=(12, 3.6 + 0.4 * len(lanes)), layout="constrained")
-    time, memory = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(lanes) + 0.4, 2.4]})
-    figure.suptitle(_title(schedule), fontsize=10)
+    drawn = figure(12, 3.6 + 0.4 * len(lanes))
+    time, memory = drawn.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(lanes) + 0.4, 2.4]})
+    drawn.suptitle(_title(schedule), fontsize=10)
 
     def bars(lane: int, kind: str, spans: Iterable[tuple[float, float]]) -> None:
         low, high = (0.26, 0.12) if kind == "exposed" else (-0.38, 0.76)
@@ -84,7 +88,7 @@ def draw(schedule: Prediction) -> Any:
     memory.set_xlabel(name)
     memory.set_xlim(0, schedule.seconds * unit or 1)
     _legend(memory, {OWNERS[n]: HELD[OWNERS[n]] for n in reversed(used)})
-    return figure
+    return drawn
 
 
 def _title(schedule: Prediction) -> str:

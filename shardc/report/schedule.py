@@ -73,7 +73,7 @@ class Schedule(Prediction):
         Raises:
             InputError: matplotlib is not installed, or knows no such ending.
         """
-        picture.save(self, path)
+        picture.save(picture.draw(self), path)
 
 
 @uncollected()
