@@ -6,16 +6,15 @@ one local op. `shardc.cost.search` finds the sequence under the cost model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 from shardc.cost.model import CostModel
-from shardc.cost.places import common_places, different_shapes, join_axes
+from shardc.cost.places import common_places, join_axes
 from shardc.cost.search import Prices, cheapest
 from shardc.ir import tally
 from shardc.ir.layout import Layout
-from shardc.ir.symbolic import Generic, is_symbolic
 
 LOCAL = ("shard", "to_partial")  # the kinds of step that move nothing between ranks
 
@@ -65,8 +64,6 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> tuple[Ste
     """
     if src == dst:
         return ()
-    if any(is_symbolic(digits) for digits in (*src.dims, *dst.dims)):
-        return _symbolic_steps(src, dst, itemsize, cost)
     places = common_places(src, dst)
     if src.numel == 0:
         return (Step("shard", (), None, src, dst),)
@@ -81,15 +78,6 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> tuple[Ste
         out.append(Step(move.kind, axes, move.op, before, layout))
         before = layout
     return tuple(out)
-
-
-def _symbolic_steps(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> tuple[Step, ...]:
-    """The steps for large values of the symbols, at symbolic sizes again."""
-    generic = Generic((*src.dims, *dst.dims))
-    if src.shape != dst.shape:
-        raise different_shapes(src, dst)
-    plan = steps(generic.layout(src), generic.layout(dst), itemsize, cost)
-    return tuple(replace(step, src=generic.back(step.src), dst=generic.back(step.dst)) for step in plan)
 
 
 def seconds(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> float:
