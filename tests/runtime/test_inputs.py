@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Shard
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.runtime.groups import Groups, device_mesh
+from shardc.runtime.groups import Groups
 from shardc.runtime.inputs import WAYS_OUT, check_constants, check_inputs, local_input, shard_input
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 
 MESH = Mesh(dp=2, tp=2)
 
