@@ -280,7 +280,7 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
         yield subject.finding(
             "low-precision-sum", (axis, "", ""), 0.0, sum(c.wire for c in of),
             f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
-            "hold the parameters in float32: gradients are summed in their parameter's dtype", len(of),
+            "sum them in float32: precision(reduce=torch.float32)", len(of),
         )  # fmt: skip
 
 
