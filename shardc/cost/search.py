@@ -55,11 +55,10 @@ PATIENCE = 2000
 _FINISHED = 8  # states from which the straight way is then tried
 
 
-def cheapest(places: Places, prices: Prices, patience: int = PATIENCE) -> list[tuple[Move, State]]:
+def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
     """The cheapest moves from the source to the target of ``places``, each with the state after it.
 
-    Args:
-        patience: how many moves to look at; with more, the moves are good ones, but others may be cheaper.
+    After `PATIENCE` moves that were looked at they are good ones, but others may be cheaper.
     """
     start, goal = places.source, places.target
     known = _Known(places)
@@ -69,7 +68,7 @@ def cheapest(places: Places, prices: Prices, patience: int = PATIENCE) -> list[t
     done: set[State] = set()
     looked = 0
     while queue:
-        if looked > patience:
+        if looked > PATIENCE:
             return _straight(known, prices, best, came, [state for _, _, state in nsmallest(_FINISHED, queue)])
         _, _, state = heappop(queue)
         if state == goal:

@@ -129,19 +129,17 @@ class Crossover:
     """Where two meshes take equally long.
 
     Args:
-        symbol: what is varied.
-        at: its values, ascending; none where one mesh is never slower.
+        at: the batches, ascending; none where one mesh is never slower.
         faster: the mesh that is faster below the first of ``at``, between each two, and above the last.
     """
 
-    symbol: str
     at: tuple[float, ...]
     faster: tuple[str, ...]
 
     def __str__(self) -> str:
         if not self.at:
-            return f"{self.faster[0]} is faster at every {self.symbol}"
-        parts = [f"{self.faster[0]} is faster below {self.symbol} {self.at[0]:.4g}"]
+            return f"{self.faster[0]} is faster at every batch"
+        parts = [f"{self.faster[0]} is faster below batch {self.at[0]:.4g}"]
         between = zip(self.at, self.at[1:], self.faster[1:], strict=False)
         parts += [f"{mesh} from {low:.4g} to {high:.4g}" for low, high, mesh in between]
         return ", ".join([*parts, f"{self.faster[-1]} above {self.at[-1]:.4g}"])
@@ -217,24 +215,19 @@ class Costs:
             out |= each.machine(mesh, hardware)
         return out
 
-    def crossover(
-        self, one: Mesh, other: Mesh, symbol: str = "batch", hardware: Hardware | None = None, **sizes: int
-    ) -> Crossover:
-        """Where ``one`` and ``other`` take equally long for a step in which nothing hides, as ``symbol`` varies.
+    def crossover(self, one: Mesh, other: Mesh, **sizes: int) -> Crossover:
+        """From which batch on ``one`` or ``other`` is faster for a step in which nothing hides.
 
         Args:
-            symbol: "batch" or "sequence"; the other is as given in ``sizes``, or as in the program.
+            sizes: ``sequence``, by default the program's.
         """
-        hardware = hardware or self.hardware
-        varied = {"batch": BATCH, "sequence": SEQUENCE}[symbol]
-        held = {BATCH: sizes.get("batch", self.batch), SEQUENCE: sizes.get("sequence", self.sequence)}
-        del held[varied]
+        held = {SEQUENCE: sizes.get("sequence", self.sequence)}
         whole = unrounded(self.seconds)
-        steps = [whole.subs({**held, **self.machine(mesh, hardware)}) for mesh in (one, other)]
-        gap = sympy.Poly(sympy.expand(steps[0] - steps[1]), varied)
+        steps = [whole.subs({**held, **self.machine(mesh, self.hardware)}) for mesh in (one, other)]
+        gap = sympy.Poly(sympy.expand(steps[0] - steps[1]), BATCH)
         roots = () if gap.is_zero or gap.is_ground else sympy.nroots(gap, n=15)
         at = sorted(float(sympy.re(r)) for r in roots if abs(sympy.im(r)) < 1e-9 and sympy.re(r) > 0)
         edges = [0.0, *at, 2 * at[-1] if at else 1.0]
         middles = [(low + high) / 2 for low, high in zip(edges, edges[1:], strict=False)]
         faster = tuple(str(one if gap.eval(middle) < 0 else other) for middle in middles)
-        return Crossover(symbol, tuple(at), faster)
+        return Crossover(tuple(at), faster)
