@@ -136,7 +136,7 @@ def compile(
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
-        lower=Checked if options.debug == "buffers" else partial(lower, backend=backend),
+        lower=Checked if options.debug == "buffers" else partial(lower, backend=backend, by=options.lower_by),
         device=device,
         homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),

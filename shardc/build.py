@@ -179,7 +179,10 @@ class Build:
             for half, graph in graphs.items():
                 if graph is not None:
                     use_groups(graph, groups)
-                    lower(graph, "inductor", backward=half == "backward", inference=half == "inference", cached=True)
+                    lower(
+                        graph, "inductor", by=self.options.lower_by, backward=half == "backward",
+                        inference=half == "inference", cached=True,
+                    )  # fmt: skip
 
         return artifacts(compile_all)
 

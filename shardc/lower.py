@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 import shardc.ir.comm
 import shardc.ir.host  # noqa: F401  (the ops of both are lowered here)
 from shardc.ir.arena import PLAN, MemoryPlan
-from shardc.ir.emitted import check_order, uses_of
+from shardc.ir.emitted import check_order, joined, uses_of
 from shardc.ir.graph import output_node
+from shardc.ir.segments import LEAST, Segment, cut, whole
 from shardc.ir.sized import SIZED, At
 
 c10d = torch.ops._c10d_functional
@@ -52,49 +54,111 @@ _DENSE = (
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Code:
     """A local graph that can be called, with a list of local tensors (emptied by the call); it gives a list of results.
 
     Args:
         run: what is called.
-        plan: where the results of its collectives lie, at the lines of the code where there is some.
-        source_code: that Inductor made; "" of no code.
+        source: that Inductor made; "" of no code.
     """
 
     run: Callable[[list[Tensor]], Sequence[Any]]
-    plan: MemoryPlan
-    source_code: str = ""
+    source: str = ""
 
     def __call__(self, inputs: list[Tensor]) -> Sequence[Any]:
-        if not self.source_code:
+        if not self.source:
             return self.run(inputs)
         # Nothing in here is differentiated: no op has to look whether it is. Of a wait, that is most of its time.
         with torch._C._AutoDispatchBelowAutograd():
             return self.run(inputs)
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A lowered half: code for each of its segments, which run in order.
+
+    Args:
+        segments, codes: alike segments have the same code.
+        plan: where the results of its collectives lie, at the lines of the code where there is some.
+        takes: the names of the half's placeholders.
+        gives: what it returns: names of values, or constants.
+        constants: the tensors that the half holds, by name.
+    """
+
+    segments: tuple[Segment, ...]
+    codes: tuple[Code, ...]
+    plan: MemoryPlan
+    takes: tuple[str, ...] = ()
+    gives: tuple[Any, ...] = ()
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, inputs: list[Tensor], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
+        """Runs it on ``inputs``, which are emptied; ``enter`` is called in front of each segment."""
+        if len(self.segments) == 1:
+            return self.codes[0](inputs)
+        values: dict[str, Any] = {**self.constants, **dict(zip(self.takes, inputs, strict=True))}
+        inputs.clear()
+        for segment, code in zip(self.segments, self.codes, strict=True):
+            enter(segment)
+            given = [values.pop(name) if name in segment.done else values[name] for name in segment.takes]
+            values.update(zip(segment.gives, code(given), strict=True))
+        return [values[x] if isinstance(x, str) else x for x in self.gives]
+
+    @property
+    def source_code(self) -> str:
+        """What Inductor made, of all segments that differ; "" of no code."""
+        return "\n".join(dict.fromkeys(code.source for code in self.codes))
+
+
 def lower(
-    gm: fx.GraphModule, backend: str, *, backward: bool = False, inference: bool = False, cached: bool = False
+    gm: fx.GraphModule,
+    backend: str,
+    *,
+    by: str = "auto",
+    backward: bool = False,
+    inference: bool = False,
+    cached: bool = False,
 ) -> Compiled:
     """``gm`` as something that runs.
 
     Args:
         gm: a localized graph; its placeholders' ``meta["val"]`` are fake tensors.
         backend: "inductor" or "eager".
+        by: Inductor lowers it "whole", by "blocks" that repeat, each kind once, or, "auto", by blocks where four are
+            alike.
         backward: it is the backward half.
         inference: no backward will follow.
         cached: take Inductor's code from its cache of graphs, where it is there, and put it there.
     """
     plan = output_node(gm.graph).meta.get(PLAN, MemoryPlan())
-    if backend == "eager":
-        return Compiled(_eager(gm), plan)
     at = gm.meta.get(SIZED)
+    if backend == "eager":
+        return Compiled(whole(gm), (Code(_eager(gm)),), plan)
     if at is not None and not cached:
         return _at_any_sizes(gm, at, plan, backward, inference)
-    inputs = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    with _graph_cache(inputs) if cached else nullcontext():
-        compiled, source = _inductor(gm, inputs, backward, inference)
-    return Compiled(compiled, _as_emitted(plan, source), source)
+    segments = whole(gm) if by == "whole" else cut(gm, LEAST if by == "auto" else 2)
+    made: dict[fx.GraphModule, Code] = {}
+    for segment in segments:
+        if segment.gm not in made:
+            inputs = _unlike([n.meta["val"] for n in segment.gm.graph.find_nodes(op="placeholder")])
+            with _graph_cache(inputs) if cached else nullcontext():
+                made[segment.gm] = Code(*_inductor(segment.gm, inputs, backward, inference))
+    codes = tuple(made[segment.gm] for segment in segments)
+    takes = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
+    gives = tuple(x.name if isinstance(x, fx.Node) else x for x in output_node(gm.graph).args[0])
+    plan = _as_emitted(plan, segments, codes, takes, gives)
+    constants = {node.name: attrgetter(str(node.target))(gm) for node in gm.graph.find_nodes(op="get_attr")}
+    return Compiled(segments, codes, plan, takes, gives, constants)
+
+
+def _unlike(values: Sequence[Any]) -> list[Any]:
+    """Fake tensors like ``values``, no two of which are one: an op's operands are found by identity."""
+    mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    with mode:
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+            for x in values
+        ]
 
 
 def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], backward: bool, inference: bool) -> tuple[Any, str]:
@@ -108,12 +172,16 @@ def _inductor(gm: fx.GraphModule, inputs: Sequence[Any], backward: bool, inferen
     return compiled, source
 
 
-def _as_emitted(plan: MemoryPlan, source: str, sizes: int = 0) -> MemoryPlan:
-    """``plan`` at the lifetimes of the code, whose first ``sizes`` arguments are sizes."""
-    if not source or not plan.slots:
+def _as_emitted(
+    plan: MemoryPlan, segments: Sequence[Segment], codes: Sequence[Code], takes: Sequence[str], gives: Sequence[Any]
+) -> MemoryPlan:
+    """``plan`` at the lifetimes of the code."""
+    if not plan.slots or not all(code.source for code in codes):
         return plan
-    uses = uses_of(source)
-    return plan.moved(uses.spans, uses.leaving, uses.given[sizes:])
+    read = {code.source: uses_of(code.source) for code in codes}
+    uses = [read[code.source] for code in codes]
+    found = uses[0] if len(uses) == 1 else joined(uses, segments, takes, gives)
+    return plan.moved(found.spans, found.leaving, found.given[len(found.given) - len(plan.given) :])
 
 
 @contextmanager
@@ -176,7 +244,8 @@ def _at_any_sizes(gm: fx.GraphModule, at: At, plan: MemoryPlan, backward: bool, 
         inputs.clear()
         return code(both)
 
-    return Compiled(run, _as_emitted(plan, source, len(given)), source)
+    codes = (Code(run, source),)
+    return Compiled(whole(gm), codes, _as_emitted(plan, whole(gm), codes, (), ()))
 
 
 def _symbol(env: ShapeEnv, name: str, value: int) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir.host import NAMES as MOVES
+from shardc.ir.segments import Segment
 from shardc.ir.tally import arguments_of, collective_kind
 
 _CALL = re.compile(r"torch\.ops\.(?:_c10d_functional|shardc)\.(\w+)\.default\((.*)\)")
@@ -18,6 +20,8 @@ _NAME = re.compile(r"'([^']*)'")
 _ASSIGNED = re.compile(r"(\w+) = ([^;]*)")
 _ITEM = re.compile(r"(\w+)\[(\d+)\]$")
 _DELETED = re.compile(r"\bdel (\w+)")
+# What a value that is assigned lies in memory of its own for.
+_MAKES = ("torch.ops._c10d_functional", "torch.ops.shardc", "extern_kernels.")
 _SLOTS = re.compile(r"torch\.ops\.shardc\.\w+_coalesced\.default\(\[[^\]]*\].*\[([\d, ]+)\]\)")
 
 
@@ -58,6 +62,8 @@ def check_order(graph: fx.Graph, source: str) -> None:
 def collective_at(lines: Sequence[str], number: int) -> int | None:
     """Which collective, counted from 0, compiled code starts or waits for at a line; None for other lines.
 
+    -1 - k where it waits for what its argument k is.
+
     Args:
         lines: of the file.
         number: of the line, from 1.
@@ -66,6 +72,9 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
     for line in lines[:number]:
         call, assigned = _CALL.search(line), _ASSIGNED.match(line.strip())
         here = None
+        if line.endswith(" = args"):
+            given = re.findall(r"\w+", line.removesuffix(" = args"))
+            behind = {argument: -1 - at for at, argument in enumerate(given)}
         if call and call[1] == "wait_tensor":
             here = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
         elif call and call[1] not in MOVES:
@@ -80,17 +89,28 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
 
 @dataclass
 class Uses:
-    """When compiled code uses the slots of its collectives (`shardc.ir.arena`).
+    """When compiled code uses the slots of its collectives (`shardc.ir.arena`) and its arguments.
 
     Args:
         spans: by slot, its first and last line.
-        leaving: the slots that it returns.
-        given: of each argument, the last line at which it is there.
+        given: of each argument, the last line at which its memory is in use.
+        results: of each result, the slots that it may lie in; -1 - k stands for the argument k.
+        waits: the lines at which arguments are waited for, by argument.
+        wires: of each result, the slots of its collective that are in use until the wait, where that comes later.
+        lines: how many there are.
     """
 
     spans: dict[int, tuple[int, int]]
-    leaving: set[int]
     given: list[int]
+    results: list[set[int]]
+    waits: dict[int, int]
+    wires: list[set[int]]
+    lines: int
+
+    @property
+    def leaving(self) -> set[int]:
+        """The slots that are returned."""
+        return {slot for found in self.results for slot in found if slot >= 0}
 
 
 def uses_of(source: str) -> Uses:
@@ -99,45 +119,93 @@ def uses_of(source: str) -> Uses:
     Inductor fuses ops, and takes memory over for values of its own (``buf9 = buf8; del buf8  # reuse``), so that this
     may be later, or earlier, than in the graph.
     """
-    found = Uses({}, set(), [])
-    arguments: dict[str, int] = {}
-    spans = found.spans
-    behind: dict[str, set[int]] = {}  # by name, the slots that it may lie in
-    results: dict[str, list[int]] = {}  # by name of a collective's list of results, all of its slots
+    spans: dict[int, tuple[int, int]] = {}
+    behind: dict[str, set[int]] = {}  # by name, the slots and arguments that it may lie in
+    made_by: dict[str, list[int]] = {}  # by name of a collective's list of results, all of its slots
     unnamed: dict[int, set[int]] = {}  # by slot of a result, those of its collective that no name is for
-    last = 0
-    for at, line in enumerate(_body(source)):
+    results: list[set[int]] = []
+    waits: dict[int, int] = {}
+    body = _body(source)
+    for at, line in enumerate(body):
         assigned, made = _ASSIGNED.match(line), _SLOTS.search(line)
         name, value = (assigned[1], assigned[2].strip()) if assigned else ("", "")
         if line.endswith(" = args"):
-            arguments = {argument: -1 for argument in re.findall(r"\w+", line.removesuffix(" = args"))}
+            for number, argument in enumerate(re.findall(r"\w+", line.removesuffix(" = args"))):
+                behind[argument] = {-1 - number}
         if made:
-            results[name] = [int(k) for k in made[1].split(",")]
-            spans.update({slot: (at, at) for slot in results[name]})
-        elif (item := _ITEM.match(value)) and item[1] in results:
-            slots = results[item[1]]
+            made_by[name] = [int(k) for k in made[1].split(",")]
+            spans.update({slot: (at, at) for slot in made_by[name]})
+        elif (item := _ITEM.match(value)) and item[1] in made_by:
+            slots = made_by[item[1]]
             slot = slots[int(item[2])] if int(item[2]) < len(slots) else slots[0]
             behind[name] = {slot}
             rest = unnamed.setdefault(slots[0], set(slots))
             rest.discard(slot)
             unnamed[slot] = rest
-        elif assigned and "torch.ops._c10d_functional" not in value and "torch.ops.shardc" not in value:
+        elif assigned and not any(word in value for word in _MAKES):
             behind[name] = _behind(behind, value)
         if "wait_tensor.default(" in line:
             for slot in _behind(behind, line):
-                spans.update({wire: (spans[wire][0], at) for wire in unnamed[slot]})
-                unnamed[slot].clear()
+                waits.update({-1 - slot: at} if slot < 0 else {})
+                spans.update({wire: (spans[wire][0], at) for wire in unnamed.get(slot, ())})
+                unnamed.get(slot, set()).clear()
         if line.startswith("return"):
-            found.leaving = _behind(behind, line)
+            results = [_behind(behind, each) for each in _parts(line.removeprefix("return").strip())]
         for gone in _DELETED.findall(line):
-            if gone in arguments:
-                arguments[gone] = at
             for slot in behind.pop(gone, ()):
-                spans[slot] = spans[slot][0], at
-        spans.update({slot: (spans[slot][0], at) for held in behind.values() for slot in held})
-        last = at
-    found.given = [last if end < 0 else end for end in arguments.values()]
-    return found
+                spans[slot] = spans.get(slot, (0, 0))[0], at
+        spans.update({slot: (spans.get(slot, (0, 0))[0], at) for held in behind.values() for slot in held})
+    count = sum(slot < 0 for slot in spans)
+    given = [spans.pop(-1 - number)[1] for number in range(count)]
+    wires = [set().union(*(unnamed.get(slot, set()) for slot in found)) for found in results]
+    return Uses(spans, given, results, waits, wires, len(body))
+
+
+def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[str], returned: Sequence[Any]) -> Uses:
+    """The uses of a half whose segments run one after the other.
+
+    Args:
+        uses: of each segment's code.
+        taken: the names of the half's placeholders.
+        returned: what it returns: names of values, or constants.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    held = {name: {-1 - at} for at, name in enumerate(taken)}  # by value, the slots and arguments that it may lie in
+    wires: dict[str, set[int]] = {}
+    waits: dict[int, int] = {}
+    base = 0
+
+    def last(slots: Iterable[int], at: int) -> None:
+        spans.update({slot: (spans.get(slot, (0, 0))[0], max(spans.get(slot, (0, 0))[1], at)) for slot in slots})
+
+    for use, segment in zip(uses, segments, strict=True):
+        given = [held.get(name, set()) for name in segment.takes]
+        for slots, at in zip(given, use.given, strict=True):
+            last(slots, base + at)
+        spans |= {segment.slot + slot: (base + first, base + end) for slot, (first, end) in use.spans.items()}
+        for argument, at in use.waits.items():
+            waits.update({-1 - slot: base + at for slot in given[argument] if slot < 0})
+            last(wires.pop(segment.takes[argument], ()), base + at)
+        for name, found, waiting in zip(segment.gives, use.results, use.wires, strict=True):
+            held[name] = set().union(*({segment.slot + x} if x >= 0 else given[-1 - x] for x in found))
+            wires[name] = {segment.slot + x for x in waiting}
+        base += use.lines
+    results = [held.get(x, set()) if isinstance(x, str) else set() for x in returned]
+    for slots in results:
+        last(slots, base)
+    given_until = [spans.pop(-1 - at, (0, 0))[1] for at in range(len(taken))]
+    return Uses(spans, given_until, results, waits, [set() for _ in results], base)
+
+
+def _parts(text: str) -> list[str]:
+    """The items of a tuple that is written out."""
+    out, depth, start = [], 0, 1
+    for at, letter in enumerate(text):
+        depth += (letter in "([") - (letter in ")]")
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            out.append(text[start:at])
+            start = at + 1
+    return [part for part in out if part.strip()]
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:

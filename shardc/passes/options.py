@@ -40,6 +40,8 @@ class Options:
         comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
         debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
         fold: analyse repeated blocks on a few of them (`shardc.fold`): for looking only, the program does not run.
+        lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
+            stretch once; "auto": by blocks where four stretches are alike (`shardc.ir.segments`).
         uneven: ranks may pass different numbers of rows of the batch, which is an error else: each call tells the
             others how many, and where they differ it computes on the rows of all ranks together.
         capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
@@ -64,6 +66,7 @@ class Options:
     comm: Literal["real", "none"] = "real"
     debug: Literal["buffers"] | None = None
     fold: bool = False
+    lower_by: Literal["auto", "blocks", "whole"] = "auto"
     uneven: bool = False
     capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     pipeline: Callable[[Pipeline], Pipeline] | None = field(default=None, repr=False, compare=False)

@@ -122,7 +122,7 @@ class Checked:
     def plan(self) -> MemoryPlan:
         return ir.output_node(self.gm.graph).meta.get(PLAN, MemoryPlan())
 
-    def __call__(self, inputs: list[Tensor]) -> Sequence[Any]:
+    def __call__(self, inputs: list[Tensor], enter: Any = None) -> Sequence[Any]:
         """The results; ``inputs`` are emptied.
 
         Raises:

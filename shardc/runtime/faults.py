@@ -17,6 +17,7 @@ from torch import fx
 from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
 from shardc.ir.emitted import collective_at
+from shardc.ir.segments import Segment
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
 from shardc.runtime.groups import Groups
 
@@ -32,15 +33,21 @@ class Cause(Protocol):
 
 
 def named(
-    error: Exception, gm: fx.GraphModule, which: str, groups: Groups, cause: Callable[[fx.Node], Cause]
+    error: Exception,
+    gm: fx.GraphModule,
+    which: str,
+    groups: Groups,
+    cause: Callable[[fx.Node], Cause],
+    segment: Segment | None = None,
 ) -> CollectiveError | None:
     """``error``, which running ``gm`` raised, as one that names the collective; None where it was in none.
 
     Args:
         which: "forward", "backward", "inference" or "reduction".
         cause: the plan entry and the source line behind a collective of ``gm``.
+        segment: of ``gm`` that ran; by default all of it.
     """
-    node = collective_of(error, gm)
+    node = collective_of(error, gm, segment)
     if node is None:
         return None
     name = next(key for key, value in groups.rename.items() if value == arguments_of(node)["group_name"])
@@ -57,7 +64,7 @@ def named(
     )
 
 
-def collective_of(error: Exception, gm: fx.GraphModule) -> fx.Node | None:
+def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None = None) -> fx.Node | None:
     """The node of ``gm`` that started the collective in which, or in whose wait, ``error`` was raised."""
     found: fx.Node | None = None
     step = error.__traceback__
@@ -69,8 +76,11 @@ def collective_of(error: Exception, gm: fx.GraphModule) -> fx.Node | None:
         elif frame.f_code.co_name == "call":
             index = collective_at(linecache.getlines(frame.f_code.co_filename), line)
             starts = [node for node in gm.graph.nodes if collective_kind(node) is not None]
-            if index is not None and index < len(starts):
-                found = starts[index]
+            first, takes = (segment.collective, segment.takes) if segment is not None else (0, ())
+            if index is not None and 0 <= first + index < len(starts) and index >= 0:
+                found = starts[first + index]
+            elif index is not None and -1 - index in range(len(takes)):
+                found = next(_start(node) for node in gm.graph.nodes if node.name == takes[-1 - index])
         step = step.tb_next
     return found
 

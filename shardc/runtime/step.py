@@ -19,6 +19,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.ir.reads import Reads
+from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
 from shardc.runtime.acts import program_act
 from shardc.runtime.autograd import Step, watch_optimizers
@@ -39,7 +40,7 @@ class Compiled(Protocol):
     @property
     def plan(self) -> MemoryPlan: ...
 
-    def __call__(self, inputs: list[Tensor]) -> Sequence[Any]: ...
+    def __call__(self, inputs: list[Tensor], enter: Callable[[Segment], None]) -> Sequence[Any]: ...
 
 
 class Program(Protocol):
@@ -153,13 +154,19 @@ class Runner:
     def _call(self, compiled: Compiled, inputs: list[Tensor], gm: fx.GraphModule, which: str) -> Sequence[Any]:
         """What a lowered graph gives; where it fails in a collective, the error names that."""
         agreement = self.groups.agreement
+        running: Segment | None = None
+
+        def enter(segment: Segment) -> None:
+            nonlocal running
+            running, window.first = segment, segment.slot
+
         try:
-            with agreement.runs(which), self.buffers.planned(compiled.plan), _compat.no_autocast():
-                made = compiled(inputs)
+            with agreement.runs(which), self.buffers.planned(compiled.plan) as window, _compat.no_autocast():
+                made = compiled(inputs, enter)
             settle()
             return made
         except Exception as error:
-            failed = named(error, gm, which, self.groups, self.program.cause)
+            failed = named(error, gm, which, self.groups, self.program.cause, running)
             if failed is None:
                 raise
             raise agreement.behind() or failed from error

@@ -120,14 +120,14 @@ class Buffers:
         return MemoryUse(planned, self.peak, self.allocated, self.strays)
 
     @contextmanager
-    def planned(self, plan: MemoryPlan) -> Iterator[None]:
-        """A block in which the slots of collectives are those of ``plan``."""
+    def planned(self, plan: MemoryPlan) -> Iterator[Window]:
+        """A block in which the slots of collectives are those of ``plan``, from the window's first on."""
         for region, arena in self.arenas.items():
             arena.reserve(plan.size(region))
         stack = _stack()
-        stack.append((self, plan))
+        stack.append(window := Window(self, plan))
         try:
-            yield
+            yield window
         finally:
             stack.pop()
             self._handed_out()
@@ -159,13 +159,22 @@ class Buffers:
         return made
 
 
+@dataclass
+class Window:
+    """The slots of what runs: those of ``plan``, counted from ``first``."""
+
+    buffers: Buffers
+    plan: MemoryPlan
+    first: int = 0
+
+
 def empty(slots: Sequence[int], at: int, like: Tensor, shape: Sequence[int]) -> Tensor:
     """Uninitialised memory of ``like``'s dtype for the ``at``-th of a collective's ``slots``."""
     stack = _stack()
     if not slots or not stack:
         return like.new_empty(shape)
-    buffers, plan = stack[-1]
-    return buffers.take(plan.slots[slots[at]], like, shape)
+    window = stack[-1]
+    return window.buffers.take(window.plan.slots[window.first + slots[at]], like, shape)
 
 
 def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
@@ -189,8 +198,8 @@ def _watch(made: Tensor, gone: Callable[[Any], None]) -> None:
 _local = threading.local()
 
 
-def _stack() -> list[tuple[Buffers, MemoryPlan]]:
-    """The plans of the halves that run in this thread, the innermost last."""
+def _stack() -> list[Window]:
+    """The slots of the halves that run in this thread, the innermost last."""
     if not hasattr(_local, "stack"):
         _local.stack = []
     return _local.stack

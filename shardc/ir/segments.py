@@ -1,0 +1,241 @@
+"""Segments: a half as a row of straight graphs, cut where its nodes repeat, so that alike stretches share one graph.
+
+Nothing is moved: segments are stretches of the half in the order that was scheduled and certified, so a started
+collective, a prefetched gather or a gradient on its way is a value that one segment gives and a later one takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.ir import graph as ir
+from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.tally import collective_kind
+
+# From so many alike stretches on, cutting pays.
+LEAST = 4
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a half's nodes.
+
+    Args:
+        gm: its graph, which alike segments share. Collectives count their slots from the segment's first.
+        takes, gives: the half's nodes, by name, that the graph's placeholders and outputs stand for.
+        done: those of ``takes`` that nothing behind it reads.
+        slot, collective: how many slots, and collectives, the half has in front of it.
+    """
+
+    gm: fx.GraphModule
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    done: frozenset[str]
+    slot: int = 0
+    collective: int = 0
+
+
+def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
+    """The half as one segment, which has no names: it takes and gives what the half does."""
+    return (Segment(gm, (), (), frozenset()),)
+
+
+def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
+    """The half as segments, if ``least`` of them are alike; else as one.
+
+    Args:
+        gm: a local graph in the order in which it runs; not changed.
+    """
+    half = _Half(gm)
+    borders = half.borders(0, len(half.nodes), least)
+    if not borders:
+        return whole(gm)
+    ends = [*borders, len(half.nodes)]
+    alike = [half.graph(start, stop)[0] for start, stop in zip([0, *borders], ends, strict=True)]
+    counts = Counter(alike)
+    if max(counts.values()) < least:
+        return whole(gm)
+    # What is like nothing else is not cut from its neighbour, if that is like nothing else too.
+    pairs = zip(borders, alike, alike[1:], strict=False)
+    kept = [at for at, before, behind in pairs if counts[before] > 1 or counts[behind] > 1]
+    modules: dict[Any, fx.GraphModule] = {}
+    out = []
+    for start, stop in zip([0, *kept], [*kept, len(half.nodes)], strict=True):
+        key, graph = half.graph(start, stop)
+        if key not in modules:
+            modules[key] = fx.GraphModule(torch.nn.Module(), graph)
+        out.append(Segment(modules[key], *half.ports(start, stop), *half.before[start]))
+    return tuple(out)
+
+
+class _Half:
+    """A half on its way to segments: its ops in order, each behind what makes it."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.nodes = _in_order(gm.graph)
+        self._kinds: dict[fx.Node, int] = {}
+        self.place = {node: at for at, node in enumerate(self.nodes)}
+        returned = set(ir.output_node(gm.graph).all_input_nodes)
+        self.last: dict[fx.Node, float] = {}
+        for node in gm.graph.nodes:
+            uses = [self.place[user] for user in node.users if user in self.place]
+            self.last[node] = float("inf") if node in returned else max(uses, default=-1)
+        self.crossing = self._crossing()
+        starts = [len(node.args[-1]) if node.target in IN_MESSAGES else 0 for node in self.nodes]
+        slots = accumulate(starts, initial=0)
+        collectives = accumulate((collective_kind(node) is not None for node in self.nodes), initial=0)
+        self.before = list(zip(slots, collectives, strict=True))  # by place, how many there are in front of it
+
+    def _crossing(self) -> list[float]:
+        """By place, the bytes that ops in front of it make for ops behind it; infinite where one is no tensor."""
+        change = [0.0] * (len(self.nodes) + 2)
+        barred = [0] * (len(self.nodes) + 2)
+        for at, node in enumerate(self.nodes):
+            until = max((self.place[user] for user in node.users if user in self.place), default=at)
+            value = node.meta.get("val")
+            if isinstance(value, Tensor):
+                size = 0 if _on_its_way(node) else value.numel() * value.element_size()
+                change[at + 1] += size
+                change[until + 1] -= size
+            else:
+                barred[at + 1] += 1
+                barred[until + 1] -= 1
+        out, held, bars = [], 0.0, 0
+        for more, bar in zip(change, barred, strict=True):
+            held, bars = held + more, bars + bar
+            out.append(float("inf") if bars else held)
+        return out
+
+    def borders(self, start: int, stop: int, least: int) -> list[int]:
+        """Where to cut between two places: around each period of what repeats the most, and so on beside that."""
+        found = _longest([self.mark(node) for node in self.nodes[start:stop]], least)
+        if found is None:
+            return []
+        first, period, length = found
+        first += start
+        # Where the least goes over the border in the middle of it, so that little is kept apart that would be fused.
+        middle = first + length // period // 2 * period
+        offset = min(range(period), key=lambda at: (self.crossing[middle + at], at))
+        own = list(range(first + offset, first + length + 1, period))
+        if any(self.crossing[at] == float("inf") for at in own):
+            return []
+        left, right = self.borders(start, own[0], least), self.borders(own[-1], stop, least)
+        return sorted({*left, *own, *right} - {0, len(self.nodes)})
+
+    def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+        """What a stretch takes, what it gives, and what it is the last to take."""
+        takes, gives = self._ports(start, stop)
+        done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
+        return tuple(x.name for x in takes), tuple(x.name for x in gives), done
+
+    def _ports(self, start: int, stop: int) -> tuple[list[fx.Node], list[fx.Node]]:
+        inside = self.nodes[start:stop]
+        own = set(inside)
+        takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in own)
+        return list(takes), [node for node in inside if self.last[node] >= stop]
+
+    def graph(self, start: int, stop: int) -> tuple[Any, fx.Graph]:
+        """The graph of a stretch, and what is the same of alike ones."""
+        takes, gives = self._ports(start, stop)
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for at, node in enumerate(takes):
+            env[node] = graph.placeholder(f"arg{at}")
+            env[node].meta = dict(node.meta)
+        first, _ = self.before[start]
+        for at, node in enumerate(self.nodes[start:stop]):
+            env[node] = made = graph.node_copy(node, env.__getitem__)
+            made.name = f"x{at}"
+            if node.target in IN_MESSAGES:
+                numbers: Any = node.args[-1]
+                made.args = (*made.args[:-1], [number - first for number in numbers])
+        graph.output(tuple(env[node] for node in gives))
+        return (graph.python_code("self").src, tuple(map(self.kind, takes))), graph
+
+    def kind(self, node: fx.Node) -> int:
+        """What is the same of values that one graph can take."""
+        if node not in self._kinds:
+            self._kinds[node] = hash(_type(node.meta.get("val")))
+        return self._kinds[node]
+
+    def mark(self, node: fx.Node) -> int:
+        """What is the same of nodes that may be alike: op, numbers, and what is known of each tensor."""
+
+        def plain(x: Any) -> Any:
+            return self.kind(x) if isinstance(x, fx.Node) else x
+
+        args = node.args[:-1] if node.target in IN_MESSAGES else node.args
+        return hash((node.target, repr(fx.node.map_aggregate((args, node.kwargs), plain)), self.kind(node)))
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """The ops as they run; an item of what an op makes right behind the op."""
+    out: list[fx.Node] = []
+
+    def add(node: fx.Node) -> None:
+        out.append(node)
+        for user in node.users:
+            if user.target is getitem and user.args[0] is node:
+                add(user)
+
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not getitem:
+            add(node)
+    return out
+
+
+def _on_its_way(node: fx.Node) -> bool:
+    """Whether ``node`` is what a collective makes, before the wait."""
+    made: Any = node.args[0] if node.target is getitem else node
+    return isinstance(made, fx.Node) and collective_kind(made) is not None
+
+
+def _type(value: Any) -> Any:
+    """What can be compared of a value."""
+    if isinstance(value, Tensor):
+        return value.dtype, tuple(value.shape), value.stride(), value.device
+    if isinstance(value, list | tuple):
+        return tuple(map(_type, value))
+    return type(value), repr(value)
+
+
+def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
+    """What repeats: (start, period, length in front of the last period), where the most is saved; None if too little.
+
+    The period is a distance at which rare marks come again; of these, that which leaves the fewest nodes to lower.
+    """
+    places: dict[int, list[int]] = {}
+    for at, mark in enumerate(marks):
+        places.setdefault(mark, []).append(at)
+    apart = Counter(
+        b - a for found in places.values() if len(found) >= least for a, b in zip(found, found[1:], strict=False)
+    )
+    best, most = None, 0
+    for period, _ in apart.most_common(64):
+        for start, stop in _runs(marks, period):
+            saved = (stop - start) // period * period
+            if stop - start >= (least - 1) * period and saved > most:
+                best, most = (start, period, stop - start), saved
+    return best
+
+
+def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
+    """The stretches in which every mark comes again after ``period``."""
+    start = None
+    for at in range(len(marks) - period):
+        if marks[at] != marks[at + period]:
+            if start is not None:
+                yield start, at
+            start = None
+        elif start is None:
+            start = at
+    if start is not None:
+        yield start, max(len(marks) - period, start)
