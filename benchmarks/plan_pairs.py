@@ -16,8 +16,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import steps
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from examples.models import llama  # noqa: E402
-from shardc.analysis.schedule import Schedule  # noqa: E402
+from shardc.report.schedule import Schedule  # noqa: E402
 
 LLAMA_70B = llama.LlamaConfig(128256, 8192, 80, 64, 8, 28672, 500000.0, checkpoint=True)
 LLAMA_405B = llama.LlamaConfig(128256, 16384, 126, 128, 8, 53248, 500000.0, checkpoint=True)

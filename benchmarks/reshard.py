@@ -36,18 +36,18 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import steps, wire_bytes
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import steps, wire_bytes
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
 from shardc.ir.tally import KINDS, wire_elements
 from shardc.passes.spell import spell
-from shardc.runtime.eager import Eager
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import shard
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.eager import Eager  # noqa: E402
 from tests.layouts import every_layout  # noqa: E402
 
 BYTES = CostModel(latency=1e-9, hop=0, bandwidth=1, memory_bandwidth=1e15, kinds=())

@@ -12,7 +12,7 @@ from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
 from shardc.precompiled import load
 from shardc.program import Options, Program
 from shardc.rules import register_rule
-from shardc.runtime.sim import Simulation
+from shardc.runtime.sim.training import Simulation
 from shardc.train import train_step
 
 __all__ = [

@@ -19,8 +19,8 @@ import torch
 from torch import fx, nn
 
 from shardc._compat import LazyGraphModule
-from shardc.analysis.kernels import flops_of
 from shardc.capture import Dtypes, Repeat, find_repeats, shortened
+from shardc.cost.kernels import flops_of
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.garbage import uncollected
@@ -111,7 +111,7 @@ class Folded:
         return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
 
     def model_flops(self, graph: fx.Graph) -> int:
-        """As `shardc.analysis.schedule.model_flops`, of the whole model."""
+        """As `shardc.report.schedule.model_flops`, of the whole model."""
         return sum(self._times(node) * flops_of(node) for node in graph.nodes if node.op == "call_function")
 
     def _times(self, node: fx.Node) -> int:

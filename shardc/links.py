@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.analysis.cost import CostModel, Messages
+from shardc.cost.model import CostModel, Messages
 from shardc.errors import MeshError
-from shardc.runtime.measure import Sent, measure_messages
+from shardc.runtime.wire.measure import Sent, measure_messages
 
 
 def measure_links(mesh: DeviceMesh) -> CostModel:

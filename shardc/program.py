@@ -13,18 +13,13 @@ from torch import Tensor, fx, nn
 
 from shardc import passes
 from shardc._compat import LazyGraphModule, pytree
-from shardc.analysis.causes import Cause, cause_of
-from shardc.analysis.certificate import Certificate, certify, outputs_text
-from shardc.analysis.derive import Dims, derive
-from shardc.analysis.formulas import Costs
-from shardc.analysis.hardware import Hardware, find
-from shardc.analysis.lint import Finding, lint
-from shardc.analysis.schedule import Schedule, build, model_flops
-from shardc.analysis.sequence import of_halves, of_joint
 from shardc.capture import Captured, Dtypes, Tag, capture
+from shardc.cost.hardware import Hardware, find
+from shardc.cost.sequence import of_halves, of_joint
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import verify
+from shardc.ir.certificate import Certificate, certify, outputs_text
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -37,6 +32,11 @@ from shardc.plan.bound import BoundPlan
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, save_program
+from shardc.report.causes import Cause, cause_of
+from shardc.report.derive import Dims, derive
+from shardc.report.formulas import Costs
+from shardc.report.lint import Finding, lint
+from shardc.report.schedule import Schedule, build, model_flops
 from shardc.validate import near
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ class Program:
         """The communication, the time and the memory of one training step, predicted without running anything.
 
         Args:
-            hardware: a description, or its name in `shardc.analysis.hardware`.
+            hardware: a description, or its name in `shardc.cost.hardware`.
             stage: "schedule": the forward and backward that run; "localize": the joint graph before it is cut, bucketed
                 and scheduled, which takes a fraction of the time on a large model.
             order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
@@ -279,7 +279,7 @@ class Program:
         )  # fmt: skip
 
     def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
-        """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.analysis.derive`.
+        """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
 
         Raises:
             PlanError: the program has other collectives at other sizes, or a formula does not hold there.

@@ -11,11 +11,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc.ir.mesh import Mesh
 
 Check = Callable[[], None]
 
 # Ranks are forked from a process that has imported these and done nothing yet.
 set_forkserver_preload(["torch._dynamo", "torch._functorch.aot_autograd", "shardc"])
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """A DeviceMesh of the first ``mesh.ranks`` ranks of the world."""
+    return init_device_mesh("cpu", tuple(size for _, size in mesh.shape), mesh_dim_names=mesh.axes)
 
 
 def run_ranks(ranks: int, *checks: Check) -> None:

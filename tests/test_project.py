@@ -9,6 +9,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,18 +35,37 @@ ALLOWED = {
     "ir": {"errors", "_compat"},
     "rules": {"errors", "ir", "_compat"},
     "plan": {"errors", "ir", "_compat"},
-    "analysis": {"errors", "ir", "_compat"},
+    "cost": {"errors", "ir", "_compat"},
+    "report": {"errors", "ir", "cost", "_compat"},
     "capture": {"errors", "ir", "_compat"},
     "lower": {"errors", "ir", "_compat"},
-    "passes": {"errors", "ir", "rules", "plan", "analysis", "_compat"},
+    "passes": {"errors", "ir", "rules", "plan", "cost", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
     "optim": {"errors", "runtime", "_compat"},
     "train": {"errors", "runtime"},
-    "links": {"errors", "analysis", "runtime"},
+    "links": {"errors", "cost", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
-    "debug": {"errors", "ir", "capture", "rules", "plan", "analysis", "passes", "runtime", "program", "_compat"},
+    "debug": {"errors", "ir", "capture", "rules", "plan", "cost", "report", "passes", "runtime", "program", "_compat"},
 }
 NEAR_TORCH = {"_compat", "capture", "lower", "runtime"}
+# From the ground up: each imports only from floors below its own (docs/design.md, section 7).
+FLOORS = (
+    {"errors"},
+    {"_compat", "validate"},
+    {"ir"},
+    {"capture", "cost", "lower", "plan", "rules", "runtime"},
+    {"links", "optim", "passes", "report", "train"},
+    {"precompiled"},
+    {"program"},
+    {"debug", "dynamic", "fold"},
+    {"build"},
+    {"api"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+)
+# Imports for type checkers that still run upwards.
+UPWARDS = {("program", "fold"), ("runtime/autograd", "runtime/step")}
 
 
 def unit(path: Path) -> str:
@@ -89,6 +110,56 @@ def test_each_unit_imports_only_what_it_may() -> None:
             target = parts[1] if len(parts) > 1 else "__init__"
             if target != owner and target not in {*ALLOWED[owner], "validate"}:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    assert wrong == []
+
+
+@cache
+def arrows() -> set[tuple[str, str]]:
+    """(importer, imported) of the package's files, as ``"ir/layout"``, imports for type checkers included."""
+    files = {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in SOURCES}
+
+    def file_of(name: str) -> str:
+        """The file of ``shardc.a.b``, which is a module, or a name in the module or folder ``shardc.a``."""
+        parts = name.split(".")[1:]
+        candidates = ("/".join(parts), "/".join((*parts, "__init__")))
+        found = [
+            each for each in (*candidates, "/".join(parts[:-1]), "/".join((*parts[:-1], "__init__"))) if each in files
+        ]
+        return found[0]
+
+    return {
+        (path.relative_to(PACKAGE).with_suffix("").as_posix(), file_of(name))
+        for path in SOURCES
+        for name in imported(path)
+        if name.split(".")[0] == "shardc"
+    } - UPWARDS
+
+
+def test_no_import_runs_upwards() -> None:
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    wrong = []
+    for importer, target in sorted(arrows()):
+        above, below = importer.split("/")[0], target.split("/")[0]
+        if above != below and floor[above] <= floor[below]:
+            wrong.append(f"{importer} (floor {floor[above]}) imports {target} (floor {floor[below]})")
+    assert wrong == []
+
+
+def test_no_imports_form_a_circle() -> None:
+    """In each folder: between its files and the folders in it."""
+    wrong = []
+    for folder in sorted({path.parent for path in SOURCES}):
+        prefix = "" if folder == PACKAGE else f"{folder.relative_to(PACKAGE).as_posix()}/"
+        needs: dict[str, set[str]] = {}
+        for pair in arrows():
+            if all(name.startswith(prefix) for name in pair):
+                importer, target = (name.removeprefix(prefix).split("/")[0] for name in pair)
+                if importer != target:
+                    needs.setdefault(importer, set()).add(target)
+        try:
+            TopologicalSorter(needs).prepare()
+        except CycleError as error:
+            wrong.append(f"{prefix}: {' is imported by '.join(error.args[1])}")
     assert wrong == []
 
 

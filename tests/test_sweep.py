@@ -94,7 +94,7 @@ def test_what_cannot_be_is_one_line(target: str, capsys: pytest.CaptureFixture[s
 
 def test_counts_and_meshes() -> None:
     assert _ranks("8..100") == [8, 16, 32, 64]
-    described = shardc.analysis.hardware.H100
+    described = shardc.cost.hardware.H100
     assert list(_meshes(["dp", "tp"], 16, {"tp": 8}, described)) == [Mesh(dp=2, tp=8)]
     assert list(_meshes(["dp", "cp", "tp"], 8, {}, described)) == [
         Mesh(dp=2, cp=2, tp=2), Mesh(dp=1, cp=2, tp=4), Mesh(dp=1, cp=4, tp=2),

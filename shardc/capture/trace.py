@@ -12,7 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -141,24 +141,15 @@ def loss_arity(loss: Loss) -> int:
 
 
 @dataclass(frozen=True)
-class Traced:
+class Traced(Captured):
     """What AOTAutograd made of a model, before its nodes are annotated.
 
     Args:
-        graph: the joint graph.
-        inputs, input_spec, constants, output_spec, fake_mode, reads: as `Captured`'s.
         names: every name of each parameter and buffer -> the first of its names.
         stored: dtype of each parameter and buffer.
         dynamo: the fake mode that Dynamo ran the model in.
     """
 
-    graph: fx.GraphModule
-    inputs: tuple[str, ...]
-    input_spec: pytree.TreeSpec
-    constants: tuple[tuple[int, Any], ...]
-    output_spec: pytree.TreeSpec
-    fake_mode: FakeTensorMode
-    reads: Reads
     names: dict[str, str]
     stored: dict[str, torch.dtype]
     dynamo: FakeTensorMode
@@ -169,9 +160,7 @@ class Traced:
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
         check_dtypes(self.graph.graph)
-        return Captured(
-            self.graph, self.inputs, self.input_spec, self.constants, self.output_spec, self.fake_mode, self.reads
-        )  # fmt: skip
+        return Captured(*(getattr(self, field.name) for field in fields(Captured)))
 
 
 def capture(

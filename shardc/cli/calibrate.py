@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.analysis.cost import CostModel, Measured
-from shardc.analysis.hardware import CPU
+from shardc.cost.hardware import CPU
+from shardc.cost.model import CostModel, Measured
 from shardc.errors import InputError
 from shardc.links import messages
-from shardc.runtime.measure import measure_collectives, measure_compute, measure_messages
+from shardc.runtime.wire.measure import measure_collectives, measure_compute, measure_messages
 
 DEFAULT_PATH = "shardc-cost.json"
 

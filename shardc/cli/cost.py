@@ -6,10 +6,10 @@ import argparse
 from typing import Any
 
 import shardc
-from shardc.analysis import hardware
-from shardc.analysis.formulas import unrounded
 from shardc.cli import target
+from shardc.cost import hardware
 from shardc.errors import MeshError
+from shardc.report.formulas import unrounded
 
 
 def add_parser(commands: Any) -> None:

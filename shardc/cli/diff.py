@@ -7,7 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from shardc.analysis.difference import Limit, broken, compare, load
+from shardc.report.difference import Limit, broken, compare, load
 
 
 def add_parser(commands: Any) -> None:

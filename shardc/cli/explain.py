@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 import shardc
-from shardc.analysis import hardware
 from shardc.cli import target
+from shardc.cost import hardware
 from shardc.debug.explain import explain
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from tabulate import tabulate
 
-from shardc.analysis.export import milliseconds
-from shardc.analysis.lint import SEVERITIES, merged
 from shardc.cli import schedule
+from shardc.report.export import milliseconds
+from shardc.report.lint import SEVERITIES, merged
 
 
 def add_parser(commands: Any) -> None:

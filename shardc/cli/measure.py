@@ -17,14 +17,14 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 
 import shardc
-from shardc.analysis import hardware
-from shardc.analysis.cost import CostModel
-from shardc.analysis.export import gigabytes, layers_of, milliseconds, shorten
-from shardc.analysis.hardware import Hardware, calibrated
 from shardc.cli import target
 from shardc.cli.real_steps import Comparison, Pair, Work, compare
+from shardc.cost import hardware
+from shardc.cost.hardware import Hardware, calibrated
+from shardc.cost.model import CostModel
 from shardc.errors import InputError
 from shardc.plan.resolve import check_axes, entry_axes
+from shardc.report.export import gigabytes, layers_of, milliseconds, shorten
 
 Plans = list[tuple[str, shardc.Mesh]]
 

@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc._compat import pytree
-from shardc.analysis.hardware import Hardware
-from shardc.analysis.schedule import Collective, Schedule
 from shardc.cli import target
+from shardc.cost.hardware import Hardware
 from shardc.ir.tally import wire_elements
+from shardc.report.prediction import Collective
+from shardc.report.schedule import Schedule
 from shardc.runtime.profile import Profiled, Ran, profile_step
 
 WARM_UP = 2  # steps before those that count; the first compiles

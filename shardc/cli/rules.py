@@ -22,7 +22,7 @@ from shardc.rules.fallback import TEXT as FROM_TORCH
 from shardc.rules.proof import prove
 from shardc.rules.samples import samples
 from shardc.rules.samples.values import functional, overloads
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))
 # Ops that say something of a shape or a place in memory, or whose result's shape depends on the data: a traced

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import shardc
-from shardc.analysis import hardware
-from shardc.analysis.simulate import ORDERS
 from shardc.cli import target
+from shardc.cost import hardware
+from shardc.report.simulate import ORDERS
 
 DEFAULT_ROWS = 40
 

@@ -6,7 +6,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +14,17 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import shardc
-from shardc.analysis import hardware, sweep_picture
-from shardc.analysis.export import gigabytes, milliseconds, shorten
-from shardc.analysis.hardware import Hardware
 from shardc.capture import CaptureOnce
 from shardc.cli import target
+from shardc.cost import hardware
+from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.plan.resolve import entry_axes
-
-
-@dataclass(frozen=True)
-class Row:
-    """One mesh and plan; or what keeps them from being.
-
-    Args:
-        seconds, exposed: of a step.
-        memory: bytes of a rank at the peak.
-        fits: in the hardware's memory.
-        mfu: model flops utilisation at most.
-        wire: bytes that each rank sends in a step.
-    """
-
-    ranks: int
-    mesh: str
-    plan: str
-    seconds: float = 0.0
-    exposed: float = 0.0
-    memory: int = 0
-    fits: bool = False
-    mfu: float = 0.0
-    wire: int = 0
-    error: str = ""
+from shardc.report import picture
+from shardc.report.export import gigabytes, milliseconds, shorten
+from shardc.report.sweep import Row, draw
 
 
 def add_parser(commands: Any) -> None:
@@ -94,16 +72,15 @@ def run(options: argparse.Namespace) -> None:
         for mesh, text, plan in tqdm(cases, desc="predicting", leave=False, disable=None)
     ]
     _print(rows, described)
-    if not any(not row.error for row in rows):
+    good = [row for row in rows if not row.error]
+    if not good:
         raise InputError("not one of the meshes and plans can be")
-    for path, write in ((options.json, _write), (options.plot, sweep_picture.save)):
-        if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            write([row for row in rows if not row.error], path)
-
-
-def _write(rows: Sequence[Row], path: str) -> None:
-    Path(path).write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    for path in filter(None, (options.json, options.plot)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps([asdict(row) for row in good], indent=1) + "\n")
+    if options.plot is not None:
+        picture.save(draw(good), options.plot)
 
 
 def _ranks(text: str) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from shardc.analysis import hardware
+from shardc.cost import hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """The argument that says what times are predicted for; see `shardc.analysis.hardware.find`."""
+    """The argument that says what times are predicted for; see `shardc.cost.hardware.find`."""
     known = ", ".join(hardware.KNOWN)
     parser.add_argument(
         "--hardware", default="h100", help=f"one of {known}, or the .json that `calibrate` wrote (default: h100)"

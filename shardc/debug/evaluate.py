@@ -26,7 +26,7 @@ from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
-from shardc.runtime.lockstep import Lockstep, PerRank
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
 Key = tuple[str, Any]  # (kind, name) of an input; (kind, index) of a tangent or an output
 MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.reshard)

@@ -10,9 +10,7 @@ from difflib import get_close_matches
 from tabulate import tabulate
 from torch import fx
 
-from shardc.analysis.export import milliseconds
-from shardc.analysis.hardware import Hardware
-from shardc.analysis.schedule import Collective
+from shardc.cost.hardware import Hardware
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -21,6 +19,8 @@ from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.choose import priced
 from shardc.program import Program
+from shardc.report.export import milliseconds
+from shardc.report.prediction import Collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.spec import Strategy
 

@@ -3,12 +3,12 @@
 A group's name says which axes its ranks differ along, so that one graph serves every rank: the runtime
 gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined here:
 
-    permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.permute`
+    permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.wire.permute`
     all_gather_into_tensor_coalesced,
     reduce_scatter_tensor_coalesced,
     all_reduce_coalesced               what `_c10d_functional`'s of these names do, in messages from each rank
                                        straight to each other rank, without buffers in between; implemented in
-                                       `shardc.runtime.direct`. ``slots`` are the numbers of the planned memory that
+                                       `shardc.runtime.wire.direct`. ``slots`` are the numbers of planned memory that
                                        the results lie in (`shardc.passes.plan_memory`); none: memory of their own
 """
 

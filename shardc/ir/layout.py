@@ -121,11 +121,6 @@ class Layout:
         return tuple(prod(d.radix for d in digits if d.axis is None) for digits in self.dims)
 
     @cached_property
-    def digits_shape(self) -> tuple[int, ...]:
-        """The local tensor viewed with one dim per local digit, all dims in a row."""
-        return tuple(d.radix for digits in self.dims for d in digits if d.axis is None)
-
-    @cached_property
     def bound(self) -> tuple[str, ...]:
         """The axes that split some dim, dim by dim."""
         return tuple(d.axis for digits in self.dims for d in digits if d.axis is not None)
@@ -138,11 +133,6 @@ class Layout:
     @property
     def ndim(self) -> int:
         return len(self.dims)
-
-    @property
-    def replicated(self) -> bool:
-        """Whether every rank holds the whole value."""
-        return not self.axes
 
     @cached_property
     def shards(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardc.analysis.unshard import keep_within
+from shardc.cost.unshard import keep_within
 from shardc.passes.absent import Absent
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.analysis.cost import CostModel
+from shardc.cost.model import CostModel
 from shardc.ir.graph import NameScope, Value, info, set_info, value
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import arguments_of, group_axes, wire_elements

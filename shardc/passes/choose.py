@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from shardc.analysis import redistribute
-from shardc.analysis.cost import CostModel
+from shardc.cost import redistribute
+from shardc.cost.model import CostModel
 from shardc.ir.layout import Layout
 from shardc.rules.spec import Spec, Strategy, strategies
 

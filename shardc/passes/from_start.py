@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import fx
 
-from shardc.analysis.kernels import is_dense
+from shardc.cost.kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value, output_node
 from shardc.ir.host import move_kind

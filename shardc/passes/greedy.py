@@ -17,7 +17,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from shardc.analysis import redistribute
+from shardc.cost import redistribute
 from shardc.errors import LayoutError, RuleError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from shardc.analysis.again import CHOICES
-from shardc.analysis.cost import CostModel
+from shardc.cost.again import CHOICES
+from shardc.cost.model import CostModel
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
 from shardc.validate import Bytes, check_fields

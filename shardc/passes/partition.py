@@ -9,7 +9,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from shardc.analysis.again import runs_again
+from shardc.cost.again import runs_again
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
@@ -42,7 +42,7 @@ class Partition:
         levels: gives, for the joint graph, the reshard level of each parameter that is gathered.
         split: cuts a joint graph after so many forward outputs.
         recompute, save: mark a node for the cut.
-        collectives: of checkpoint regions; see `shardc.analysis.again`.
+        collectives: of checkpoint regions; see `shardc.cost.again`.
     """
 
     levels: Callable[[fx.Graph], Mapping[str, int]]

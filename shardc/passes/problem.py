@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
-from shardc.analysis.cost import CostModel
+from shardc.cost.model import CostModel
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 

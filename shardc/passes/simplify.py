@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from shardc.analysis import redistribute
-from shardc.analysis.cost import CostModel
+from shardc.cost import redistribute
+from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import NameScope

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardc.analysis.redistribute import Step
+from shardc.cost.redistribute import Step
 from shardc.ir.layout import Layout, refine, strides
 from shardc.rules.rule import Builder
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
-from shardc.analysis.sequence import ALIASED, aliased
+from shardc.cost.sequence import ALIASED, aliased
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
 from shardc.passes.unfold_names import Names, NotPeriodic, Run

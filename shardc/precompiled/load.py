@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.analysis.causes import Cause, cause_of
-from shardc.analysis.certificate import Certificate, certify, outputs_text
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
+from shardc.ir.certificate import Certificate, certify, outputs_text
 from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -41,6 +40,7 @@ from shardc.precompiled.record import (
 )
 from shardc.precompiled.save import untied
 from shardc.precompiled.spec import spec_from_json
+from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked
 
 _MOST_RANKS = 1 << 20

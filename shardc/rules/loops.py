@@ -107,9 +107,7 @@ class Loops:
         return left.dims(), right.dims()
 
 
-def mixed(
-    call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False, flops: int = 1
-) -> Spec:
+def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
     """The spec of an op whose operands and results are alike but in ``dims``, which are whole and of any size."""
     loops = Loops(call)
     ndim = len(loops.shapes[0])
@@ -121,7 +119,7 @@ def mixed(
         )
 
     operands, results = [one(shape) for shape in loops.shapes], [one(shape) for shape in loops.made]
-    return loops.spec(operands, results, linear=linear, moves=moves, flops=flops)
+    return loops.spec(operands, results, linear=linear, moves=moves)
 
 
 _MAJOR, _MINOR = 0, -1

@@ -70,7 +70,7 @@ def _as_value(x: Any) -> Any:
 
 
 class Ranks(Builder, Protocol):
-    """Every rank of a mesh in one process, as `shardc.runtime.lockstep.Lockstep`."""
+    """Every rank of a mesh in one process, as `shardc.runtime.sim.lockstep.Lockstep`."""
 
     mesh: Mesh
 

@@ -9,24 +9,23 @@ from shardc.rules.rule import Call, Rule, table
 from shardc.rules.spec import Dims, Spec
 
 
-def reduction(ops: str, kind: str, *, linear: bool = False) -> list[Rule]:
+def reduction(ops: str, kind: str) -> list[Rule]:
     """One rule for each of ``ops``, whose split reduced factors leave ``kind`` pending (or are ``whole``)."""
 
     def spec(call: Call) -> Spec:
-        return reduction_spec(call, kind, linear=linear)
+        return reduction_spec(call, kind)
 
-    said = f"... n -> ...    n: {kind}" + ("    linear in self" if linear else "")
-    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+    return [Rule(f"aten.{op}", spec, f"... n -> ...    n: {kind}") for op in ops.split()]
 
 
-def reduction_spec(call: Call, kind: str, *, linear: bool = False) -> Spec:
+def reduction_spec(call: Call, kind: str) -> Spec:
     """Operand 0 reduced over the dims of argument ``dim`` (all of them where it is absent, None or empty)."""
     loops = Loops(call)
     shape = loops.shapes[0]
     dims = reduced_dims(call, len(shape))
     operand = tuple(loops.dim(f"d{i}", size, kind if i in dims else "") for i, size in enumerate(shape))
     results = [_kept(operand, dims, len(made) == len(shape)) for made in loops.made]
-    return loops.spec([operand], results, linear=[{0}] if linear else ())
+    return loops.spec([operand], results)
 
 
 def reduced_dims(call: Call, ndim: int) -> frozenset[int]:

@@ -66,7 +66,7 @@ class Call:
 
 
 class Builder(Protocol):
-    """Emits local ops: into an FX graph (`passes.localize`) or at once on every rank (`runtime.lockstep`)."""
+    """Emits local ops: into an FX graph (`passes.localize`) or at once on every rank (`runtime.sim.lockstep`)."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
         """One op on local tensors."""

@@ -3,8 +3,8 @@
 Each of them is an *act* with a number. An act that comes as the ones before it lead one to expect is not announced:
 all ranks expect the same of the same past, so a rank that does something else at this number is not as expected. It
 announces what it does through the store, never through a collective, and waits until all ranks have said the same of
-this number. Ranks that were not asked do not come to compare; a thread of theirs (`shardc.runtime.listen`) answers for
-them, and where they differ makes them raise too.
+this number. Ranks that were not asked do not come to compare; a thread of theirs (`shardc.runtime.wire.listen`) answers
+for them, and where they differ makes them raise too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import MeshError
 from shardc.runtime.acts import Act, difference
-from shardc.runtime.listen import Listener
+from shardc.runtime.wire.listen import Listener
 
 _PAST = 4096  # acts that are remembered
 _AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple

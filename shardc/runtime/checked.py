@@ -3,7 +3,7 @@
 What a result's slot holds is *on its way* from the start of its collective to the wait, *there* from then on, and
 *released* after the last place at which the plan has it in use: then its bytes are overwritten with ones (NaN in every
 floating dtype), whoever may still read them. The faults that this finds are the compiler's: none of them raises in a
-run without it, and the arenas of `shardc.runtime.buffers` give nothing away that is still held.
+run without it, and the arenas of `shardc.runtime.wire.buffers` give nothing away that is still held.
 """
 
 from __future__ import annotations

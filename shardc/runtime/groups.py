@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-import shardc.runtime.direct
-import shardc.runtime.permute  # noqa: F401  (collectives that graphs may call on these groups)
+import shardc.runtime.wire.direct
+import shardc.runtime.wire.permute  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.layout import Layout
@@ -26,22 +26,9 @@ from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
 from shardc.runtime.agreement import Agreement
-from shardc.runtime.listen import interrupt
+from shardc.runtime.wire.listen import interrupt
 
 Axes = tuple[str, ...]
-
-
-def device_mesh(mesh: Mesh, device_type: str = "cpu") -> DeviceMesh:
-    """A DeviceMesh of the first ``mesh.ranks`` ranks of the world.
-
-    Raises:
-        MeshError: no process group is initialised, or the mesh is larger than the world.
-    """
-    if not dist.is_initialized():
-        raise MeshError(f"mesh {mesh} has no process group to run on", fix="call dist.init_process_group first")
-    if mesh.ranks > dist.get_world_size():
-        raise _larger_than_world(mesh)
-    return init_device_mesh(device_type, tuple(size for _, size in mesh.shape), mesh_dim_names=mesh.axes)
 
 
 class Groups:
@@ -65,7 +52,10 @@ class Groups:
         # Mesh rank -> global rank: a DeviceMesh may cover any ranks in any order.
         self._global: list[int] = device_mesh.mesh.flatten().tolist()
         if max(self._global) >= dist.get_world_size():
-            raise _larger_than_world(self.mesh)
+            raise MeshError(
+                f"mesh {self.mesh} has {self.mesh.ranks} ranks, the world has {dist.get_world_size()}",
+                fix=f"start {self.mesh.ranks} processes, or make the mesh smaller",
+            )
         if dist.get_rank() not in self._global:
             raise MeshError(
                 f"rank {dist.get_rank()} is not on the mesh {self.mesh} of ranks {self._global}",
@@ -199,10 +189,3 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
-
-
-def _larger_than_world(mesh: Mesh) -> MeshError:
-    return MeshError(
-        f"mesh {mesh} has {mesh.ranks} ranks, the world has {dist.get_world_size()}",
-        fix=f"start {mesh.ranks} processes, or make the mesh smaller",
-    )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
@@ -113,22 +112,6 @@ def check_constants(names: Sequence[str], values: Sequence[Any], captured: Seque
                 f"input {name!r} is {value!r}; the program was captured with {constant!r}, which is part of it",
                 fix="pass the captured value, lower the module for this one too, or pass it as a tensor",
             )
-
-
-def input_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """A name for each leaf of ``(args, kwargs)`` in flattening order: ``args[0]['ids']``, ``mask``.
-
-    >>> input_names(({"ids": 1},), {"mask": 2})
-    ["args[0]['ids']", 'mask']
-    """
-    paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    return [_name(path) for path, _ in paths]
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    group, first, *rest = path
-    head = f"args[{first.idx}]" if group.idx == 0 else str(first.key)
-    return head + pytree.keystr(tuple(rest))
 
 
 def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:

@@ -16,7 +16,6 @@ from shardc.errors import InputError, MeshError
 from shardc.runtime import changes
 from shardc.runtime.acts import call_act
 from shardc.runtime.autograd import check_units
-from shardc.runtime.buffers import MemoryUse
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_kinds, local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
@@ -28,6 +27,7 @@ from shardc.runtime.storage import refill
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
 from shardc.runtime.whole import full_state_dict, summon_full_params
+from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, checked
 
 

@@ -19,7 +19,6 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime import changes
 from shardc.runtime.acts import Act
-from shardc.runtime.buffers import Buffers, MemoryUse
 from shardc.runtime.census import Census
 from shardc.runtime.clone import clone_tree, unsharded
 from shardc.runtime.groups import Groups
@@ -31,6 +30,7 @@ from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
 from shardc.runtime.variants import Variants
 from shardc.runtime.watch import Watch
+from shardc.runtime.wire.buffers import Buffers, MemoryUse
 
 Lower = Callable[..., Compiled]
 

@@ -23,15 +23,15 @@ from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
 from shardc.runtime.acts import program_act
 from shardc.runtime.autograd import Step, watch_optimizers
-from shardc.runtime.buffers import Buffers
 from shardc.runtime.census import Census
-from shardc.runtime.direct import prepare
 from shardc.runtime.faults import Cause, named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import keep_heap
 from shardc.runtime.host import settle
 from shardc.runtime.storage import padded_local
 from shardc.runtime.sync import Key, Sync
+from shardc.runtime.wire.buffers import Buffers
+from shardc.runtime.wire.direct import prepare
 
 
 class Compiled(Protocol):

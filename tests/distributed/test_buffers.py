@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.runtime import direct
+from shardc.runtime.wire import direct
 from tests.ranks import run_ranks
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardc
-from shardc.analysis.cost import CostModel, Messages
+from shardc.cost.model import CostModel, Messages
 from shardc.errors import MeshError
 from tests.ranks import run_ranks
 

@@ -9,10 +9,10 @@ import torch
 from shardc.ir.comm import group_name
 from shardc.ir.layout import REDUCE_OPS
 from shardc.ir.mesh import Mesh
-from shardc.runtime.eager import Eager
-from shardc.runtime.groups import Groups, device_mesh
-from shardc.runtime.lockstep import Lockstep, PerRank
-from tests.ranks import run_ranks
+from shardc.runtime.groups import Groups
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
+from tests.eager import Eager
+from tests.ranks import device_mesh, run_ranks
 
 MESH = Mesh(a=2, b=2)
 c10d, direct = torch.ops._c10d_functional, torch.ops.shardc

@@ -7,16 +7,16 @@ from functools import partial
 
 import torch
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import Step, steps
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.spell import spell
-from shardc.runtime.eager import Eager
-from shardc.runtime.groups import Groups, device_mesh
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.groups import Groups
+from shardc.runtime.sim.lockstep import Lockstep
+from tests.eager import Eager
 from tests.layouts import every_layout
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 
 BYTES = CostModel(latency=1e-9, hop=0, bandwidth=1, memory_bandwidth=1e15, kinds=())
 PAIRS = 300

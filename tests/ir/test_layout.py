@@ -82,7 +82,7 @@ def test_a_rank_holds_what_numpy_picks(drawn: Drawn) -> None:
         picked = [held(mesh, digits, rank).tolist() for digits in dims]
         assert [layout.local_index(dim, rank) for dim in range(len(dims))] == picked
         assert layout.local_shape == tuple(map(len, picked))
-    assert prod(layout.digits_shape) == layout.local_numel == layout.numel // layout.shards
+    assert prod(layout.local_shape) == layout.local_numel == layout.numel // layout.shards
 
 
 @given(digits_of_dims())

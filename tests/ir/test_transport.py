@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import steps
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import steps
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -24,7 +24,7 @@ from shardc.passes.spell import spell
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import infer, place, project
-from shardc.runtime.lockstep import Lockstep, PerRank
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from tests.layouts import every_layout
 
 aten = torch.ops.aten

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardc
-from shardc.analysis.cost import CostModel
+from shardc.cost.model import CostModel
 from shardc.ir.tally import tally
 from tests.models.alike import trains_alike
 from tests.state import model

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardc
-from shardc.runtime.sim import Simulation
+from shardc.runtime.sim.training import Simulation
 
 BATCH, WIDTH, STEPS = 12, 12, 3
 

@@ -11,12 +11,12 @@ from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 import shardc
-from shardc.analysis.cost import CostModel, Measured
+from shardc.cost.model import CostModel, Measured
 from shardc.ir.graph import Info, Role, Value, set_info
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import collective_kind
 from shardc.passes.algorithms import Algorithms
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 MESH = Mesh(a=2, b=3)
 c10d = torch.ops._c10d_functional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardc.analysis.redistribute import steps
+from shardc.cost.redistribute import steps
 from shardc.ir import ops
 from shardc.ir.graph import layout
 from shardc.ir.parse import parse, parse_mesh

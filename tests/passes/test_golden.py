@@ -13,7 +13,7 @@ from torch import nn
 
 import shardc
 from examples.models import gpt2, llama
-from shardc.analysis.cost import CostModel, Measured
+from shardc.cost.model import CostModel, Measured
 from tests import golden
 
 

@@ -25,8 +25,8 @@ from shardc.ir.parse import parse
 from shardc.ir.tally import arguments_of
 from shardc.passes.check import check
 from shardc.program import Program
-from shardc.runtime.lockstep import Lockstep
 from shardc.runtime.shards import assemble
+from shardc.runtime.sim.lockstep import Lockstep
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MESH = Mesh(dp=2, tp=2)

@@ -9,12 +9,12 @@ from math import prod
 import pytest
 import torch
 
-from shardc.analysis.cost import CostModel
-from shardc.analysis.redistribute import Step, steps
+from shardc.cost.model import CostModel
+from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import REDUCE_OPS, Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.spell import spell
-from shardc.runtime.lockstep import Lockstep, PerRank
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from tests.layouts import every_layout
 
 # Only bytes count, so that plans use every kind of step; and the default, under which few messages count.

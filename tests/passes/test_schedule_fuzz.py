@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from shardc.analysis.certificate import certify
 from shardc.ir import graph as ir
+from shardc.ir.certificate import certify
 from shardc.ir.graph import Info, NameScope, Role, Value
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
@@ -22,7 +22,7 @@ from shardc.passes.from_start import from_start
 from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.schedule import Schedule
 from shardc.passes.starts import is_start, result_bytes, waits_of
-from shardc.runtime.lockstep import Lockstep, PerRank
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
 aten, c10d, host = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
 MESHES = [Mesh(dp=2, tp=2), Mesh(dp=3, tp=2), Mesh(a=2, b=2, c=2)]

@@ -84,7 +84,7 @@ def test_its_layouts() -> None:
     model = ForCausalLM()
     params = {name: (tuple(param.shape), 4) for name, param in model.named_parameters()}
     resolved = resolve_params(Plan.from_hf(model), Mesh(tp=2), params)
-    assert {name: str(plan.compute) for name, plan in resolved.items() if not plan.compute.replicated} == {
+    assert {name: str(plan.compute) for name, plan in resolved.items() if plan.compute.axes} == {
         "model.embed_tokens.weight": "[10@tp,8]",
         "model.layers.0.attn.qkv_proj.weight": "[(2 8@tp),8]",
         "model.layers.0.attn.qkv_proj.bias": "[(2 8@tp)]",

@@ -12,7 +12,7 @@ from shardc.rules import RULES
 from shardc.rules.fallback import fallback_rule
 from shardc.rules.proof import Sample, prove
 from shardc.rules.samples import samples
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 aten = torch.ops.aten
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardc.ir.mesh import Mesh
 from shardc.rules import RULES
 from shardc.rules.proof import Sample, prove
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 aten = torch.ops.aten
 

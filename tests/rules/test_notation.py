@@ -13,7 +13,7 @@ from shardc.rules import find_rule, register_rule, rule, spec_of
 from shardc.rules.proof import Sample, prove
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, infer
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 aten = torch.ops.aten
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardc.ir.mesh import Mesh
 from shardc.rules import find_rule
 from shardc.rules.proof import Sample, prove
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 # The database's favourite sizes are 5 and 10.
 MESHES = (Mesh(x=2), Mesh(x=5))

@@ -16,7 +16,7 @@ from shardc.rules.proof import Sample, prove
 from shardc.rules.rule import Call, Local, Rule
 from shardc.rules.samples import samples
 from shardc.rules.spec import strategies
-from shardc.runtime.lockstep import Lockstep
+from shardc.runtime.sim.lockstep import Lockstep
 
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))
 aten = torch.ops.aten

@@ -9,9 +9,9 @@ from torch.distributed.tensor import DTensor, Shard
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.runtime.groups import Groups, device_mesh
-from shardc.runtime.inputs import WAYS_OUT, check_constants, check_inputs, input_names, local_input, shard_input
-from tests.ranks import run_ranks
+from shardc.runtime.groups import Groups
+from shardc.runtime.inputs import WAYS_OUT, check_constants, check_inputs, local_input, shard_input
+from tests.ranks import device_mesh, run_ranks
 
 MESH = Mesh(dp=2, tp=2)
 
@@ -61,18 +61,6 @@ def test_constants() -> None:
     with pytest.raises(InputError) as caught:
         check_constants(["scale", "causal"], [1.0, 1], [1.0, True])
     assert caught.value.what == "input 'causal' is 1; the program was captured with True, which is part of it"
-
-
-def test_names_of_nested_inputs() -> None:
-    batch = {"ids": 1, "masks": [2, (3,)]}
-    assert input_names((batch, 4), {"scale": 5, "extra": {"a": 6}}) == [
-        "args[0]['ids']",
-        "args[0]['masks'][0]",
-        "args[0]['masks'][1][0]",
-        "args[1]",
-        "scale",
-        "extra['a']",
-    ]
 
 
 def check_dtensors() -> None:

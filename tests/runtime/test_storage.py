@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.runtime.groups import Groups, device_mesh
+from shardc.runtime.groups import Groups
 from shardc.runtime.storage import grad_from_padded, held, padded_local, refill, shard_tensor, to_parameter
-from tests.ranks import run_ranks
+from tests.ranks import device_mesh, run_ranks
 
 TWO, FOUR = Mesh(tp=2), Mesh(dp=2, tp=2)
 

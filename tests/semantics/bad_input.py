@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Shard
 
 import shardc
-from shardc.analysis.cost import CostModel
+from shardc.cost.model import CostModel
 from shardc.errors import (
     InputError,
     MeshError,

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import CaptureError
-from shardc.runtime.sim import Simulation
+from shardc.runtime.sim.training import Simulation
 from tests.ranks import run_ranks
 
 BATCH, WIDTH, STEPS = 12, 6, 2

@@ -29,7 +29,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Reads
 from shardc.passes import Canonicalize, Localize
-from shardc.runtime.sim import Simulation
+from shardc.runtime.sim.training import Simulation
 from tests.models.alike import trains_alike
 
 MESH = Mesh(one=1)

@@ -1,0 +1,309 @@
+"""Hardware: what a rank computes, holds and sends, and how a mesh lies on nodes.
+
+Peaks are those of the vendor's data sheets, dense; the efficiencies beside them say how much of a peak a good kernel
+or a large message reaches. Start-up times are those that NCCL's own tuning model (NCCL, src/graph/tuning.cc) gives its
+ring and tree algorithms under the low-latency protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import lru_cache
+from math import ceil, log2
+
+import torch
+
+from shardc.cost.model import CostModel, Messages
+from shardc.errors import MeshError
+from shardc.ir.mesh import Mesh, split_part
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from rank to rank.
+
+    Args:
+        name: what people call it.
+        bandwidth: bytes per second that one rank sends.
+        ring, tree: seconds of one hop of a ring, and of one level of a tree.
+    """
+
+    name: str
+    bandwidth: float
+    ring: float
+    tree: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Nodes of equal ranks.
+
+    Args:
+        name: as ``find`` knows it.
+        node: ranks in a node.
+        largest: ranks of the largest installation that the numbers are for.
+        flops: (dtype, peak operations per second of a matrix product) a rank.
+        memory: bytes a rank.
+        memory_bandwidth: bytes per second a rank reads or writes.
+        inside, between: the links within a node and from node to node.
+        host: between a rank's device and its host's memory, as much each way at once; ranks are not contended.
+        start: seconds that a collective takes before its first hop.
+        kernel: least seconds of a local kernel.
+        matmul, streaming, wire: shares of the peaks that are reached.
+        gathers_by_tree: all-gathers and reduce-scatters with one rank a node take a logarithm of hops.
+        sources: where the numbers come from.
+        attention: share of the peak that attention reaches; None: ``matmul``.
+        launch: seconds more of each kernel, where the rank that runs it also starts it; 0 where that is done ahead.
+        call, message: seconds that a rank computes nothing because it starts a collective, and for each message of it.
+        share: of the time that something is on its way, how much the rank's own core works on it: what compute beside
+            it loses. 0 where other hardware sends.
+    """
+
+    name: str
+    node: int
+    largest: int
+    flops: tuple[tuple[torch.dtype, float], ...]
+    memory: float
+    memory_bandwidth: float
+    inside: Link
+    between: Link
+    host: Link
+    start: float
+    kernel: float
+    matmul: float
+    streaming: float
+    wire: float
+    gathers_by_tree: bool
+    sources: tuple[str, ...]
+    attention: float | None = None
+    launch: float = 0.0
+    call: float = 0.0
+    message: float = 0.0
+    share: float = 0.0
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Peak operations per second of a matrix product in ``dtype``; of float32 for dtypes that are not listed."""
+        known = dict(self.flops)
+        return known.get(dtype, known[torch.float32])
+
+    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype, attention: bool = False) -> float:
+        """Seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009), and at least a launch."""
+        reached = self.attention if attention and self.attention is not None else self.matmul
+        work = max(flops / (self.peak(dtype) * reached), nbytes / (self.memory_bandwidth * self.streaming), self.kernel)
+        return self.launch + work
+
+    @property
+    def sends(self) -> bool:
+        """Whether collectives are messages that the ranks' own cores send (`shardc.runtime.wire.direct`)."""
+        return self.call > 0
+
+    def start_seconds(self, messages: int) -> float:
+        """Seconds of a rank's own time that starting a collective of so many messages takes."""
+        return self.call + self.message * messages
+
+    def move(self, nbytes: int) -> Price:
+        """Seconds of a copy of ``nbytes`` between device and (pinned) host memory."""
+        return Price(self.host.ring + nbytes / (self.host.bandwidth * self.wire), "copy", self.host.name)
+
+    def check(self, mesh: Mesh) -> None:
+        """Raises MeshError where ``mesh`` is larger than the description is good for."""
+        if mesh.ranks > self.largest:
+            raise MeshError(
+                f"the mesh {mesh} has {mesh.ranks} ranks; {self.name} is described for at most {self.largest}",
+                fix="use a smaller mesh, or dataclasses.replace(hardware, largest=...)",
+            )
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a group of ranks lies on nodes.
+
+    Args:
+        ranks: in the group.
+        nodes: that the group touches.
+        per_node: ranks of the group in each of them.
+    """
+
+    ranks: int
+    nodes: int
+    per_node: int
+
+    def link(self, hardware: Hardware) -> Link:
+        """The slowest link that the group needs."""
+        return hardware.inside if self.nodes == 1 else hardware.between
+
+    def ring_bandwidth(self, hardware: Hardware) -> float:
+        """Bytes per second that a rank sends on a ring; the ranks of a node share all of their network cards."""
+        inside = hardware.inside.bandwidth
+        across = hardware.between.bandwidth * self.per_node
+        if self.nodes == 1:
+            return inside * hardware.wire
+        return (min(inside, across) if self.per_node > 1 else across) * hardware.wire
+
+
+@lru_cache(maxsize=4096)
+def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
+    """How the groups along ``axes`` lie on nodes of ``node`` ranks, rank 0 being the first of the first node.
+
+    The last axes of a mesh vary fastest, so they are the ones inside a node. A group of an axis that fits no node
+    evenly counts as crossing.
+
+    >>> route(Mesh(dp=4, tp=8), ("tp",), 8), route(Mesh(dp=4, tp=8), ("dp",), 8)
+    (Route(ranks=8, nodes=1, per_node=8), Route(ranks=4, nodes=4, per_node=1))
+    """
+    offsets, block = [0], 1
+    for axis in axes:
+        name, before, _ = split_part(axis)
+        size = mesh.size(axis)
+        minor = 1
+        for other in mesh.axes[mesh.axes.index(name) + 1 :]:
+            minor *= mesh.size(other)
+        stride = minor * (mesh.size(name) // (before * size))
+        block = max(block, stride * size)
+        offsets = [have + stride * at for have in offsets for at in range(size)]
+    if node % block == 0:
+        return Route(len(offsets), 1, len(offsets))
+    nodes = len({at // node for at in offsets})
+    if nodes == 1:  # in one node for the first group only
+        return Route(len(offsets), 2, ceil(len(offsets) / 2))
+    return Route(len(offsets), nodes, ceil(len(offsets) / nodes))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one collective and the algorithm that takes them."""
+
+    seconds: float
+    algorithm: str
+    link: str
+
+
+def price(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> Price:
+    """Seconds of a collective in which each rank sends ``wire_bytes``: start-up, hops, and bytes over bandwidth.
+
+    The cheapest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank a
+    node, NCCL 2.23's logarithmic all-gather and reduce-scatter. An all-to-all sends each peer its part directly.
+    """
+    link = where.link(hardware).name
+    if where.ranks == 1:
+        return Price(0.0, "none", link)
+    if kind in ("all_to_all", "permute_ranks", "broadcast"):
+        return Price(hardware.start + _direct(hardware, kind, where, wire_bytes), "direct", link)
+    moved = wire_bytes / where.ring_bandwidth(hardware)
+    rounds = 2 if kind == "all_reduce" else 1
+    hops = rounds * ((where.ranks - where.nodes) * hardware.inside.ring + (where.nodes - 1) * hardware.between.ring)
+    options = [Price(hardware.start + hops + moved, "ring", link)]
+    if kind == "all_reduce":
+        levels = ceil(log2(where.nodes)) * hardware.between.tree + (where.per_node - 1) * hardware.inside.tree
+        options.append(Price(hardware.start + rounds * levels + moved, "tree", link))
+    elif hardware.gathers_by_tree and where.per_node == 1 and where.nodes > 1:
+        levels = ceil(log2(where.nodes)) * hardware.between.tree
+        options.append(Price(hardware.start + levels + moved, "pat", link))
+    return min(options, key=lambda option: option.seconds)
+
+
+def _direct(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> float:
+    """Seconds of messages straight to their receivers."""
+    return where.link(hardware).ring + wire_bytes / direct_bandwidth(hardware, kind, where)
+
+
+def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
+    """Bytes per second that a rank sends straight to their receivers, those within and those between nodes at once."""
+    outside = 0.0 if where.nodes == 1 else 1.0
+    if kind == "all_to_all" and where.ranks > 1:
+        outside *= (where.ranks - where.per_node) / (where.ranks - 1)
+    return hardware.wire / max(outside / hardware.between.bandwidth, (1 - outside) / hardware.inside.bandwidth)
+
+
+_NCCL = "NCCL src/graph/tuning.cc: base latency 6.6 us, ring hop 0.6 us on NVLink and 2.7 us on a network, tree 5 us"
+_T = 1e12
+
+A100 = Hardware(
+    name="a100", node=8, largest=16384,
+    flops=((torch.float32, 19.5 * _T), (torch.float64, 19.5 * _T),
+           (torch.bfloat16, 312 * _T), (torch.float16, 312 * _T)),
+    memory=80e9, memory_bandwidth=2.039e12,
+    inside=Link("NVLink 3", 300e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand HDR", 25e9, 2.7e-6, 5e-6),
+    host=Link("PCIe 4.0 x16", 32e9, 2e-6, 2e-6),
+    start=6.6e-6, kernel=2e-6, matmul=0.75, streaming=0.85, wire=0.8, gathers_by_tree=True,
+    sources=(
+        "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 2,039 GB/s, NVLink 600 and PCIe 64 GB/s both "
+        "ways",
+        "NVIDIA DGX A100 data sheet: eight 200 Gb/s ConnectX-6 cards for eight GPUs",
+        "Meta, Introducing the AI Research SuperCluster (2022): 16,000 A100", _NCCL,
+    ),
+)  # fmt: skip
+
+H100 = replace(
+    A100, name="h100", largest=24576,
+    flops=((torch.float32, 67 * _T), (torch.float64, 67 * _T),
+           (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T),
+           (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
+    memory=80e9, memory_bandwidth=3.35e12,
+    inside=Link("NVLink 4", 450e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand NDR / 400G RoCE", 50e9, 2.7e-6, 5e-6),
+    host=Link("PCIe 5.0 x16", 64e9, 2e-6, 2e-6),
+    sources=(
+        "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 3.35 TB/s, NVLink 900 and PCIe 128 GB/s both ways",
+        "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs",
+        "Meta, Building Meta's GenAI infrastructure (2024): two clusters of 24,576 H100", _NCCL,
+    ),
+)  # fmt: skip
+
+H200 = replace(
+    H100, name="h200", memory=141e9, memory_bandwidth=4.8e12,
+    sources=("NVIDIA H200 SXM data sheet (2024): 141 GB, 4.8 TB/s, otherwise as the H100", *H100.sources),
+)  # fmt: skip
+
+B200 = replace(
+    H100, name="b200",
+    flops=((torch.float32, 80 * _T), (torch.float64, 40 * _T), (torch.bfloat16, 2250 * _T), (torch.float16, 2250 * _T),
+           (torch.float8_e4m3fn, 4500 * _T), (torch.float8_e5m2, 4500 * _T)),
+    memory=180e9, memory_bandwidth=8e12, inside=Link("NVLink 5", 900e9, 0.6e-6, 0.6e-6),
+    sources=(
+        "NVIDIA Blackwell brief (2024), HGX B200: 2.25 PFLOPS dense bf16, 8 TB/s, NVLink 1.8 TB/s both ways",
+        "NVIDIA DGX B200 user guide: 1,440 GB for eight GPUs, eight ConnectX-7 cards", _NCCL,
+    ),
+)  # fmt: skip
+
+CPU = Hardware(
+    name="cpu", node=64, largest=64,
+    flops=((torch.float32, 50e9), (torch.float64, 25e9), (torch.bfloat16, 50e9)),
+    memory=4e9, memory_bandwidth=10e9,
+    inside=Link("loopback", 1e9, 30e-6, 30e-6), between=Link("10 Gbit/s Ethernet", 1.25e9, 60e-6, 60e-6),
+    host=Link("memory", 5e9, 5e-6, 5e-6),
+    start=100e-6, kernel=5e-6, matmul=0.8, streaming=0.8, wire=1.0, gathers_by_tree=False,
+    sources=("one core a rank under gloo on loopback, a development machine: orders of magnitude, not a measurement",),
+)  # fmt: skip
+
+
+def calibrated(cost: CostModel) -> Hardware:
+    """This machine's CPU ranks, as ``python -m shardc calibrate`` measured them: reached, not peak, numbers."""
+    sent = cost.messages or Messages(cost.latency, 0.0, 0.0, cost.hop, cost.bandwidth, 0.0)
+    link = Link("measured", sent.bandwidth, sent.hop, sent.hop)
+    flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
+    return replace(
+        CPU, name="calibrated cpu", flops=flops, memory_bandwidth=cost.memory_bandwidth, inside=link, between=link,
+        host=Link("memory", cost.memory_bandwidth / 2, 0.0, 0.0),
+        start=sent.latency, kernel=0.0, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
+        attention=cost.attention, launch=cost.launch, call=sent.call, message=sent.message, share=sent.share,
+    )  # fmt: skip
+
+
+KNOWN: dict[str, Hardware] = {each.name: each for each in (A100, H100, H200, B200, CPU)}
+
+
+def find(name: str) -> Hardware:
+    """The description called ``name``, or that of the machine that the file ``name`` was calibrated on.
+
+    Raises:
+        MeshError: there is none.
+        InputError: the file is none that ``calibrate`` wrote.
+    """
+    if name.endswith(".json"):
+        return calibrated(CostModel.load(name))
+    if name.lower() in KNOWN:
+        return KNOWN[name.lower()]
+    near = get_close_matches(name.lower(), KNOWN, n=1)
+    fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(KNOWN)}, or a file of calibrate's"
+    raise MeshError(f"no hardware is called {name!r}", fix=fix)

@@ -1,0 +1,185 @@
+"""What a step's ops do: memory that they make, kernels that they fuse to, flops and bytes of each.
+
+A run of ops between matrix products, attentions, convolutions and collectives counts as one kernel, which reads what
+it does not make and writes what others read: roughly what Inductor's fusion does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.cost.sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
+from shardc.ir import graph as ir
+from shardc.ir.flops import flops
+from shardc.ir.flops import is_dense as is_dense_op
+
+aten = torch.ops.aten
+# They read rows of their first operand, not all of it.
+_LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor}
+
+
+@dataclass
+class Buffer:
+    """Memory that one op makes.
+
+    Args:
+        size: bytes.
+        made: position of the op that makes it.
+        last: position of the last op that reads it, through whatever views.
+        readers: positions of the ops that do.
+    """
+
+    size: int
+    made: int
+    last: int
+    readers: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Local work that runs as one.
+
+    Args:
+        ops: positions in the sequence.
+        name, module, source, phase: of the first op.
+        flops: operations of matrix products, attention and convolution.
+        bytes: read from and written to memory.
+        dtype: that its peak is counted in.
+        attention: it is one.
+    """
+
+    ops: tuple[int, ...]
+    name: str
+    module: str
+    source: str
+    phase: str
+    flops: int
+    bytes: int
+    dtype: torch.dtype
+    attention: bool = False
+
+
+def flops_of(node: fx.Node) -> int:
+    """Operations of ``node`` at its shapes, global or local, by torch's own counter; 0 if it is not dense."""
+    if not is_dense(node):
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
+    return flops(node.target, args, tuple(kwargs.items()), _shape(node))
+
+
+def _shape(node: fx.Node) -> Any:
+    """The shape of what a node makes, or those of its results."""
+    made = ir.info(node).value
+    if isinstance(made, tuple):
+        return tuple(torch.Size(one.shape) if one is not None else None for one in made)
+    return torch.Size(made.shape) if made is not None else None
+
+
+def is_dense(node: fx.Node) -> bool:
+    """Whether ``node`` is a kernel of its own: a matrix product, an attention, a convolution."""
+    return is_dense_op(node.target)
+
+
+def is_attention(node: fx.Node) -> bool:
+    return "scaled_dot_product" in str(node.target)
+
+
+def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
+    """For each op the memory behind each of its results."""
+    out: list[tuple[Buffer | None, ...]] = []
+    for at, op in enumerate(step.ops):
+        behind = _behind(op, at, out)
+        out.append(behind)
+        for read in op.reads:
+            for buffer in out[read]:
+                if buffer is not None:
+                    buffer.last = at
+                    if op.kind not in (MOVE, WAIT):
+                        buffer.readers.append(at)
+    return out
+
+
+def _behind(op: Op, at: int, made: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
+    node = op.node
+    if op.kind == WAIT:
+        return made[op.reads[0]]
+    if op.kind == MOVE:
+        owner = aliased(node)
+        if owner is not None:
+            return made[op.reads[node.all_input_nodes.index(owner)]]
+        index: Any = node.args[1]
+        return (made[op.reads[0]][index],)
+    value = node.meta.get("val")
+    results = value if isinstance(value, list | tuple) else (value,)
+    return tuple(Buffer(storage_bytes(x), at, at) if isinstance(x, Tensor) else None for x in results)
+
+
+def storage_bytes(x: Tensor) -> int:
+    return x.untyped_storage().nbytes()
+
+
+def tensor_bytes(x: Any) -> int:
+    return prod(x.shape) * x.dtype.itemsize if isinstance(x, Tensor) else 0
+
+
+def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
+    """The kernels of a step by the position of their last op."""
+    kept = {id(b) for _, at in step.outputs for b in memory[at]}
+    out: dict[int, Kernel] = {}
+    run: list[int] = []
+
+    def close() -> None:
+        if run:
+            out[run[-1]] = _kernel(step, memory, tuple(run), kept)
+            run.clear()
+
+    for at, op in enumerate(step.ops):
+        if op.kind in (INPUT, MOVE):
+            continue
+        if run and (op.kind in (START, WAIT) or is_dense(op.node) or op.phase != step.ops[run[-1]].phase):
+            close()
+        if op.kind == COMPUTE:
+            run.append(at)
+            if is_dense(op.node):
+                close()
+    close()
+    return out
+
+
+def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[int, ...], kept: set[int]) -> Kernel:
+    mine = set(run)
+    reads: dict[int, int] = {}
+    written = operations = 0
+    for at in run:
+        op = step.ops[at]
+        operations += flops_of(op.node)
+        made = tensor_bytes(op.node.meta.get("val"))
+        for place, (node, read) in enumerate(zip(op.node.all_input_nodes, op.reads, strict=True)):
+            size = tensor_bytes(node.meta.get("val"))
+            if place == 0 and op.node.target in _LOOKUPS:
+                size = min(size, made)
+            for buffer in memory[read]:
+                if buffer is not None and buffer.made not in mine:
+                    reads[id(buffer)] = max(reads.get(id(buffer), 0), min(size, buffer.size))
+        written += sum(b.size for b in memory[at] if b is not None and not is_inner(b, mine, kept))
+    first = step.ops[run[0]]
+    record = ir.info(first.node)
+    return Kernel(
+        run, record.name, record.origin.module, record.origin.source, first.phase,
+        operations, written + sum(reads.values()), _dtype(first.node), is_attention(first.node),
+    )  # fmt: skip
+
+
+def is_inner(buffer: Buffer, kernel: set[int], kept: set[int]) -> bool:
+    """Whether a buffer never leaves the kernel that makes it."""
+    return id(buffer) not in kept and all(reader in kernel for reader in buffer.readers)
+
+
+def _dtype(node: fx.Node) -> torch.dtype:
+    values = [x.meta.get("val") for x in node.all_input_nodes]
+    return next((x.dtype for x in values if isinstance(x, Tensor)), torch.float32)

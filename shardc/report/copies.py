@@ -1,0 +1,141 @@
+"""The copies that communication costs in a step: bytes that are moved on a rank only to be sent, or to be used.
+
+A gather writes each shard to its place in the result, which its users read as it is, and reads its own shard where the
+parameter lies; so the one copy that it needs is that of the own shard. More are there where a layout splits a dim that
+is not the leading one: its digits are brought to the front to be sent, and back behind the wait. And small tensors that
+share a message (`shardc.ir.packing`) are copied into it and, gathered, out of it, which takes less than messages.
+
+Casts and arithmetic are not counted, nor what a library copies inside of a collective of its own. Inductor may fuse a
+copy with what makes its value, so that there are at most these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.cost.sequence import aliased, is_wait
+from shardc.ir import graph as ir
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
+from shardc.ir.mesh import Mesh
+from shardc.ir.packing import Packing, rows_of
+from shardc.ir.tally import arguments_of, collective_kind, group_axes
+
+aten = torch.ops.aten
+
+OWN_SHARD = "own shard to its place in the gathered result"
+TOGETHER = "terms of an all-reduce into one buffer"
+INTO_MESSAGE = "small tensors into the message that they share"
+OUT_OF_MESSAGE = "gathered small tensors out of the message that they share"
+CONTIGUOUS = "made contiguous to be sent"
+TO_SEND = "brought in the order in which it is sent"
+RECEIVED = "brought in order after it came"
+_MOVES = {
+    aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default, aten.index_select.default, aten.cat.default,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy.
+
+    Args:
+        name: of the value in the graph's text.
+        reason: one of the constants of this module.
+        bytes: written.
+    """
+
+    name: str
+    reason: str
+    bytes: int
+
+
+def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
+    """The copies of a local graph, a half of a step, in its order."""
+    found: list[Copy] = []
+    sent = _reached(graph, backward=True)
+    came = _reached(graph, backward=False)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if collective_kind(node) is not None:
+            found += _of_collective(node, mesh)
+        elif node.target in _MOVES and not _is_view(node) and (node in sent or node in came):
+            found.append(Copy(ir.info(node).name, RECEIVED if node in came else TO_SEND, _bytes(node.meta["val"])))
+    return found
+
+
+def table(found: list[Copy]) -> str:
+    """How many copies there are for each reason, and of how many bytes."""
+    rows: dict[str, tuple[int, int]] = {}
+    for one in found:
+        count, size = rows.get(one.reason, (0, 0))
+        rows[one.reason] = count + 1, size + one.bytes
+    lines = [f"{reason}: x{count} {size} B/rank" for reason, (count, size) in sorted(rows.items())]
+    return "\n".join([*lines, f"copies: x{len(found)} {sum(one.bytes for one in found)} B/rank"]) + "\n"
+
+
+def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
+    kind, name, made = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
+    axes = group_axes(arguments_of(node)["group_name"], mesh)
+    assert axes is not None, f"{node} is over no group of {mesh}"
+    ranks = prod(mesh.size(axis) for axis in axes)
+    for read in node.all_input_nodes:
+        val = read.meta["val"]
+        if isinstance(val, Tensor) and not val.is_contiguous():
+            yield Copy(ir.info(read).name, CONTIGUOUS, _bytes(val))
+    if kind == "all_gather":
+        for user, x in _named(node, made):
+            yield Copy(user, OWN_SHARD, _bytes(x) // ranks)
+    elif node.target is ALL_REDUCE and ranks != 2:
+        yield Copy(name, TOGETHER, sum(map(_bytes, made)))
+        return
+    if node.target not in IN_MESSAGES or ranks == 1:
+        return
+    if size := Packing.of(rows_of(node, ranks)).size:
+        yield Copy(name, INTO_MESSAGE, size * (ranks - 1 if node.target is REDUCE_SCATTER else 1))
+        if node.target is GATHER:
+            yield Copy(name, OUT_OF_MESSAGE, size * (ranks - 1))
+
+
+def _named(node: fx.Node, made: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+    items: dict[Any, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
+    for at, x in enumerate(made):
+        yield items.get(at, ir.info(node).name), x
+
+
+def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
+    """The nodes that only moves stand between and a collective's start (``backward``) or its wait."""
+    nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
+    next_to: Callable[[fx.Node], Any] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
+    out: set[fx.Node] = set()
+    for node in nodes:
+        if node.op != "call_function" or not (node.target in _MOVES or aliased(node) is not None):
+            continue
+        if any(one in out or _ends(one, backward) for one in next_to(node)):
+            out.add(node)
+    return out
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a move lies in its operand's memory: a reshape may or may not."""
+    storages = [x.untyped_storage()._cdata for x in (node.meta["val"], node.all_input_nodes[0].meta["val"])]
+    return storages[0] == storages[1]
+
+
+def _ends(node: fx.Node, backward: bool) -> bool:
+    return collective_kind(node) is not None if backward else node.op == "call_function" and is_wait(node)
+
+
+def _tensors(val: Any) -> list[Tensor]:
+    return [x for x in (val if isinstance(val, list | tuple) else [val]) if isinstance(x, Tensor)]
+
+
+def _bytes(x: Tensor) -> int:
+    return prod(x.shape) * x.dtype.itemsize

@@ -1,0 +1,146 @@
+"""A schedule as text, as data and as a trace."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from shardc.report.memory import OWNERS
+from shardc.report.prediction import Collective, Prediction, Total
+
+HEAD = ("kind", "axis", "ranks", "dtype", "count", "B/rank", "ms", "exposed", "phase", "tensor", "hidden by", "cause")
+TOTALS = ("axis", "kind", "phase", "entry")
+
+
+def table(schedule: Prediction, rows: int | None) -> str:
+    """Three tables and two lines: collectives, totals, memory; the step; whether it fits."""
+    alike: dict[tuple[Any, ...], list[Collective]] = {}
+    for each in schedule.transfers:
+        alike.setdefault(_alike(each), []).append(each)
+    shown = sorted(alike.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
+    body = [_row(of) for of in (shown if rows is None else shown[:rows])]
+    parts = [
+        "\n".join([f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order", *schedule.notes]),
+        _text(body, HEAD),
+    ]
+    if rows is not None and len(shown) > rows:
+        parts[-1] += f"\n... and {len(shown) - rows} more rows"
+    for by in TOTALS:
+        parts.append(_totals(by, schedule.totals(by)))
+    held = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
+    parts.append(_text([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
+    if schedule.memory.host:
+        parts.append(_text([(owner, gigabytes(size)) for owner, size in schedule.memory.host], ("on the host", "GB")))
+    parts.append(summary(schedule))
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(schedule: Prediction) -> str:
+    """Time and memory in two lines."""
+    fits = "fits" if schedule.fits() else "does not fit"
+    return (
+        f"step {milliseconds(schedule.seconds)} ms = compute {milliseconds(schedule.compute_seconds)} + exposed "
+        f"{milliseconds(schedule.exposed)}; {schedule.wire} B/rank on the wire; MFU at most {schedule.mfu:.1%}\n"
+        f"memory peak {gigabytes(schedule.memory.peak.total)} GB at {schedule.memory.peak_op}: {fits} in "
+        f"{schedule.hardware.memory / 1e9:g} GB"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f}"
+
+
+def gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3f}" if size >= 1e6 else f"{size / 1e9:.6f}"
+
+
+def layers_of(name: str) -> str:
+    """``name`` with the number of a repeated layer left open: ``layers.*.mlp.up``."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _alike(c: Collective) -> tuple[Any, ...]:
+    return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), c.cause.entry
+
+
+def _row(of: list[Collective]) -> tuple[Any, ...]:
+    c = of[0]
+    cause = c.cause.entry or layers_of(c.cause.reason)
+    return (
+        c.kind, c.axis, str(c.ranks), c.dtype, str(len(of)), str(sum(x.wire for x in of)),
+        milliseconds(sum(x.seconds for x in of)), milliseconds(sum(x.exposed for x in of)), c.phase,
+        layers_of(c.cause.tensor) if len(of) > 1 else c.cause.tensor, layers_of(c.hidden_by) or "-", shorten(cause, 48),
+    )  # fmt: skip
+
+
+def shorten(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _totals(by: str, totals: dict[str, Total]) -> str:
+    body = [
+        (shorten(key, 60) or "-", str(t.count), str(t.wire), milliseconds(t.seconds), milliseconds(t.exposed))
+        for key, t in totals.items()
+    ]
+    return _text(body, (by, "count", "B/rank", "ms", "exposed"))
+
+
+def _text(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:
+    return tabulate(rows, head, tablefmt="plain", disable_numparse=True, stralign="left")
+
+
+def record(schedule: Prediction) -> dict[str, Any]:
+    """All of a schedule as plain data; seconds and bytes."""
+    return {
+        "mesh": dict(schedule.mesh.shape),
+        "hardware": schedule.hardware.name,
+        "order": schedule.order,
+        **({"notes": list(schedule.notes)} if schedule.notes else {}),
+        "seconds": schedule.seconds,
+        "compute_seconds": schedule.compute_seconds,
+        "exposed": schedule.exposed,
+        "wire": schedule.wire,
+        "flops": schedule.flops,
+        "useful_flops": schedule.useful_flops,
+        "mfu": schedule.mfu,
+        "memory": {
+            "peak": schedule.memory.peak.total,
+            "peak_op": schedule.memory.peak_op,
+            "by_owner": schedule.memory.by_owner(),
+            "capacity": schedule.hardware.memory,
+            **({"host": dict(schedule.memory.host)} if schedule.memory.host else {}),
+        },
+        "totals": {
+            by: {key: vars(total) for key, total in schedule.totals(by).items()} for by in (*TOTALS, "module", "tensor")
+        },
+        "collectives": [{**vars(c), "cause": vars(c.cause)} for c in schedule.collectives],
+        **({"moves": [{**vars(c), "cause": vars(c.cause)} for c in schedule.moves]} if schedule.moves else {}),
+    }
+
+
+def trace(schedule: Prediction) -> dict[str, Any]:
+    """Chrome's trace events: microseconds; track 0 computes, then one track for each axis."""
+    axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
+    events: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+        for tid, name in enumerate(["compute", *axes])
+    ]
+    for run in schedule.runs:
+        k = run.kernel
+        args = {"module": k.module, "source": k.source, "flops": k.flops, "bytes": k.bytes}
+        events.append(_event(k.name, 0, run.start, run.end, args))
+    for c in schedule.transfers:
+        args = {"wire": c.wire, "exposed_us": c.exposed * 1e6, **vars(c.cause)}
+        events.append(_event(f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis), c.start, c.end, args))
+    for sample in schedule.memory.samples:
+        at = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
+        held = dict(zip(OWNERS, sample.held, strict=True))
+        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": at * 1e6, "args": held})
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _event(name: str, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "ph": "X", "pid": 0, "tid": tid, "ts": start * 1e6, "dur": (end - start) * 1e6, "args": args}

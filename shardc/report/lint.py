@@ -1,0 +1,322 @@
+"""Lint: communication and computation that a better plan would not need, each with its cost and what mends it.
+
+Works on the global graph with its layouts (stage ``collectives``), on the schedule of the joint graph made from it
+(stage ``localize``), where each collective of the one is found in the other by its name, and on that of what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch import fx
+
+from shardc.cost.hardware import Route, price, route
+from shardc.cost.kernels import flops_of
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.report.export import layers_of
+from shardc.report.prediction import HOST, Collective, Run
+from shardc.report.schedule import Schedule
+
+SEVERITIES = ("high", "medium", "low")
+LARGE_PARAMETER = 1 << 20  # bytes a rank of a whole parameter that are worth a word
+EXPOSED_SHARE = 0.2  # of the step that one axis may stand in the way
+REPLICATED_SHARE = 0.01  # of a rank's operations
+HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a cost is of that severity
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs and need not.
+
+    Args:
+        rule: its name.
+        severity: "high", "medium" or "low", by the cost's share of the step.
+        subject: the tensor, op or axis that it is about.
+        module, source: where it comes from; "" where it has no one place.
+        seconds: that it costs in a step, predicted.
+        bytes: wire bytes, or bytes of memory, a rank.
+        message: what is wrong.
+        change: what to change in the plan or the mesh.
+        count: how many collectives, ops or parameters it is about.
+    """
+
+    rule: str
+    severity: str
+    subject: str
+    module: str
+    source: str
+    seconds: float
+    bytes: int
+    message: str
+    change: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is linted: the global graph, the schedule of the joint local one, and that of the step as it runs."""
+
+    graph: fx.Graph
+    schedule: Schedule
+    step: Schedule
+
+    @cached_property
+    def rows(self) -> dict[str, list[Collective]]:
+        """The collectives of the schedule by the name of their node in the global graph; level 3 gathers twice."""
+        out: dict[str, list[Collective]] = {}
+        for each in self.schedule.collectives:
+            out.setdefault(each.name.rpartition(".")[0], []).append(each)
+        return out
+
+    @cached_property
+    def runs(self) -> dict[str, Run]:
+        return {run.kernel.name: run for run in self.schedule.runs}
+
+    def finding(
+        self,
+        rule: str,
+        at: tuple[str, str, str],
+        seconds: float,
+        nbytes: int,
+        message: str,
+        change: str,
+        count: int = 1,
+    ) -> Finding:
+        """A finding about (subject, module, source), its severity by its cost."""
+        share = seconds / self.step.seconds if self.step.seconds else 0.0
+        severity = "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
+        return Finding(rule, severity, *at, seconds, nbytes, message, change, count)
+
+    def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
+        """A finding that ``part`` of the collective ``node`` is for nothing."""
+        rows = self.rows.get(ir.info(node).name)
+        if rows is not None:
+            cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
+            at = (cause.tensor, cause.module, cause.source)
+            yield self.finding(rule, at, part * seconds, int(part * wire), message, change, len(rows))
+
+
+def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
+    """What is found, the costliest first.
+
+    Args:
+        graph: the global graph after ``collectives``.
+        schedule: of the joint graph that was localized from it.
+        step: of the forward and backward that run; the same as ``schedule`` where they are not made.
+    """
+    subject = Subject(graph, schedule, step)
+    found = [finding for rule in RULES for finding in rule(subject)]
+    return sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.seconds, f.rule, f.subject))
+
+
+# --- the rules
+
+
+def gather_then_slice(subject: Subject) -> Iterator[Finding]:
+    """Ranks gather what each then takes its own part of."""
+    for node in subject.graph.nodes:
+        if node.target is ops.all_gather and node.users and all(user.target is ops.shard for user in node.users):
+            yield from subject.wasted(
+                "gather-then-slice", node, 1.0, f"gathered over {node.kwargs['axis']}, then sliced again",
+                "give its producer and its consumer the same layout, or move the split to the other dim",
+            )  # fmt: skip
+
+
+def reduce_then_slice(subject: Subject) -> Iterator[Finding]:
+    """Ranks sum all of what each then takes its own part of."""
+    for node in subject.graph.nodes:
+        if node.target is ops.all_reduce and node.users and all(user.target is ops.shard for user in node.users):
+            yield from subject.wasted(
+                "reduce-then-slice", node, 0.5, f"summed over {node.kwargs['axis']} everywhere, then sliced",
+                "split the consumer's dim where the sum is made, for a reduce-scatter at half the bytes",
+            )  # fmt: skip
+
+
+def repeated_collective(subject: Subject) -> Iterator[Finding]:
+    """One value becomes the same by more than one collective in one phase."""
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    for node in subject.graph.nodes:
+        if node.target in ops.COLLECTIVES:
+            key = (node.target, node.args[0], *sorted(node.kwargs.items()), ir.layout(node), ir.info(node).origin.phase)
+            first = seen.setdefault(key, node)
+            if first is not node:
+                kind, axis = node.target.__name__, node.kwargs["axis"]
+                name = "repeated-gather" if kind == "all_gather" else "repeated-collective"
+                verb = "gathered" if kind == "all_gather" else f"sent ({kind})"
+                yield from subject.wasted(
+                    name, node, 1.0, f"{verb} again over {axis}, as %{ir.info(first).name}",
+                    "pin the value's layout where both consumers read it",
+                )  # fmt: skip
+
+
+def unread_collective(subject: Subject) -> Iterator[Finding]:
+    """What a collective brings is read by nobody."""
+    step = subject.step.step
+    live = {at for _, at in step.outputs}
+    for at in reversed(range(len(step.ops))):
+        if at in live:
+            live.update(step.ops[at].reads)
+    unread = {ir.info(step.ops[at].node).name for at in step.starts if at not in live}
+    for row in subject.step.collectives:
+        if row.name in unread:
+            yield subject.finding(
+                "unread-collective", (row.cause.tensor, row.cause.module, row.cause.source), row.seconds, row.wire,
+                f"{row.kind} over {row.axis} in {row.phase}, whose result nobody reads",
+                "report it: the compiler should have left it out",
+            )  # fmt: skip
+
+
+def collective_run_again(subject: Subject) -> Iterator[Finding]:
+    """A checkpoint region's collective that runs again in backward, for memory."""
+    again = {row.name: row for row in subject.schedule.collectives if row.phase == "backward"}
+    whole = {ir.info(op.node).name for op in subject.schedule.step.ops if op.gathered}
+    for row in subject.schedule.collectives:
+        second = again.get(row.name) if row.phase == "forward" and row.name not in whole else None
+        if second is not None:
+            yield subject.finding(
+                "collective-run-again", (row.cause.tensor, row.cause.module, row.cause.source), second.seconds,
+                second.wire, f"{row.kind} over {row.axis} of a checkpoint region runs again in backward",
+                'Options(checkpoint_collectives="keep") keeps its result, where memory allows',
+            )  # fmt: skip
+
+
+def small_messages(subject: Subject) -> Iterator[Finding]:
+    """Collectives whose start-up takes longer than their bytes."""
+    groups: dict[tuple[str, str, str], list[tuple[Collective, float]]] = {}
+    schedule = subject.step
+    for each in schedule.collectives:
+        idle = price(schedule.hardware, each.kind, _route(subject, each), 0).seconds
+        if each.ranks > 1 and idle > each.seconds - idle:
+            groups.setdefault((each.kind, each.axis, each.phase), []).append((each, idle))
+    for (kind, axis, phase), small in groups.items():
+        if len(small) < 2:
+            continue
+        lost, wire = sum(idle for _, idle in small), sum(c.wire for c, _ in small)
+        yield subject.finding(
+            "small-messages", (f"{kind}({axis})", "", ""), lost, wire,
+            f"in {phase}, each takes longer to start than to send",
+            "raise Options(bucket_size=...), or lower the number of ranks on the axis", len(small),
+        )  # fmt: skip
+
+
+def exposed_axis(subject: Subject) -> Iterator[Finding]:
+    """An axis whose communication stands in the way for a large share of the step."""
+    schedule = subject.step
+    for axis, total in schedule.totals("axis").items():
+        if total.exposed > EXPOSED_SHARE * schedule.seconds:
+            share = total.exposed / schedule.seconds
+            waited = sum(1 for c in schedule.transfers if c.axis == axis and c.exposed > 0)
+            change = f"make {axis} smaller, put it inside a node, or give each rank a larger batch"
+            if axis == HOST:
+                change = "keep fewer parameters on the host, or give each rank a larger batch"
+            yield subject.finding(
+                "exposed-axis", (axis, "", ""), total.exposed, total.wire,
+                f"{share:.0%} of the step waits for {axis}", change, waited,
+            )  # fmt: skip
+
+
+def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
+    """A busy axis leaves the node while one that moves less stays inside."""
+    schedule = subject.schedule
+    mesh, node = schedule.mesh, schedule.hardware.node
+    totals = {axis: total for axis, total in schedule.totals("axis").items() if axis in mesh.axes}
+    inside = {axis for axis in totals if route(mesh, (axis,), node).nodes == 1}
+    for axis, total in totals.items():
+        quieter = [other for other in inside if totals[other].wire * 2 < total.wire and mesh.size(axis) <= node]
+        if axis not in inside and quieter:
+            rows = [c for c in schedule.collectives if c.axis == axis]
+            local = Route(mesh.size(axis), 1, mesh.size(axis))
+            gain = sum(c.seconds - price(schedule.hardware, c.kind, local, c.wire).seconds for c in rows)
+            yield subject.finding(
+                "axis-across-nodes", (axis, "", ""), gain, total.wire,
+                f"{axis} crosses nodes and moves more than {', '.join(quieter)}, which stays inside",
+                f"put {axis} last in the mesh: the last axes vary fastest and stay inside a node", len(rows),
+            )  # fmt: skip
+
+
+def replicated_work(subject: Subject) -> Iterator[Finding]:
+    """A matrix product that several ranks do alike."""
+    schedule = subject.schedule
+    for node in subject.graph.nodes:
+        whole = flops_of(node) if node.op == "call_function" else 0
+        run = subject.runs.get(ir.info(node).name) if whole else None
+        if run is None:
+            continue
+        extra = run.kernel.flops - whole / schedule.mesh.ranks
+        if extra > REPLICATED_SHARE * schedule.flops:
+            origin, times = ir.info(node).origin, run.kernel.flops * schedule.mesh.ranks / whole
+            yield subject.finding(
+                "replicated-work", (ir.info(node).name, origin.module, origin.source),
+                run.seconds * extra / run.kernel.flops, 0, f"done {times:g} times over, alike on different ranks",
+                "split its weight (tp, colwise or rowwise) or its input over the idle axis",
+            )  # fmt: skip
+
+
+def whole_parameter(subject: Subject) -> Iterator[Finding]:
+    """A large parameter that every rank holds whole."""
+    for node in ir.placeholders(subject.graph, "param"):
+        layout, value = ir.layout(node), ir.value(node)
+        size = prod(value.shape) * value.itemsize
+        if subject.schedule.mesh.ranks > 1 and not layout.axes and size >= LARGE_PARAMETER:
+            record = ir.info(node)
+            why = f" ({record.origin.cause})" if record.origin.cause else ""
+            yield subject.finding(
+                "whole-parameter", (record.name, record.name.rpartition(".")[0], record.origin.source), 0.0, size,
+                f"every rank holds all {size} bytes of it{why}, and an optimizer's state besides",
+                "store it split: fsdp(axis), or an entry of its own",
+            )  # fmt: skip
+
+
+def low_precision_sum(subject: Subject) -> Iterator[Finding]:
+    """Gradients that are summed in half precision over many ranks."""
+    rows = [c for c in subject.schedule.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.ranks >= 16]
+    low = [c for c in rows if c.dtype in ("bf16", "f16") and c.phase == "backward"]
+    for axis in dict.fromkeys(c.axis for c in low):
+        of = [c for c in low if c.axis == axis]
+        yield subject.finding(
+            "low-precision-sum", (axis, "", ""), 0.0, sum(c.wire for c in of),
+            f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
+            "sum them in float32: precision(reduce=torch.float32)", len(of),
+        )  # fmt: skip
+
+
+def _route(subject: Subject, row: Collective) -> Route:
+    return route(subject.schedule.mesh, tuple(row.axis.split(",")), subject.schedule.hardware.node)
+
+
+RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
+    gather_then_slice, reduce_then_slice, repeated_collective, unread_collective, collective_run_again, small_messages,
+    exposed_axis, axis_across_nodes, replicated_work, whole_parameter, low_precision_sum,
+)  # fmt: skip
+
+
+def merged(findings: list[Finding]) -> list[Finding]:
+    """Findings that differ only in the number of a repeated layer as one, about as many things as they are together."""
+    groups: dict[tuple[str, ...], list[Finding]] = {}
+    for f in findings:
+        groups.setdefault(
+            tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message))), []
+        ).append(f)
+    out = []
+    for of in groups.values():
+        first = of[0]
+        subject, module, message = (
+            _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")
+        )
+        out.append(
+            Finding(
+                first.rule, first.severity, subject, module, first.source, sum(f.seconds for f in of),
+                sum(f.bytes for f in of), message, first.change, sum(f.count for f in of),
+            )
+        )  # fmt: skip
+    return out
+
+
+def _common(names: list[str]) -> str:
+    """Names that differ in numbers as one: ``layers.*.mm.1`` of ``layers.0.mm.1`` and ``layers.1.mm.1``."""
+    parts = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)

@@ -1,0 +1,133 @@
+"""Memory of one rank over a step: who holds how much, and when most is held.
+
+Where the results of collectives lie in an arena (on CPU ranks), it is counted for the whole step, as communication.
+Caching-allocator rounding, fragmentation, workspaces of libraries and the optimizer's own temporaries are not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardc.cost.kernels import Buffer, Kernel, is_inner
+from shardc.cost.sequence import INPUT, START, Sequence
+from shardc.ir import graph as ir
+
+OWNERS = ("parameters", "optimizer", "inputs", "gradients", "activations", "gathered", "communication", "temporaries")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What is held while one op runs.
+
+    Args:
+        at: position of the op in the step's sequence.
+        held: bytes by owner, in the order of ``OWNERS``.
+    """
+
+    at: int
+    held: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(self.held)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A rank's memory, in bytes.
+
+    Args:
+        samples: at every op that allocates or frees, in order.
+        peak: the sample that holds most.
+        peak_op: name of the op that runs then.
+        host: (owner, bytes) of what is kept in the host's memory instead, for the whole step.
+    """
+
+    samples: tuple[Sample, ...]
+    peak: Sample
+    peak_op: str
+    host: tuple[tuple[str, int], ...] = ()
+
+    def by_owner(self) -> dict[str, int]:
+        """Bytes at the peak by owner."""
+        return dict(zip(OWNERS, self.peak.held, strict=True))
+
+
+def memory_of(
+    step: Sequence,
+    made: list[tuple[Buffer | None, ...]],
+    kernels: Mapping[int, Kernel],
+    optimizer_copies: float,
+) -> Memory:
+    """The memory of a step.
+
+    Args:
+        optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+    """
+    turn = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
+    kept = {id(b) for _, at in step.outputs for b in made[at] if b is not None}
+    grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in made[at] if b is not None}
+    kernel_of = {at: set(kernel.ops) for kernel in kernels.values() for at in kernel.ops}
+    changes: dict[int, dict[str, int]] = {}
+
+    def hold(owner: str, size: int, start: int, end: int) -> None:
+        for at, change in ((start, size), (end + 1, -size)):
+            here = changes.setdefault(at, {})
+            here[owner] = here.get(owner, 0) + change
+
+    host: dict[str, int] = {}
+
+    def on_host(owner: str, size: int) -> None:
+        host[owner] = host.get(owner, 0) + size
+
+    whole_step = len(step.ops)
+    if step.arena:
+        hold("communication", step.arena, 0, whole_step)
+    for at, op in enumerate(step.ops):
+        placed = step.placed.get(at, ())
+        for number, buffer in enumerate(made[at]):
+            if buffer is None or buffer.made != at or not buffer.size or number in placed:
+                continue
+            made_here = ir.info(op.node).value
+            if isinstance(made_here, ir.Value) and made_here.host:
+                on_host("parameters" if op.kind == INPUT else "gradients", buffer.size)
+                if op.kind == INPUT:
+                    on_host("optimizer", int(buffer.size * optimizer_copies))
+                continue
+            if op.kind == INPUT:
+                role = ir.info(op.node).role
+                if role is not None and role.kind == "param":
+                    hold("parameters", buffer.size, 0, whole_step)
+                    hold("optimizer", int(buffer.size * optimizer_copies), 0, whole_step)
+                else:
+                    hold("inputs", buffer.size, 0, whole_step)
+                continue
+            if at in kernel_of and is_inner(buffer, kernel_of[at], kept):
+                continue
+            end = whole_step if id(buffer) in kept else buffer.last
+            hold(_owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, turn), buffer.size, at, end)
+    samples = _samples(changes, whole_step)
+    peak = max(samples, key=lambda sample: (sample.total, -sample.at))
+    return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name, tuple(sorted(host.items())))
+
+
+def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn: int) -> str:
+    if gathered:
+        return "gathered"
+    if grad:
+        return "gradients"
+    if buffer.made < turn <= buffer.last:
+        return "activations"
+    return "communication" if communicated else "temporaries"
+
+
+def _samples(changes: Mapping[int, Mapping[str, int]], end: int) -> tuple[Sample, ...]:
+    held = dict.fromkeys(OWNERS, 0)
+    out = []
+    for at in sorted(changes):
+        for owner, change in changes[at].items():
+            held[owner] += change
+        if at <= end:
+            out.append(Sample(at, tuple(held.values())))
+    return tuple(out)

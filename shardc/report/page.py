@@ -1,0 +1,134 @@
+"""A schedule as one HTML page that needs no network: `record` is what it shows, ``page.html`` how."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from shardc.cost.sequence import Sequence
+from shardc.ir import graph as ir
+from shardc.ir.text import op_line, placeholder_text
+from shardc.report.causes import NEEDED_BY
+from shardc.report.memory import OWNERS
+from shardc.report.prediction import Collective, Prediction
+
+TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
+
+
+def page(schedule: Prediction) -> str:
+    """The page, the same to the byte for the same program."""
+    data = json.dumps(record(schedule), separators=(",", ":"))
+    # In a script element only these three could end it or begin a comment.
+    for sign in "<>&":
+        data = data.replace(sign, f"\\u{ord(sign):04x}")
+    return resources.files("shardc.report").joinpath("page.html").read_text().replace("@DATA@", data)
+
+
+def record(schedule: Prediction) -> dict[str, Any]:
+    """What the page shows: microseconds and bytes; ops are named by their position in the step."""
+    words: dict[str, int] = {}
+    places = _Places(schedule.step)
+    by_position = zip(schedule.step.starts, schedule.transfers, strict=True)
+    return {
+        "mesh": str(schedule.mesh),
+        "hardware": schedule.hardware.name,
+        "order": schedule.order,
+        "us": _us(schedule.seconds),
+        "compute": _us(schedule.compute_seconds),
+        "exposed": _us(schedule.exposed),
+        "wire": schedule.wire,
+        "mfu": schedule.mfu,
+        "ops": [_op(schedule, at, words) for at in range(len(schedule.step.ops))],
+        "words": list(words),
+        "kernels": [
+            {
+                "name": run.kernel.name, "ops": run.kernel.ops, "flops": run.kernel.flops, "bytes": run.kernel.bytes,
+                "start": _us(run.start), "end": _us(run.end),
+            }
+            for run in schedule.runs
+        ],
+        "collectives": [_collective(c, at, places) for at, c in by_position],
+        "totals": {
+            by: [
+                {"key": key, "count": t.count, "wire": t.wire, "us": _us(t.seconds), "exposed": _us(t.exposed)}
+                for key, t in schedule.totals(by).items()
+            ]
+            for by in TOTALS
+        },
+        "memory": {
+            "owners": OWNERS,
+            "capacity": schedule.hardware.memory,
+            "peak": schedule.memory.peak.total,
+            "at_peak": schedule.memory.peak.held,
+            "samples": [(_us(seconds), *held) for seconds, held in curve(schedule)],
+        },
+    }  # fmt: skip
+
+
+def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
+    """(seconds, bytes by owner) wherever the clock moves, and at the end: the most that is held, then what stays."""
+    out: list[tuple[float, tuple[int, ...]]] = []
+    moment: list[tuple[int, ...]] = []
+    now = 0.0
+
+    def close() -> None:
+        most = max(moment, key=sum)
+        out.extend((now, held) for held in dict.fromkeys((most, moment[-1])))
+
+    for sample in schedule.memory.samples:
+        seconds = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
+        if moment and seconds != now:
+            close()
+            moment.clear()
+        now = seconds
+        moment.append(sample.held)
+    if moment:
+        close()
+        if now < schedule.seconds:
+            out.append((schedule.seconds, moment[-1]))
+    return out
+
+
+class _Places:
+    """Positions of a step's ops by name; a gather that runs twice has two."""
+
+    def __init__(self, step: Sequence) -> None:
+        self._at: dict[str, list[int]] = {}
+        for at, op in enumerate(step.ops):
+            self._at.setdefault(ir.info(op.node).name, []).append(at)
+
+    def near(self, name: str, at: int) -> list[int]:
+        """The op called ``name`` next after position ``at``, or the last before it; none where there is none."""
+        known = self._at.get(name, [])
+        return known[min(bisect_left(known, at), len(known) - 1) :][:1]
+
+
+def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
+    op = schedule.step.ops[at]
+    record, graph = ir.info(op.node), op.node.graph.owning_module
+    assert graph is not None
+    text = placeholder_text(record, "") if op.node.op == "placeholder" else op_line(graph, op.node)
+    said = [words.setdefault(x, len(words)) for x in (record.origin.module, record.origin.source, record.origin.cause)]
+    return [text, op.kind, op.phase, *said, op.reads, _us(schedule.clock[at])]
+
+
+def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, Any]:
+    """The row of the collective at position ``at``, with the positions of what causes it."""
+    causes = list(c.cause.tensors)
+    if c.cause.reason.startswith(NEEDED_BY):
+        causes.append(c.cause.reason.removeprefix(NEEDED_BY))
+    found = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
+    return {
+        "op": at, "kind": c.kind, "axis": c.axis, "ranks": c.ranks, "dtype": c.dtype, "bytes": c.bytes, "wire": c.wire,
+        "phase": c.phase, "start": _us(c.start), "end": _us(c.end), "exposed": _us(c.exposed), "hidden_by": c.hidden_by,
+        "algorithm": c.algorithm, "link": c.link, "tensor": c.cause.tensor, "tensors": c.cause.tensors,
+        "module": c.cause.module, "source": c.cause.source, "entry": c.cause.entry, "reason": c.cause.reason,
+        "from": list(found),
+    }  # fmt: skip
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 4)

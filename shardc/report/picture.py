@@ -1,0 +1,106 @@
+"""A schedule as a picture: compute and each axis's collectives over time, and memory by owner under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from shardc.errors import InputError
+from shardc.report.export import gigabytes, milliseconds
+from shardc.report.memory import OWNERS
+from shardc.report.page import curve
+from shardc.report.prediction import Prediction
+
+# The page's colours.
+KINDS = {
+    "compute": "#74a9d8", "all_gather": "#2f9e44", "reduce_scatter": "#e8590c", "all_reduce": "#ae3ec9",
+    "all_to_all": "#0c8599", "permute_ranks": "#a6761d", "broadcast": "#5c7cfa", "to_device": "#66a80f",
+    "to_host": "#c2255c",
+}  # fmt: skip
+HELD = dict(
+    zip(OWNERS, ("#4c6ef5", "#7950f2", "#868e96", "#f59f00", "#12b886", "#e64980", "#fd7e14", "#adb5bd"), strict=True)
+)
+EXPOSED = "#e03131"
+
+
+def save(picture: Any, path: str | Path) -> None:
+    """Writes a matplotlib figure; the ending of ``path`` says as what (png, svg, pdf).
+
+    Raises:
+        InputError: matplotlib knows no such ending.
+    """
+    try:
+        picture.savefig(path, dpi=120)
+    except ValueError as error:
+        raise InputError(f"plot {path}: {error}", fix="end it in .png, .svg or .pdf") from None
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, of which no window and no global state knows.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("a plot needs matplotlib, which is not installed", fix="pip install 'shardc[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(schedule: Prediction) -> Any:
+    """The picture as a matplotlib figure."""
+    axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
+    lanes = ["compute", *axes]
+    unit, name = (1e3, "ms") if schedule.seconds < 10 else (1.0, "s")
+    drawn = figure(12, 3.6 + 0.4 * len(lanes))
+    time, memory = drawn.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(lanes) + 0.4, 2.4]})
+    drawn.suptitle(_title(schedule), fontsize=10)
+
+    def bars(lane: int, kind: str, spans: Iterable[tuple[float, float]]) -> None:
+        low, high = (0.26, 0.12) if kind == "exposed" else (-0.38, 0.76)
+        made = [(start * unit, (end - start) * unit) for start, end in spans]
+        if made:
+            # With an edge, and off the pixel grid, a span much shorter than a pixel still shows.
+            time.broken_barh(made, (lane + low, high), color=KINDS.get(kind, EXPOSED), linewidth=0.3, snap=False)
+
+    bars(0, "compute", ((run.start, run.end) for run in schedule.runs))
+    for lane, axis in enumerate(axes, 1):
+        here = [c for c in schedule.transfers if c.axis == axis]
+        for kind in dict.fromkeys(c.kind for c in here):
+            bars(lane, kind, ((c.start, c.end) for c in here if c.kind == kind))
+        bars(lane, "exposed", ((c.end - c.exposed, c.end) for c in here if c.exposed))
+    time.set_yticks(range(len(lanes)), lanes)
+    time.set_ylim(len(lanes) - 0.5, -0.5)
+    shown = dict.fromkeys(c.kind for c in schedule.transfers)
+    _legend(time, {"compute": KINDS["compute"], **{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
+
+    points = curve(schedule)
+    size, shown_size = (1e9, "GB") if schedule.memory.peak.total >= 1e8 else (1e6, "MB")
+    at = [seconds * unit for seconds, _ in points]
+    held = [[sizes[owner] / size for _, sizes in points] for owner in range(len(OWNERS))]
+    used = [n for n in range(len(OWNERS)) if any(held[n])]
+    memory.stackplot(at, [held[n] for n in used], step="post", colors=[HELD[OWNERS[n]] for n in used], linewidth=0)
+    if schedule.hardware.memory < 1.5 * schedule.memory.peak.total:
+        memory.axhline(schedule.hardware.memory / size, color=EXPOSED, linewidth=1)
+    memory.set_ylabel(f"{shown_size} a rank")
+    memory.set_xlabel(name)
+    memory.set_xlim(0, schedule.seconds * unit or 1)
+    _legend(memory, {OWNERS[n]: HELD[OWNERS[n]] for n in reversed(used)})
+    return drawn
+
+
+def _title(schedule: Prediction) -> str:
+    return (
+        f"{schedule.mesh} on {schedule.hardware.name}: step {milliseconds(schedule.seconds)} ms, exposed "
+        f"{milliseconds(schedule.exposed)} ms, MFU at most {schedule.mfu:.1%}, peak memory "
+        f"{gigabytes(schedule.memory.peak.total)} GB"
+    )
+
+
+def _legend(axes: Any, colours: dict[str, str]) -> None:
+    from matplotlib.patches import Patch
+
+    patches = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    axes.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.02), fontsize=8, frameon=False)

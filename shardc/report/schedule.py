@@ -1,0 +1,210 @@
+"""The communication schedule: every collective of a step, when it runs, what it costs and why; and ways to show it."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shardc.cost.hardware import Hardware, Price, price, route
+from shardc.cost.kernels import buffers, flops_of, kernels
+from shardc.cost.sequence import START, Sequence
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir import tally
+from shardc.ir.garbage import uncollected
+from shardc.ir.host import move_kind
+from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.packing import Packing, rows_of
+from shardc.report import export, page, picture
+from shardc.report.causes import Explainer
+from shardc.report.memory import memory_of
+from shardc.report.prediction import HOST, Collective, Prediction, Run
+from shardc.report.simulate import ORDERS, Span, Timeline, simulate
+
+if TYPE_CHECKING:
+    from shardc.report.formulas import Cost, Costs
+
+
+class Schedule(Prediction):
+    """A training step (forward and backward, without the optimizer) of one rank, predicted."""
+
+    def cost(self, axis: str) -> Cost:
+        """What the collectives over ``axis`` cost as sympy formulas; all of them are ``Program.costs()``.
+
+        Raises:
+            PlanError: nothing moves over it, or there is no formula; see `shardc.report.derive`.
+        """
+        return self.costs.cost(axis)
+
+    @cached_property
+    def costs(self) -> Costs:
+        """The formulas of its program; see `shardc.program.Program.costs`."""
+        if self.symbols is None:
+            raise PlanError("this schedule is of no program", fix="take it from Program.schedule()")
+        return self.symbols()
+
+    def table(self, rows: int | None = 40) -> str:
+        """As text: the first ``rows`` collectives by exposed time, alike ones together; totals, step and memory."""
+        return export.table(self, rows)
+
+    def to_json(self) -> str:
+        """All of it, as JSON that is the same to the byte for the same program."""
+        return json.dumps(export.record(self), indent=1) + "\n"
+
+    def to_trace(self) -> str:
+        """A Chrome trace (for Perfetto): the compute stream, one track for each axis, and memory by owner."""
+        return json.dumps(export.trace(self)) + "\n"
+
+    def to_html(self) -> str:
+        """A page that needs nothing else: timeline, memory by owner, tables that sort, the graph with links."""
+        return page.page(self)
+
+    def plot(self, path: str | Path) -> None:
+        """Writes a picture (png, svg or pdf, by the path's ending) of the timeline and of memory by owner.
+
+        Raises:
+            InputError: matplotlib is not installed, or knows no such ending.
+        """
+        picture.save(picture.draw(self), path)
+
+
+@uncollected()
+def build(
+    step: Sequence,
+    mesh: Mesh,
+    hardware: Hardware,
+    *,
+    order: str = "graph",
+    causes: Mapping[str, str] | None = None,
+    useful_flops: float | None = None,
+    optimizer_copies: float = 2.0,
+    notes: tuple[str, ...] = (),
+    symbols: Callable[[], Costs] | None = None,
+) -> Schedule:
+    """The schedule of one rank's step.
+
+    Args:
+        order: "graph" (as the graph stands) or "earliest" (as dependences allow).
+        causes: by parameter the plan entries of its compute layout.
+        useful_flops: by default all that a rank does.
+        optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+
+    Raises:
+        MeshError: ``mesh`` is larger than the hardware's description.
+        PlanError: no such order.
+    """
+    hardware.check(mesh)
+    if order not in ORDERS:
+        raise PlanError(f"there is no order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
+    made = buffers(step)
+    work = kernels(step, made)
+    moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
+    prices = {at: _price(hardware, mesh, m) for at, m in moved.items()}
+
+    times = simulate(
+        step, work, lambda k: hardware.compute_seconds(k.flops, k.bytes, k.dtype, k.attention),
+        {at: _streams(m) for at, m in moved.items()}, {at: p.seconds for at, p in prices.items()}, order,
+        {at: 0.0 if m.axes == (HOST,) else hardware.start_seconds(m.messages) for at, m in moved.items()},
+        hardware.share,
+    )  # fmt: skip
+    runs = tuple(Run(work[at], span.start, span.end) for at, span in times.kernels.items())
+    by_dtype: dict[torch.dtype, int] = {}
+    for run in runs:
+        by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
+    return Schedule(
+        mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
+        memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
+        float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
+        max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
+        symbols,
+    )  # fmt: skip
+
+
+def model_flops(graph: fx.Graph) -> int:
+    """Operations of the dense ops of a graph at global shapes: of the whole model, forward and backward."""
+    return sum(flops_of(node) for node in graph.nodes if node.op == "call_function")
+
+
+@dataclass(frozen=True)
+class _Moved:
+    kind: str
+    axes: tuple[str, ...]
+    ranks: int
+    dtype: str
+    bytes: int
+    wire: int
+    messages: int
+
+
+def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
+    if moved.axes == (HOST,):
+        return hardware.move(moved.wire)
+    return price(hardware, moved.kind, route(mesh, moved.axes, hardware.node), moved.wire)
+
+
+def _streams(moved: _Moved) -> tuple[str, ...]:
+    """What is busy meanwhile: mesh axes, or one direction between host and device."""
+    return (moved.kind,) if moved.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in moved.axes))
+
+
+def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
+    """What a collective, or a copy between host and device, moves."""
+    if (copy := move_kind(node)) is not None:
+        value = ir.value(node)
+        size = torch.Size(value.shape).numel() * value.itemsize
+        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0)
+    kind = tally.collective_kind(node)
+    axes = tally.group_axes(tally.arguments_of(node)["group_name"], mesh)
+    assert kind is not None and axes is not None, f"{node} is no collective over a group of {mesh}"
+    operands: Any = node.args[0]
+    values = [ir.value(x) for x in (operands if isinstance(operands, list | tuple) else [operands])]
+    ranks = 1
+    for axis in axes:
+        ranks *= mesh.size(axis)
+    sizes, rows = [torch.Size(v.shape).numel() for v in values], rows_of(node, ranks)
+    return _Moved(
+        kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
+        sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
+        sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
+        Packing.of(rows).messages(len(rows)) * (ranks - 1),
+    )  # fmt: skip
+
+
+def _rows(
+    step: Sequence,
+    moved: Mapping[int, _Moved],
+    prices: Mapping[int, Price],
+    times: Timeline,
+    runs: tuple[Run, ...],
+    causes: Mapping[str, str],
+) -> tuple[Collective, ...]:
+    explain = Explainer(step, causes)
+    starts = [run.start for run in runs]
+    return tuple(
+        Collective(
+            ir.info(step.ops[at].node).name, m.kind, ",".join(m.axes), m.ranks, m.dtype, m.bytes, m.wire,
+            step.ops[at].phase, times.collectives[at].start, times.collectives[at].end, times.collectives[at].exposed,
+            _hides(times.collectives[at], runs, starts), explain.cause(at), prices[at].algorithm, prices[at].link,
+        )
+        for at, m in moved.items()
+    )  # fmt: skip
+
+
+def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
+    """The module whose kernels overlap a span most."""
+    overlap: dict[str, float] = {}
+    at = max(bisect_right(starts, span.start) - 1, 0)
+    while at < len(runs) and runs[at].start < span.end:
+        shared = min(runs[at].end, span.end) - max(runs[at].start, span.start)
+        if shared > 0:
+            overlap[runs[at].kernel.module] = overlap.get(runs[at].kernel.module, 0.0) + shared
+        at += 1
+    return max(overlap, key=lambda module: overlap[module], default="")

@@ -1,0 +1,189 @@
+"""sim: training steps of every rank of a small mesh, in one process, with no process group.
+
+The compiled local graphs run in lockstep on all ranks, collectives included; each rank has its own
+parameters, buffers and optimizer. What comes back is assembled to global tensors, and replicas that
+should be equal are checked to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from shardc.errors import InputError
+from shardc.ir import graph as ir
+from shardc.ir.graph import Role
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.ir.random import draw_key
+from shardc.runtime.inputs import check_kinds
+from shardc.runtime.shards import same
+from shardc.runtime.sim.lockstep import Lockstep, PerRank
+from shardc.runtime.storage import cut, shard_tensor
+
+
+class Lowered(Protocol):
+    """What the simulation needs of a program."""
+
+    mesh: Mesh
+    inputs: tuple[tuple[str, Layout], ...]
+    outputs: tuple[Role, ...]
+    output_values: tuple[Any, ...]
+    output_spec: Any
+    forward: fx.GraphModule | None
+    backward: fx.GraphModule | None
+    inference: fx.GraphModule | None
+
+    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]: ...
+
+
+class Simulation:
+    """All ranks of an abstract mesh.
+
+    Args:
+        module: what `shardc.compile` returned for an abstract `Mesh`, with real parameters.
+
+    Attributes:
+        params: name -> the padded local tensor of each rank.
+        grads: the same for gradients, after `backward`.
+        buffers: name -> each rank's buffer.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        if not hasattr(module, "shardc"):
+            what = f"{type(module).__name__} is not from shardc.compile"
+            raise InputError(what, fix="compile it for an abstract shardc.Mesh first")
+        self.module = module
+        self.state = cast(Any, module.shardc)
+        self.mesh: Mesh = self.state.mesh
+        self.ranks = Lockstep(self.mesh)
+        self.storages: dict[str, Layout] = self.state.storages
+        self._shapes = {name: p.shape for name, p in module.named_parameters()}
+        self.params: dict[str, list[Tensor]] = {
+            name: [shard_tensor(p, self.storages[name], rank).clone() for rank in range(self.mesh.ranks)]
+            for name, p in module.named_parameters()
+        }
+        self.buffers: dict[str, list[Tensor]] = {
+            name: [b.clone() for _ in range(self.mesh.ranks)] for name, b in module.named_buffers()
+        }
+        self.grads: dict[str, list[Tensor]] = {}
+        self._saved: tuple[Lowered, dict[str, PerRank]] | None = None
+
+    def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
+        """The global outputs for global inputs; with ``grad``, `backward` may follow."""
+        check_kinds(self.state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
+        program: Lowered = self.state.program_for(args, kwargs)
+        graph = program.forward if grad and program.forward is not None else program.inference
+        assert graph is not None
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
+        feed = self._feed(graph, fed)
+        results = self.ranks.run(_tensors_only(graph), feed)
+        count = len(program.outputs)
+        out: list[Any] = []
+        for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
+            if role.kind == "buffer":
+                self.buffers[role.name] = list(result)  # type: ignore[arg-type]
+            elif result is None:
+                out.append(constant)
+            else:
+                assert role.layout is not None
+                out.append(self.ranks.assemble(result, role.layout))
+        roles = [role for role, _ in ir.outputs(graph.graph)]
+        saved = {role.name: r for role, r in zip(roles, results, strict=True) if role.kind == "saved" and r is not None}
+        self._saved = (program, saved) if graph is program.forward else None
+        return pytree.tree_unflatten(out, program.output_spec)
+
+    def backward(self, *tangents: Tensor | None) -> None:
+        """Gradients from the global gradients of the outputs (ones for a scalar), added to `grads`.
+
+        None is of an output that the loss does not use.
+        """
+        if self._saved is None or self._saved[0].backward is None:
+            raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
+        for name, param in self.module.named_parameters():
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise InputError(
+                    f"parameter {name!r} has a hook, which a simulation does not run",
+                    fix="remove it, or step the module on the ranks of a DeviceMesh",
+                )
+        program, values = self._saved
+        backward = program.backward
+        assert backward is not None
+        layouts = {role.index: role.layout for role in program.outputs if role.kind == "output"}
+        given = iter(tangents)
+        shards: dict[int, PerRank | None] = {}
+        for node in ir.placeholders(backward.graph, "tangent"):
+            layout = layouts[index := ir.role(node).index]
+            assert layout is not None
+            whole = next(given, torch.ones(layout.shape, dtype=node.meta["val"].dtype))
+            shards[index] = None if whole is None else self.ranks.shard(whole, layout)
+        used = frozenset(index for index, x in shards.items() if x is not None)
+        if len(used) < len(shards):
+            backward, _ = program.backward_of(used)
+        feed: list[Any] = [
+            shards[role.index] if (role := ir.role(node)).kind == "tangent" else values[node.name]
+            for node in ir.placeholders(backward.graph)
+        ]
+        results = self.ranks.run(_tensors_only(backward), feed)
+        for (role, _), result in zip(ir.outputs(backward.graph), results, strict=True):
+            if role.kind == "grad" and result is not None and role.name in self.params:
+                before = self.grads.get(role.name)
+                added = list(result) if before is None else [a + b for a, b in zip(before, result, strict=True)]
+                self.grads[role.name] = added
+
+    def param(self, name: str) -> Tensor:
+        """The whole parameter, replicas checked, without its pad."""
+        return self._whole(self.params[name], name)
+
+    def grad(self, name: str) -> Tensor:
+        """The whole gradient, replicas checked, without its pad."""
+        return self._whole(self.grads[name], name)
+
+    def buffer(self, name: str) -> Tensor:
+        """The buffer, replicas checked."""
+        first, *rest = self.buffers[name]
+        assert all(same(first, other) for other in rest), f"ranks' buffers {name} differ"
+        return first
+
+    def optimizers(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], None]:
+        """One optimizer a rank on its local shards; the callable that comes back steps all and clears `grads`."""
+        each = [make([self.params[name][rank] for name in self.params]) for rank in range(self.mesh.ranks)]
+
+        def step() -> None:
+            for rank, optimizer in enumerate(each):
+                for name, shards in self.params.items():
+                    shards[rank].grad = self.grads[name][rank] if name in self.grads else None
+                optimizer.step()
+            self.grads.clear()
+
+        return step
+
+    def _whole(self, shards: Sequence[Tensor], name: str) -> Tensor:
+        return cut(self.ranks.assemble(shards, self.storages[name]), self._shapes[name])
+
+    def _feed(self, graph: fx.GraphModule, inputs: dict[str, PerRank]) -> list[Any]:
+        feed: list[Any] = []
+        for node in ir.placeholders(graph.graph):
+            role = ir.info(node).role
+            assert role is not None
+            if role.kind == "coordinate":
+                feed.append(self.ranks.coordinate(tuple(role.name.split(","))))
+            elif role.kind == "key":
+                feed.append([draw_key()] * self.mesh.ranks)
+            elif role.kind == "input":
+                feed.append(inputs.get(role.name, [node.meta["val"]] * self.mesh.ranks))
+            else:
+                feed.append((self.params if role.kind == "param" else self.buffers)[role.name])
+        return feed
+
+
+def _tensors_only(graph: fx.GraphModule) -> fx.GraphModule:
+    """``graph`` with None in place of outputs that are constants."""
+    output = ir.output_node(graph.graph)
+    output.args = (tuple(x if isinstance(x, fx.Node) else None for x in output.args[0]),)
+    return graph

@@ -1,0 +1,167 @@
+"""Collectives in messages from each rank straight to each other rank: ``shardc::*_coalesced`` (see `shardc.ir.comm`).
+
+A shard goes from where it lies to its place in the receiver's result; small ones share a message
+(`shardc.runtime.wire.mail`). Gloo's own collectives copy a list of tensors into one buffer and out of it again, run a
+reduce-scatter as a whole all-reduce, and take several times as long for a gather (on one machine). A sum is taken when
+the result is waited for, in the ranks' order, so that replicas are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._C._distributed_c10d import _register_work
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from shardc.ir.comm import IN_MESSAGES
+from shardc.runtime.exchange import COMBINE
+from shardc.runtime.wire.buffers import empty, lend
+from shardc.runtime.wire.loops import let_compute_first
+from shardc.runtime.wire.mail import exchange, packing_of
+
+_REDUCE = {
+    "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}  # fmt: skip
+
+_library = torch.library.Library("shardc", "IMPL")
+
+
+def prepare(graph: fx.Graph) -> None:
+    """Makes the threads that send ready for ``graph``, if it sends messages; called before it runs."""
+    if any(node.target in IN_MESSAGES for node in graph.nodes):
+        let_compute_first()
+
+
+class _Exchange(dist.Work):
+    """Messages on their way, and what is left to do once they are there.
+
+    Args:
+        messages: to be waited for.
+        keep: what lives as long as the messages.
+        finish: what is done then.
+    """
+
+    def __init__(self, messages: Sequence[Any], keep: Sequence[Tensor], finish: Callable[[], None]) -> None:
+        super().__init__()
+        self._messages, self._keep = messages, keep
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self, timeout: Any = None) -> bool:
+        messages, self._messages = self._messages, ()
+        for message in messages:
+            message.wait()
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        self._keep = ()
+        return True
+
+
+def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
+    group, rank, peers = _group(group_name)
+    inputs = [x.contiguous() for x in inputs]
+    made = [
+        empty(slots, at, x, (group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for at, x in enumerate(inputs)
+    ]
+    parts = [full.view(group_size, -1) for full in made]
+    flat = [x.view(-1) for x in inputs]
+    packing = packing_of(flat)
+    rows = [x.expand(group_size, -1) for x in flat]
+    mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(made) :])
+    torch._foreach_copy_([part[rank] for part in parts], flat)
+
+    def unpack() -> None:
+        for peer in peers if packing.offsets else ():
+            came = mail.packed(peer, flat)
+            torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
+
+    return _started(made, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
+
+
+def _reduce_scatter(
+    inputs: list[Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
+) -> list[Tensor]:
+    terms = [x.contiguous().view(group_size, -1) for x in inputs]
+    shapes = [(x.shape[0] // group_size, *x.shape[1:]) for x in inputs]
+    return _reduced(group_name, terms, shapes, reduce_op, slots)
+
+
+def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
+    group, _, _ = _group(group_name)
+    if group.size() == 2:
+        terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
+        return _reduced(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
+    # Everything to everyone is 2(n-1)/n of the least that must be sent only where n is 2.
+    flat = empty(slots, 0, inputs[0], (sum(x.numel() for x in inputs),))
+    torch.cat([x.reshape(-1) for x in inputs], out=flat)
+    options = dist.AllreduceOptions()
+    options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
+    made = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
+    lent, returned = lend(flat)
+
+    def finish() -> None:
+        returned()
+        if reduce_op == "avg":
+            flat.div_(group.size())
+
+    return _started(made, _Exchange([group.allreduce([lent], options)], [flat], finish))
+
+
+def _reduced(
+    group_name: str, terms: list[Tensor], shapes: list[tuple[int, ...]], op: str, slots: Sequence[int]
+) -> list[Tensor]:
+    """This rank's row of ``terms``, each [ranks, elements] with a row for each rank, reduced over the ranks."""
+    group, rank, peers = _group(group_name)
+    ranks = group.size()
+    made = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
+    packing = packing_of([term[rank] for term in terms])
+    # The first to come goes where the result will be, the others beside it; not what comes in one message.
+    alone = [at for at in range(len(made)) if at not in packing.offsets]
+    into: dict[int, dict[int, Tensor]] = {}
+    for number, at in enumerate(alone if ranks > 2 else ()):
+        beside = empty(slots, len(made) + number, made[at], (ranks - 2, made[at].numel()))
+        into[at] = dict(zip(peers[1:], beside, strict=True))
+    for at in alone:
+        into.setdefault(at, {})[peers[0]] = made[at].view(-1)
+    wires = len(made) + (len(alone) if ranks > 2 else 0)
+    mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
+
+    def came(peer: int) -> list[Tensor]:
+        packed = mail.packed(peer, terms)
+        return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
+
+    def finish() -> None:
+        given = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
+        for result, *rows in zip(made, *given, strict=True):
+            total = result.view(-1)
+            torch.add(rows[0], rows[1], out=total) if op in ("sum", "avg") else total.copy_(COMBINE[op](*rows[:2]))
+            for row in rows[2:]:
+                total.copy_(COMBINE[op](total, row))
+            if op == "avg":
+                total.div_(ranks)
+
+    return _started(made, _Exchange(mail.messages, [*terms, *mail.packs], finish))
+
+
+def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
+    """A group, this rank's place in it, and its peers' places."""
+    group = _resolve_process_group(name)  # type: ignore[arg-type]  # a str with a name of its own
+    rank = group.rank()
+    return group, rank, [peer for peer in range(group.size()) if peer != rank]
+
+
+def _started(made: list[Tensor], work: _Exchange) -> list[Tensor]:
+    """``made``, each to be waited for."""
+    for storage in {x.untyped_storage().data_ptr(): x for x in made}.values():
+        _register_work(storage, work)
+    return made
+
+
+_library.impl("all_gather_into_tensor_coalesced", _all_gather, "CPU")
+_library.impl("reduce_scatter_tensor_coalesced", _reduce_scatter, "CPU")
+_library.impl("all_reduce_coalesced", _all_reduce, "CPU")

@@ -1,0 +1,271 @@
+"""Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
+
+All ranks run each measurement at once, as they do in a step. Compute, and how ranks meet after it, is the median of
+some runs, as the step is that it predicts; the rest are the fastest, since what else the machine does only ever adds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import cycle
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+import shardc.runtime.wire.direct  # noqa: F401  (collectives in messages)
+import shardc.runtime.wire.permute  # noqa: F401  (one of the collectives)
+from shardc.ir.packing import LARGEST
+from shardc.ir.tally import wire_elements
+from shardc.runtime.wire.loops import let_compute_first
+
+c10d = torch.ops._c10d_functional
+_SMALL, _MANY = 64, 17  # elements; tensors
+_APART = LARGEST // 4 + 16  # elements of a tensor that shares no message
+_MIDDLE, _LARGE = 1 << 16, 1 << 20  # elements
+_SEGMENT = 4e-3  # seconds of compute before a collective
+
+
+def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Kind of collective -> a call of it on a float32 tensor whose size ``ranks`` divides."""
+
+    def each(x: torch.Tensor) -> list[int]:
+        return [x.numel() // ranks] * ranks
+
+    return {
+        "all_gather": lambda x: c10d.all_gather_into_tensor(x, ranks, group),
+        "reduce_scatter": lambda x: c10d.reduce_scatter_tensor(x, "sum", ranks, group),
+        "all_reduce": lambda x: c10d.all_reduce(x, "sum", group),
+        "all_to_all": lambda x: c10d.all_to_all_single(x, each(x), each(x), group),
+        "permute_ranks": lambda x: torch.ops.shardc.permute_ranks(x, [*range(1, ranks), 0], group),
+    }
+
+
+def measure_collectives(
+    group: dist.ProcessGroup, small: int = 1 << 10, large: int = 1 << 22, runs: int = 10
+) -> Iterator[tuple[str, int, float, float]]:
+    """(kind, ranks, seconds of latency, bytes per second received) of each kind of collective on ``group``.
+
+    The latency is the time of a ``small`` message, the bandwidth that of the further bytes of a ``large``
+    one; both are bytes of float32 that a rank holds. Every rank of the group calls this, and gets the slowest
+    rank's numbers.
+    """
+    ranks = dist.get_world_size(group)
+    for kind, call in collectives(group.group_name, ranks).items():
+        times, wires = [], []
+        for held in (small, large):
+            x = torch.zeros(held // 4 // ranks * ranks)
+            times.append(_slowest(_fastest(partial(_waited, call, x), runs, group), group))
+            wires.append(4 * wire_elements(kind, ranks, x.numel()))
+        # A machine that is busy may time the large message below the small one; a bandwidth is positive.
+        yield kind, ranks, times[0], (wires[1] - wires[0]) / max(times[1] - times[0], 1e-9)
+
+
+def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor]], list[torch.Tensor]]]:
+    """Kind of collective -> a call of it on tensors, in messages from rank to rank (`shardc.runtime.wire.direct`)."""
+    ops = torch.ops.shardc
+    calls = {
+        "all_gather": lambda xs: ops.all_gather_into_tensor_coalesced(xs, ranks, group),
+        "reduce_scatter": lambda xs: ops.reduce_scatter_tensor_coalesced(xs, "sum", ranks, group),
+        "all_reduce": lambda xs: ops.all_reduce_coalesced(xs, "sum", group),
+    }
+    return calls if ranks == 2 else {kind: calls[kind] for kind in ("all_gather", "reduce_scatter")}
+
+
+class Sent(NamedTuple):
+    """What collectives in messages take, means of all kinds; see `shardc.cost.model.Messages`.
+
+    Args:
+        latency, call, message: seconds: until the first byte; of the rank's own time for a call, and for each message.
+        bandwidth: bytes per second.
+        share: of the time on the wire that compute beside it loses.
+    """
+
+    latency: float
+    call: float
+    message: float
+    bandwidth: float
+    share: float
+
+
+def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
+    """What collectives in messages take on ``group``: of ``runs`` runs, each of so many ``times`` one collective."""
+    let_compute_first()
+    ranks = dist.get_world_size(group)
+    calls = in_messages(group.group_name, ranks)
+
+    def mean(seconds: Callable[[Callable[..., Any], str], float]) -> float:
+        return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
+
+    def whole(call: Callable[..., Any], xs: list[torch.Tensor]) -> None:
+        for made in call(xs):
+            c10d.wait_tensor(made)
+
+    def given(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
+        return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
+
+    def fastest(call: Callable[..., Any], kind: str, elements: int, count: int = 1) -> float:
+        return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times)
+
+    # The same bytes in one message and in many.
+    one = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
+    many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
+    message = max(many - one, 0.0) / ((_MANY - 1) * (ranks - 1))
+    own = mean(lambda call, kind: _own(partial(whole, call, given(kind, _SMALL)), runs, group))
+    call_seconds = max(own - message * (ranks - 1), 0.0)
+    latency = max(mean(lambda call, kind: _after_compute(call, given(kind, _SMALL), runs, group)) - own, 0.0)
+    sizes = {kind: [4 * wire_elements(kind, ranks, given(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
+             for kind in calls}  # fmt: skip
+    middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
+    large = mean(lambda call, kind: fastest(call, kind, _LARGE))
+    wire = sum(big - small for small, big in sizes.values()) / len(calls)
+    each = max(large - middle, 1e-9) / wire
+    share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, times, group))
+    return Sent(latency, call_seconds, message, 1 / each, share)
+
+
+def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
+    """Seconds that a collective adds to the compute before it, in the middle of the runs.
+
+    That is what it takes in a step, where ranks meet after some milliseconds of compute: they are not equally fast, and
+    threads that sleep or yield have to get a core back. One collective right after another hides both.
+    """
+    x = torch.rand(256, 256)
+    count = max(int(_SEGMENT / _fastest(lambda: x @ x, runs, group, times=50)), 1)
+
+    def segment(sent: bool) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            x @ x
+        for made in call(xs) if sent else ():
+            c10d.wait_tensor(made)
+        return time.perf_counter() - start
+
+    seconds = {}
+    for sent in (False, True):
+        dist.barrier(group)
+        seconds[sent] = statistics.median(segment(sent) for _ in range(5 * runs))
+    return max(seconds[True] - seconds[False], 0.0)
+
+
+def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: int, group: dist.ProcessGroup) -> float:
+    """How much of the time that a collective takes alone is lost to compute that runs beside it."""
+    x = torch.rand(256, 256)
+    alone = _fastest(lambda: [c10d.wait_tensor(made) for made in call(xs)], runs, group, times)
+    product = _fastest(lambda: x @ x, runs, group, times=50)
+    count = max(int(2 * alone / product), 1)
+
+    def compute() -> None:
+        for _ in range(count):
+            x @ x
+
+    def both() -> None:
+        made = call(xs)
+        compute()
+        for one in made:
+            c10d.wait_tensor(one)
+
+    half = -(-times // 2)
+    lost = _fastest(both, runs, group, half) - _fastest(compute, runs, group, half)
+    return min(max(lost / alone, 0.0), 0.95)
+
+
+def measure_compute(runs: int = 10) -> tuple[float, float, float]:
+    """What float32 compute reaches on this rank: (operations a second of matrix products, and of attention; bytes a
+    second of what Inductor makes of the ops between them, read and written)."""
+    # Other tensors each time, since a step finds next to none of what it reads in a cache.
+    products = _in_turn(
+        lambda: [torch.rand(512, 512), torch.rand(512, 256), torch.rand(256, 768), torch.rand(768, 512)]
+    )
+
+    def multiply() -> None:
+        square, tall, wide, long = next(products)
+        square @ square, tall @ wide, long @ tall, wide @ long  # noqa: B018
+
+    counted = 2 * (512**3 + 3 * 512 * 256 * 768)
+    shape = torch.Size([4, 8, 128, 32])
+    operands = _in_turn(lambda: [torch.rand(shape) for _ in range(4)])
+    attend: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    back: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def attention() -> None:
+        *heads, tangent = next(operands)
+        back(tangent, *heads, *attend(*heads, 0.0, True), 0.0, True)
+
+    forward: Any = sdpa_flop_count
+    backward: Any = sdpa_backward_flop_count
+    attended = forward(shape, shape, shape) + backward(shape, shape, shape, shape)
+    tensors, weight = _in_turn(lambda: [torch.rand(2048, 512) for _ in range(4)]), torch.rand(512)
+    fused: Any = torch.compile(_elementwise, fullgraph=True, dynamic=False)
+    moved = 7 * next(tensors)[0].nbytes
+    return (
+        counted / _typical(multiply, 10 * runs), attended / _typical(attention, 10 * runs),
+        moved / _typical(lambda: fused(*next(tensors), weight), 20 * runs),
+    )  # fmt: skip
+
+
+def _in_turn(make: Callable[[], list[torch.Tensor]]) -> Iterator[list[torch.Tensor]]:
+    """Lists of tensors, over and over, that take 64 MB and more together."""
+    first = make()
+    count = -(-(64 << 20) // sum(x.nbytes for x in first))
+    return cycle([first, *(make() for _ in range(count))])
+
+
+def _elementwise(
+    x: torch.Tensor, y: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A residual, its norm and a gate: 4 tensors read, 3 written."""
+    total = x + y
+    norm = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
+    return total, norm, torch.nn.functional.silu(gate) * up
+
+
+def _waited(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return c10d.wait_tensor(call(x))
+
+
+def _fastest(call: Callable[[], Any], runs: int, group: dist.ProcessGroup | None = None, times: int = 1) -> float:
+    """Seconds of a call in the fastest of ``runs`` runs of ``times`` each, after one that warms up; the ranks of
+    ``group`` start together."""
+    best = float("inf")
+    for _ in range(runs + 1):
+        if group is not None:
+            dist.barrier(group)
+        start = time.perf_counter()
+        for _ in range(times):
+            call()
+        best = min(best, (time.perf_counter() - start) / times)
+    return best
+
+
+def _typical(call: Callable[[], Any], runs: int) -> float:
+    """Seconds of a call, the median of ``runs``, after one that warms up."""
+    call()
+    seconds = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _own(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
+    """Seconds of this thread's own time of a call, the least of some."""
+    best = float("inf")
+    for _ in range(runs + 1):
+        dist.barrier(group)
+        start = time.thread_time()
+        for _ in range(10):
+            call()
+        best = min(best, (time.thread_time() - start) / 10)
+    return best
+
+
+def _slowest(seconds: float, group: dist.ProcessGroup) -> float:
+    slowest = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return float(slowest)

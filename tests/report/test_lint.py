@@ -1,0 +1,116 @@
+"""Lint: each rule finds what was planted for it, with its place and cost, and stays silent on a good plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardc
+from examples.models import llama
+from shardc.__main__ import main
+from shardc.ir.mesh import Mesh
+from shardc.report.lint import SEVERITIES, Finding, merged
+
+WIDTH = 1024
+
+
+class Pair(nn.Module):
+    """Two matrices, up and down, without biases."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).sum()
+
+
+def found(plan: shardc.Plan, dtype: torch.dtype = torch.float32, rows: int = 512, **axes: int) -> list[Finding]:
+    with torch.device("meta"):
+        model, x = Pair().to(dtype), torch.empty(rows, WIDTH, dtype=dtype, requires_grad=True)
+    return shardc.compile(model, Mesh(axes), plan).lower(x).lint()
+
+
+def of_rule(findings: list[Finding], rule: str) -> list[tuple[str, int]]:
+    return [(f.subject, f.bytes) for f in findings if f.rule == rule]
+
+
+def test_parameters_that_stay_whole() -> None:
+    size = 4 * WIDTH * WIDTH * 4
+    assert of_rule(found(shardc.ddp("dp"), dp=2), "whole-parameter") == [("down.weight", size), ("up.weight", size)]
+    assert of_rule(found(shardc.fsdp("dp"), dp=2), "whole-parameter") == []
+
+
+def test_work_that_ranks_repeat() -> None:
+    """Nothing is split over tp: each product, forward and backward, is done twice."""
+    names = {f.subject: f.message for f in found(shardc.fsdp("dp"), dp=2, tp=2) if f.rule == "replicated-work"}
+    assert len(names) == 6 and set(names.values()) == {"done 2 times over, alike on different ranks"}
+    plan = shardc.fsdp("dp") | shardc.tp("tp", colwise=["up"], rowwise=["down"])
+    assert of_rule(found(plan, dp=2, tp=2), "replicated-work") == []
+
+
+def test_a_busy_axis_across_nodes() -> None:
+    """tp is major, so that it leaves the node of eight, where dp fills it."""
+    plan = shardc.ddp("dp") | shardc.tp("tp", colwise=["up"], rowwise=["down"])
+    crossing = [f for f in found(plan, rows=1 << 16, tp=2, dp=8) if f.rule == "axis-across-nodes"]
+    assert [(f.subject, f.severity) for f in crossing] == [("tp", "high")]
+    assert [f for f in found(plan, rows=1 << 16, dp=8, tp=2) if f.rule == "axis-across-nodes"] == []
+
+
+def test_an_axis_that_stands_in_the_way() -> None:
+    exposed = [f for f in found(shardc.fsdp("dp"), rows=64, dp=8) if f.rule == "exposed-axis"]
+    assert [(f.subject, f.severity) for f in exposed] == [("dp", "high")]
+    assert of_rule(found(shardc.fsdp("dp"), rows=1 << 18, dp=8), "exposed-axis") == []
+
+
+def test_sums_in_low_precision() -> None:
+    wire = 4 * WIDTH * WIDTH * 2 * 15 // 16
+    assert of_rule(found(shardc.fsdp("dp"), torch.bfloat16, dp=16), "low-precision-sum") == [("dp", 2 * wire)]
+    assert of_rule(found(shardc.fsdp("dp"), torch.float32, dp=16), "low-precision-sum") == []
+
+
+def test_findings_come_by_severity_and_merge_by_layer() -> None:
+    findings = found(shardc.fsdp("dp"), dp=2, tp=2)
+    ranks = [SEVERITIES.index(f.severity) for f in findings]
+    assert ranks == sorted(ranks)
+    first, second = (
+        Finding(
+            "repeated-gather", "low", f"layers.{n}.w", f"layers.{n}", "a.py:1", 1.0, 8, f"as %layers.{n}.v", "pin it", 3
+        )
+        for n in "01"
+    )
+    both = Finding("repeated-gather", "low", "layers.*.w", "layers.*", "a.py:1", 2.0, 16, "as %layers.*.v", "pin it", 6)
+    assert merged([first, second]) == [both] and merged([first]) == [first]
+    other = replace(second, message="else")
+    assert merged([first, other]) == [first, other]
+
+
+def test_small_messages_are_counted_once_and_by_phase() -> None:
+    """What a row counts is what it is about: the collectives of one kind, axis and phase in the step that runs."""
+    model, args = llama.tiny()
+    plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)
+    program = shardc.compile(model, Mesh(dp=2, tp=2), plan).lower(*args)
+    rows = [f for f in merged(program.lint()) if f.rule == "small-messages"]
+    all_of_them = program.schedule().collectives
+    for row in rows:
+        phase = row.message.split()[1].rstrip(",")
+        same = [c for c in all_of_them if f"{c.kind}({c.axis})" == row.subject and c.phase == phase]
+        assert row.count == len(same) and row.bytes == sum(c.wire for c in same)
+    assert {(row.subject, row.message.split(",")[0]) for row in rows} >= {
+        ("all_gather(tp)", "in forward"), ("all_gather(tp)", "in backward")
+    }  # fmt: skip
+
+
+def test_the_command_fails_on_what_is_severe(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["lint", "examples/models/mlp.py:example", "--mesh", "dp=2", "--plan", 'ddp("dp")']
+    arguments += ["--stage", "localize"]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert main([*arguments, "--fail-on", "low"]) == 1
+    assert capsys.readouterr().out == shown
+    head = shown.splitlines()[0].split()
+    assert head == ["severity", "rule", "count", "ms", "B/rank", "subject", "source", "what"]

@@ -1,0 +1,201 @@
+"""The page of a schedule: well formed, alone, true to the schedule; run by a JS engine and a browser, if any."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardc
+from examples.models import llama
+from shardc.ir import graph as ir
+from shardc.ir.mesh import Mesh
+from shardc.report.page import curve, record
+from shardc.report.schedule import Schedule
+
+ROOT = Path(__file__).parents[2]
+VOID = {"meta", "input", "br", "link", "img"}
+
+
+@pytest.fixture(scope="module")
+def schedule() -> Schedule:
+    config = llama.LlamaConfig(layers=1)
+    with torch.device("meta"):
+        model, (tokens, targets) = llama.Llama(config), llama.batch(config)
+    plan = shardc.fsdp("dp") | llama.llama_tp("tp")
+    program = shardc.compile(model, Mesh(dp=2, tp=2), plan, loss=llama.loss).lower(tokens, targets)
+    return program.schedule("cpu", stage="localize")
+
+
+class Page(HTMLParser):
+    """Elements must close in order; ``links`` are addresses, ``held`` the texts of scripts by id."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.ids: set[str] = set()
+        self.held: dict[str, str] = {}
+        self._script = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = dict(attrs)
+        self.links += [of[name] or "" for name in ("src", "href", "action") if name in of]
+        self.ids.add(of.get("id") or "")
+        self._script = of.get("id") or ""
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "script":
+            self.held[self._script] = self.held.get(self._script, "") + data
+
+
+def test_the_page_is_whole_and_alone(schedule: Schedule) -> None:
+    text = schedule.to_html()
+    page = Page(text)
+    assert page.links == [] and "http" not in page.held["script"] and "@import" not in text and "url(" not in text
+    assert json.loads(page.held["data"]) == json.loads(json.dumps(record(schedule)))
+    asked = set(re.findall(r"""\$\("(\w+)"\)""", page.held["script"]))
+    assert asked and asked <= page.ids
+
+
+def test_no_name_ends_the_script(schedule: Schedule) -> None:
+    first = schedule.collectives[0]
+    rude = replace(first, cause=replace(first.cause, entry="</script><script>alert(1)</script><!--"))
+    page = Page(replace(schedule, transfers=(rude, *schedule.collectives[1:])).to_html())
+    assert json.loads(page.held["data"])["collectives"][0]["entry"] == rude.cause.entry
+
+
+def test_ops_and_causes_are_the_programs(schedule: Schedule) -> None:
+    data, ops = record(schedule), schedule.step.ops
+    assert len(data["ops"]) == len(ops)
+    names = [ir.info(op.node).name for op in ops]
+    for row, c in zip(data["collectives"], schedule.collectives, strict=True):
+        assert (names[row["op"]], row["wire"], row["entry"]) == (c.name, c.wire, c.cause.entry)
+        causes = {*c.cause.tensors, c.cause.reason.removeprefix("needed by ")} & set(names)
+        assert {names[at] for at in row["from"]} == causes != set()
+    gather = next(c for c in data["collectives"] if c["tensor"] == "layers.0.mlp.up.weight" and c["phase"] == "forward")
+    assert data["ops"][gather["from"][0]][0] == "param %layers.0.mlp.up.weight: f32[32,64]"
+
+
+def test_the_curve_ends_as_the_step_and_holds_the_peak(schedule: Schedule) -> None:
+    points = curve(schedule)
+    assert max(sum(held) for _, held in points) == schedule.memory.peak.total
+    assert points[-1] == (schedule.seconds, schedule.memory.samples[-1].held)
+    times = [seconds for seconds, _ in points]
+    assert times == sorted(times) and max(times.count(t) for t in times) <= 2
+
+
+PRINT = """
+import shardc
+from tests.report.test_schedule import stack_program
+print(stack_program(shardc.fsdp("dp"), dp=2).schedule().to_html(), end="")
+"""
+
+
+def test_the_same_to_the_byte_in_another_process() -> None:
+    made = []
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", PRINT], cwd=ROOT, capture_output=True, text=True, check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )  # fmt: skip
+        made.append(done.stdout)
+    assert made[0] == made[1] and len(made[0]) > 10_000
+
+
+# --- the script runs
+
+ASK = """
+const fs = require("fs");
+const [script, data] = process.argv.slice(2).map((path) => fs.readFileSync(path, "utf8"));
+const m = eval(script + ";model")(JSON.parse(data));
+const middle = m.data.collectives.map((c) => m.hit(m.lanes.indexOf(c.axis), (c.start + c.end) / 2).at);
+console.log(JSON.stringify({
+  lanes: m.lanes, middle, none: m.hit(1, -1),
+  sorted: m.sorted(m.data.collectives, "exposed", true).map((c) => c.op),
+  named: m.sorted(m.data.collectives, "tensor", false).map((c) => c.tensor),
+  filtered: m.filtered(m.data.collectives, "MLP gather").map((c) => c.op),
+  search: m.search("needed by layers.0.add"), nothing: m.search("no such line"),
+  causes: m.ops.map((op) => op.causes), users: m.ops.map((op) => op.users), held: m.held(m.data.us / 2),
+}));
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no JS engine")
+def test_what_the_script_computes(schedule: Schedule, tmp_path: Path) -> None:
+    held = Page(schedule.to_html()).held
+    for name in ("script", "data"):
+        (tmp_path / name).write_text(held[name])
+    (tmp_path / "ask.js").write_text(ASK)
+    command = ["node", *(tmp_path / name for name in ("ask.js", "script", "data"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said, data = json.loads(done.stdout), json.loads(held["data"])
+    rows: list[dict[str, Any]] = data["collectives"]
+    assert said["lanes"] == ["compute", *dict.fromkeys(c.axis for c in schedule.collectives)]
+    assert said["middle"] == list(range(len(rows))) and said["none"] is None
+    assert said["sorted"] == [c["op"] for c in sorted(rows, key=lambda c: -c["exposed"])]
+    assert said["named"] == sorted(c["tensor"] for c in rows)
+    gathers = [c["op"] for c in rows if c["kind"] == "all_gather" and "mlp" in c["tensor"]]
+    assert said["filtered"] == gathers != []
+    texts = [(op[0], *(data["words"][word] for word in op[3:6])) for op in data["ops"]]
+    found = [at for at, parts in enumerate(texts) if any("needed by layers.0.add" in part for part in parts)]
+    assert said["search"] == found != [] and said["nothing"] == []
+    # From a collective to its causes and back.
+    assert all(at in said["causes"][place] for at, row in enumerate(rows) for place in row["from"])
+    assert sum(map(len, said["causes"])) == sum(len(row["from"]) for row in rows)
+    assert said["users"] == [[at for at, op in enumerate(data["ops"]) if n in op[6]] for n in range(len(texts))]
+    assert said["held"] == [sample for sample in data["memory"]["samples"] if sample[0] <= data["us"] / 2][-1]
+
+
+DRIVE = """
+<script>
+addEventListener("load", () => {
+  const filter = document.getElementById("filter");
+  filter.value = "all_gather mlp.up";
+  filter.dispatchEvent(new Event("input"));
+  document.querySelectorAll("#collectives th")[6].click();
+  document.querySelector("#collectives tbody tr").click();
+  addEventListener("hashchange", () => {
+    const list = document.querySelector("#side ul");
+    document.title = `${list.previousElementSibling.textContent}: ${list.textContent}`;
+  });
+});
+</script>
+"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser")
+def test_a_browser_shows_it(schedule: Schedule, tmp_path: Path) -> None:
+    """Filter, sort and choose a row: the side names its cause, the graph shows its line."""
+    (tmp_path / "page.html").write_text(schedule.to_html() + DRIVE)
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+         "--virtual-time-budget=3000", "--dump-dom", f"file://{tmp_path / 'page.html'}"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    shown = done.stdout
+    assert "<title>Caused by (1): param %layers.0.mlp.up.weight: f32[32,64]</title>" in shown
+    count = sum(c.kind == "all_gather" and "mlp.up" in c.cause.tensor for c in schedule.collectives)
+    assert f"{count} of {len(schedule.collectives)}</span>" in shown
+    assert re.search(
+        r'<div class="op moves chosen"><span class="at">[^<]*</span>%layers\.0\.mlp\.up\.weight\.full', shown
+    )
