@@ -51,7 +51,7 @@ Grow = Callable[[str, Sequence[int], Sequence[int]], Layout | None]
 
 @dataclass(frozen=True)
 class Pad:
-    """Computes at padded sizes what the plan splits over axes that do not divide it.
+    """Grows dims to sizes that the axes which split them divide.
 
     Takes a seeded graph; leaves it as it is where everything divides. What comes in and goes out keeps its
     shape: an input is padded, and split, at its first use.
