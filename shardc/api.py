@@ -94,7 +94,9 @@ def compile(
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     if options.fold and isinstance(mesh, DeviceMesh):
-        raise InputError("fold=True is for looking, and this mesh is for running", fix="pass an abstract shardc.Mesh")
+        raise InputError(
+            "fold=True is for analysis only, and this mesh is for running", fix="pass an abstract shardc.Mesh"
+        )
     if options.comm == "none":
         text = "comm='none': collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)
@@ -166,7 +168,7 @@ def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, p
         if isinstance(given, type):
             raise InputError(f"the {what} {given.__name__} is a class", fix=f"make one first: {given.__name__}(...)")
     if isinstance(model, ShardedModule):
-        raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the model that it is of")
+        raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the original model")
     if not isinstance(plan, Plan):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")

@@ -61,7 +61,7 @@ def wrap(
         raise InputError(f"the module {what} and holds no shards", fix="pass shardc.compile(model, device_mesh, plan)")
     if not elementwise and not issubclass(optimizer_cls, ELEMENTWISE):
         raise InputError(
-            f"{optimizer_cls.__name__} is not known to compute each element by itself: run on shards, it may differ",
+            f"{optimizer_cls.__name__} may look at more than one element at a time: on shards its updates could differ",
             fix=f"use it as it is, {optimizer_cls.__name__}(module.parameters(), ...), or pass elementwise=True",
         )
     kind: Any = optimizer_cls

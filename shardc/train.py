@@ -31,14 +31,16 @@ def train_step(
         InputError: ``module`` or ``optimizer`` is something else; when the function runs, a loss that is no scalar.
     """
     if not isinstance(module, ShardedModule):
-        raise InputError("the module is not from shardc.compile", fix="compile the model, or write the step out")
+        raise InputError(
+            "the module is not from shardc.compile", fix="pass what shardc.compile returned, or write the step by hand"
+        )
     mine = {id(param) for param in module.parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in mine:
                 raise InputError(
                     f"the optimizer has a parameter of shape {list(param.shape)} that is none of the module's",
-                    fix="make it of module.parameters(), those of the compiled module",
+                    fix="make the optimizer of the compiled module's parameters: module.parameters()",
                 )
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
@@ -47,7 +49,7 @@ def train_step(
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             made = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise InputError(
-                f"the module returns {made}, where a step needs its loss",
+                f"the module returns {made}, and a step needs a loss",
                 fix="pass loss= to shardc.compile, and the targets to the step",
             )
         loss.backward()

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
     ]
     _print(rows, described)
     if not any(not row.error for row in rows):
-        raise InputError("not one of the meshes and plans can be")
+        raise InputError("no combination of mesh and plan works")
     for path, write in ((options.json, _write), (options.plot, sweep_picture.save)):
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -255,7 +255,7 @@ class _Padder(Forms):
         size = value.itemsize * prod(value.shape)
         text = (
             f"{ir.info(x).name} of shape {value.shape} is padded for axis {axes}, and {node.target} "
-            f"({record.name}) needs it without: {reason}; it is kept whole there, {size} bytes"
+            f"({record.name}) needs it unpadded: {reason}; it is kept whole there, {size} bytes"
         )
         fix = f"use sizes that {axes} divides"
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)

@@ -293,7 +293,7 @@ def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), voca
         for glob in checked(given, tuple[str, ...], style, PlanError, plan_entry=f"tp({axis!r})", fix=fix):
             if styles.setdefault(glob, style) != style:
                 raise PlanError(
-                    f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="say one of them"
+                    f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="give it one style"
                 )
     return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
 
