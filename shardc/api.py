@@ -54,23 +54,23 @@ def compile(
 ) -> Any:
     """Makes a module that runs ``model`` sharded over ``mesh`` as ``plan`` says; ``model`` is left as it is.
 
-    Results are those of one device, whatever the mesh and the plan. What the model draws (dropout, ``torch.rand``) is
-    the same on every mesh for a seed of torch's, but other than what torch itself draws for that seed.
+    Results are those of one device, whatever the mesh and the plan. For a given seed, the model's random draws
+    (dropout, ``torch.rand``) are the same on every mesh. They are not those of torch's own generator.
 
     Args:
         model: an ordinary single-device module (or a function of tensors), on a device, on ``meta`` or fake.
-        mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything but running.
+        mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything except running.
         plan: where parameters, inputs and activations lie.
-        loss: ``loss(output, *targets)``, put into the graph; then ``module(*inputs, *targets)`` is the global loss.
+        loss: ``loss(output, *targets)``, traced into the graph. ``module(*inputs, *targets)`` is then the global loss.
         backend: "inductor" or "eager".
         options: see `Options`.
-        precompiled: programs that were saved, or the folder of one (whose artifacts of Inductor are then not read; see
-            `shardc.load`). Calls that one was compiled for run it; others are captured as usual.
-        dynamic: input -> dim -> a name for its size: one program then serves all of its sizes that meet its conditions
-            (``module.lower(...).conditions``; others get a program of their own). The loss's arguments are called
-            ``target``, or ``target0`` and so on. Dims marked by ``torch._dynamo.mark_dynamic`` are such too.
-        init_sync: take the values of parameters and buffers from the mesh's first rank; by default all ranks must have
-            made the same, which is compared at the first call.
+        precompiled: saved programs, or the folder of one (Inductor's artifacts in it are then not read; see
+            `shardc.load`). They run the calls that they were compiled for. Other calls are captured as usual.
+        dynamic: input -> dim -> a name for its size. One program then serves all sizes that meet its conditions
+            (``module.lower(...).conditions``). Other sizes get programs of their own. The loss's arguments are called
+            ``target``, or ``target0`` and so on. Dims marked by ``torch._dynamo.mark_dynamic`` count too.
+        init_sync: take the values of parameters and buffers from the mesh's first rank. By default all ranks must have
+            made the same values, which the first call checks.
 
     Returns:
         A module of the model's class with DTensor parameters in storage layout. It is captured at its first call,
@@ -80,8 +80,8 @@ def compile(
         InputError: an argument of the wrong kind.
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
-        PlanError, LayoutError: what the plan says cannot be.
-        PrecompiledError: a saved program is of another torch, mesh, plan, model or device; says which.
+        PlanError, LayoutError: the plan does not fit the mesh or the model.
+        PrecompiledError: a saved program is of another torch, mesh, plan, model or device; the text says which.
         Nothing is changed then.
 
     >>> import shardc, torch
@@ -164,7 +164,7 @@ def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, p
         if isinstance(given, type):
             raise InputError(f"the {what} {given.__name__} is a class", fix=f"make one first: {given.__name__}(...)")
     if isinstance(model, ShardedModule):
-        raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the model that it is of")
+        raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the original model")
     if not isinstance(plan, Plan):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")

@@ -37,11 +37,11 @@ class ShardcError(Exception):
 
 
 class MeshError(ShardcError, ValueError):
-    """A mesh that cannot be, or that the world cannot hold."""
+    """A mesh that is not valid or is larger than the world; or ranks that do different things."""
 
 
 class LayoutError(ShardcError, ValueError):
-    """A layout that cannot be: an axis used twice, a split below one element, mixed meshes."""
+    """A layout that is not valid: an axis used twice, a split below one element, mixed meshes."""
 
 
 class PlanError(ShardcError, ValueError):
@@ -61,7 +61,7 @@ class InitError(ShardcError, RuntimeError):
 
 
 class BackwardError(ShardcError, RuntimeError):
-    """A backward, or a step of an optimizer, that cannot come to the gradients that one device has."""
+    """A backward or an optimizer step that would not have the gradients of a single-device run."""
 
 
 class RuleError(ShardcError, RuntimeError):
@@ -85,4 +85,4 @@ class PrecompiledError(ShardcError, RuntimeError):
 
 
 class ShardcWarning(UserWarning):
-    """What a plan asked for and the compiler could not give, or a cost the user should know of."""
+    """A request of the plan that the compiler could not meet, or a cost that the user should know about."""

@@ -12,12 +12,12 @@ from shardc.runtime.wire.measure import Sent, measure_messages
 
 
 def measure_links(mesh: DeviceMesh) -> CostModel:
-    """The default cost model with what messages take between the ranks of ``mesh``, for ``Options(cost=...)``.
+    """The default cost model with measured times of messages between the ranks of ``mesh``, for ``Options(cost=...)``.
 
-    A bucket of the default size is then one of which a twentieth is latency on these links: a fast link takes large
-    buckets, on a slow one small buckets hide more of their bytes behind compute. Every rank of the mesh calls this, and
-    all get the same numbers: the first rank's, of its slowest axis. It takes a second, some more on a slow link.
-    ``python -m shardc calibrate`` measures more, which layouts are chosen by and schedules predicted.
+    The default size of a bucket is then the one at which latency is a twentieth of its time on these links. On a fast
+    link buckets are large. On a slow link small buckets hide more of their bytes behind compute. Every rank of the mesh
+    calls this, and all get the same numbers: the first rank's, of its slowest axis. It takes a second, more on a slow
+    link. ``python -m shardc calibrate`` measures more, for the choice of layouts and the prediction of schedules.
 
     Args:
         mesh: of CPU ranks.

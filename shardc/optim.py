@@ -39,21 +39,21 @@ def wrap(
 ) -> Any:
     """An optimizer of ``optimizer_cls`` for the parameters of ``module``, whose step runs on plain local tensors.
 
-    The same updates as ``optimizer_cls(module.parameters(), **options)``, without DTensor's dispatch of each op, and by
-    the class's fused kernel where it has one and ``options`` ask for no other. Outside it is an ordinary optimizer:
-    ``param_groups`` hold the module's parameters, ``state`` and ``state_dict()`` hold DTensors laid out as the
-    parameters are (in the same memory that the step writes), so that schedulers, hooks, ``clip_grad_norm_`` and
+    It makes the same updates as ``optimizer_cls(module.parameters(), **options)``, without DTensor's dispatch of each
+    op. It uses the class's fused kernel if there is one and ``options`` ask for no other. From outside it is a plain
+    optimizer. ``param_groups`` hold the module's parameters. ``state`` and ``state_dict()`` hold DTensors with the
+    parameters' layouts, in the memory that the step writes. So schedulers, hooks, ``clip_grad_norm_`` and
     `torch.distributed.checkpoint` work as they are, and checkpoints of one kind load into the other.
 
     Args:
         optimizer_cls: one of `ELEMENTWISE`, or a class derived from one of them.
         module: from `shardc.compile`, on a device mesh.
         params: parameters of ``module``, or groups of them, as torch takes them; by default all.
-        elementwise: states that another class computes each element from its own history alone.
+        elementwise: promises that a class not in `ELEMENTWISE` computes each element from that element's history.
         options: of ``optimizer_cls``.
 
     Raises:
-        InputError: ``module`` holds no shards, a parameter that is not the module's, or an optimizer that looks at a
+        InputError: ``module`` holds no shards, a parameter is not the module's, or the optimizer may look at a
             parameter as a whole.
     """
     if not isinstance(module, ShardedModule) or module.shardc.device_mesh is None:
@@ -61,7 +61,7 @@ def wrap(
         raise InputError(f"the module {what} and holds no shards", fix="pass shardc.compile(model, device_mesh, plan)")
     if not elementwise and not issubclass(optimizer_cls, ELEMENTWISE):
         raise InputError(
-            f"{optimizer_cls.__name__} is not known to compute each element by itself: run on shards, it may differ",
+            f"{optimizer_cls.__name__} may look at more than one element at a time: on shards its updates could differ",
             fix=f"use it as it is, {optimizer_cls.__name__}(module.parameters(), ...), or pass elementwise=True",
         )
     kind: Any = optimizer_cls

@@ -15,12 +15,12 @@ from shardc.runtime.module import ShardedModule
 def train_step(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
 ) -> Callable[..., Tensor]:
-    """A function that takes what ``module`` takes, does one training step, and gives the step's loss, detached.
+    """A function that takes the arguments of ``module``, does one training step, and returns the loss, detached.
 
-    It runs the compiled forward and backward, clips, updates and drops the gradients, so that none of their memory is
-    held outside of a step. The update is the optimizer's own kernel: with `shardc.optim.wrap` one fused call on this
-    rank's shards, which is as much as there is to compile of it. Under ``module.no_sync()`` (or with
-    ``set_requires_grad_sync(False)``) a call only adds its gradients to what the next step updates by.
+    It runs the compiled forward and backward, clips, updates, and drops the gradients, so that none of their memory is
+    held between steps. The update is the optimizer's own kernel. With `shardc.optim.wrap` it is one fused call on this
+    rank's shards. Under ``module.no_sync()`` (or with ``set_requires_grad_sync(False)``) a call only adds its gradients
+    to those of the next step.
 
     Args:
         module: from `shardc.compile`, with a ``loss``, or a model that returns its loss.
@@ -28,17 +28,19 @@ def train_step(
         max_norm: clip the gradients to this global norm before the update.
 
     Raises:
-        InputError: ``module`` or ``optimizer`` is none of that; by the function, a result that is no scalar.
+        InputError: ``module`` or ``optimizer`` is something else; when the function runs, a loss that is no scalar.
     """
     if not isinstance(module, ShardedModule):
-        raise InputError("the module is not from shardc.compile", fix="compile the model, or write the step out")
+        raise InputError(
+            "the module is not from shardc.compile", fix="pass what shardc.compile returned, or write the step by hand"
+        )
     mine = {id(param) for param in module.parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if id(param) not in mine:
                 raise InputError(
                     f"the optimizer has a parameter of shape {list(param.shape)} that is none of the module's",
-                    fix="make it of module.parameters(), those of the compiled module",
+                    fix="make the optimizer of the compiled module's parameters: module.parameters()",
                 )
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
@@ -47,7 +49,7 @@ def train_step(
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             made = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise InputError(
-                f"the module returns {made}, where a step needs its loss",
+                f"the module returns {made}, and a step needs a loss",
                 fix="pass loss= to shardc.compile, and the targets to the step",
             )
         loss.backward()

@@ -66,7 +66,7 @@ def test_a_loss_without_a_signature() -> None:
         fsdp("dp"),
         InputError,
         """\
-the loss 'sum' does not say what it takes
+the loss 'sum' has no signature that can be read
   fix: pass a function of Python that calls it, such as lambda output: ...""",
         loss=torch.sum,
     )

@@ -337,5 +337,5 @@ def test_two_runs() -> None:
 
 def test_folded_programs_do_not_run() -> None:
     mesh = DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("dp",), _init_backend=False, _rank=0)
-    with pytest.raises(InputError, match="fold=True is for looking"):
+    with pytest.raises(InputError, match="fold=True is for analysis only"):
         shardc.compile(stack(6)[0], mesh, shardc.ddp("dp"), options=FOLD)

@@ -81,7 +81,7 @@ def refuse_draws(graph: fx.Graph) -> None:
         if attends and not any(shares):
             continue
         raise CaptureError(
-            f"{node.target} draws random numbers of which each rank would have others",
+            f"{node.target} draws random numbers that would differ from rank to rank",
             source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
             fix="write it with draws that do not depend on the mesh (rand, randn, bernoulli, dropout, multinomial, "
             "randint without a generator of its own), or pass the numbers in",

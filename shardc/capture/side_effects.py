@@ -34,11 +34,11 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
     if any("_buffers" in ref for ref in changed):  # in place, too: ``self.count += 1`` also sets the attribute
         for name in _replaced(model, run):
             raise CaptureError(
-                f"the model puts another tensor in the place of the buffer {name!r}",
+                f"the model replaces the buffer {name!r} by another tensor",
                 fix=f"change it in place, as by self.{name.rpartition('.')[2]}.copy_(new)",
             )
     whose = [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
-    text = "in forward; the compiled program leaves them as they are"
+    text = "in forward; the compiled program does not"
     return [ShardcWarning(f"{who} {text}") for who in dict.fromkeys(whose) if who is not None]
 
 
@@ -51,7 +51,7 @@ def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, A
     with _put_back(model), torch.no_grad(), contextlib.suppress(Exception):  # it was captured: what fails is this look
         model(*args, **kwargs)
     changed = [name for name, x, before in held if _contents(x) != before]
-    text = "in forward; the compiled program leaves the caller's as it is: take what the model returns"
+    text = "in forward; the compiled program does not: return the new value instead"
     return [ShardcWarning(f"the model changes its argument {name} {text}") for name in changed]
 
 

@@ -135,7 +135,9 @@ def loss_arity(loss: Loss) -> int:
         parameters = inspect.signature(target).parameters.values()
     except ValueError as error:
         fix = "pass a function of Python that calls it, such as lambda output: ..."
-        raise InputError(f"the loss {getattr(loss, '__name__', loss)!r} does not say what it takes", fix=fix) from error
+        raise InputError(
+            f"the loss {getattr(loss, '__name__', loss)!r} has no signature that can be read", fix=fix
+        ) from error
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return max(len(needed) - 1, 0)
 

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     _print(rows, described)
     good = [row for row in rows if not row.error]
     if not good:
-        raise InputError("not one of the meshes and plans can be")
+        raise InputError("no combination of mesh and plan works")
     for path in filter(None, (options.json, options.plot)):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     if options.json is not None:

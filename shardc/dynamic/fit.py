@@ -39,7 +39,9 @@ class Fit:
         if values not in self._found:
             made = next(self._candidates(values), None)
             if made is None:
-                raise LayoutError(f"the numbers {values} are no simple function of the sizes {list(self.points)}")
+                raise LayoutError(
+                    f"the numbers {values} are not a polynomial (or a quotient of two) in the sizes {list(self.points)}"
+                )
             self._found[values] = made
         return self._found[values]
 

@@ -21,7 +21,7 @@ def _in_range(index: Tensor, size: int) -> Tensor:
         if index.device.type == "cpu":
             if low < 0 or high >= size:
                 wrong = int(low) if low < 0 else int(high)
-                raise IndexError(f"index {wrong} is out of range: the dim that it is looked up in has {size} elements")
+                raise IndexError(f"index {wrong} is out of range for a dim of {size} elements")
         else:
             torch._assert_async((low >= 0) & (high < size))
     return index.clone()

@@ -1,7 +1,7 @@
-"""`shardc.local`: what a region of `local_map` says to the other ranks; each function has its gradient.
+"""`shardc.local`: the collectives of a `local_map` region; each function has its gradient.
 
 On a rank of a mesh they are functional collectives over the group of an axis. Outside of a compiled model every axis
-has one rank, and they return what they are given.
+has one rank, and they return their argument.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def all_reduce(x: Tensor, axis: str) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """The ``x`` of all ranks along ``axis``, one behind the other along ``dim``."""
+    """The ``x`` of all ranks along ``axis``, concatenated along ``dim``."""
     return x if size(axis) == 1 else _apply(_gather, _scatter, x.movedim(dim, 0), axis).movedim(0, dim)
 
 

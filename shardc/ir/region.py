@@ -117,11 +117,11 @@ def region(number: int) -> Region:
 
 
 def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Callable[..., Any]:
-    """``function`` as a region of a model that runs on each rank's shards, with what communication it has in it.
+    """``function`` as a region of a model that runs on each rank's shards and communicates by itself.
 
     ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh it
-    gets this rank's shards and returns this rank's shards, and talks to other ranks through `shardc.local`. Its
-    gradient follows from it: where an argument lies whole on several ranks, their gradients of it are added up.
+    gets this rank's shards, returns this rank's shards, and communicates through `shardc.local`. Its gradient is
+    derived: if an argument is whole on several ranks, their gradients of it are summed.
 
     Args:
         in_layouts: a tuple of a layout for each argument, such as ``("_, @tp", "@tp, _")``; a string for one.

@@ -163,8 +163,8 @@ class _Sweep:
         source, axes = node.args[0], ", ".join(lost)
         shape = ",".join(map(str, ir.value(node).shape))
         text = (
-            f"{ir.info(source).name} {have} is seen as [{shape}], whose sizes axis {axes} does not divide: it is "
-            f"gathered, {moved} bytes a rank"
+            f"a view turns {ir.info(source).name} {have} into [{shape}], whose sizes axis {axes} does not divide: "
+            f"it is gathered, {moved} bytes a rank"
         )
         fix = f"use sizes that {axes} divides, or leave {axes} off where they are split"
         error = LayoutError(text, source=ir.info(node).origin.source or None, fix=fix)

@@ -16,7 +16,7 @@ from shardc.ir.layout import Layout
 
 @dataclass(frozen=True)
 class Objective:
-    """Scales every tangent, so that the objective is the mean (or sum) of the ranks' losses; inputs' gradients back.
+    """Scales tangents, so that the objective is the mean (or sum) of the ranks' losses; scales inputs' gradients back.
 
     A tangent of an output that is split over the batch axes is the gradient of this rank's own loss alone;
     one of an output that is whole over an axis is already averaged (or summed) over it by its layout (``propagate``).

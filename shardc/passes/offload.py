@@ -19,7 +19,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Offload:
-    """Moves each parameter on the host to the device in front of its first use, and its gradient back.
+    """Moves each parameter on the host to the device before its first use, and its gradient back.
 
     Takes: a local joint graph, or one that reduces what was summed up. Guarantees: the parameters in ``entries``, and
     their gradients, lie on the host (`Value.host`); all that computes or communicates lies on the device. What moves

@@ -25,19 +25,19 @@ class Options:
         strict: an op without a sharding rule is an error instead of a warning.
         cost: the cost model that layouts and algorithms are chosen by.
         verify: check the graph after every pass.
-        bucket_size: bytes of a bucket of collectives, per rank; -1 for all in one, 0 for none, None for one of
-            which a twentieth is latency by the cost model, 8 MiB at most (`shardc.measure_links` for real links).
-        max_in_flight: bytes of collectives' results that may be started ahead of their use; -1 for no limit, None for
+        bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket of all, 0 none. None takes the size
+            at which latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` for real links).
+        max_in_flight: bytes of collectives' results that may be started ahead of their use. -1 is no limit. None is
             two buckets, 16 MiB at least.
-        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward, -1 for
-            all; those that save most time per byte come first, and of equal ones those that the forward uses last.
-        checkpoint_collectives: what becomes of collectives in a `torch.utils.checkpoint` region, of activations:
-            "recompute" runs them again in backward, "keep" keeps their results, "auto" runs those again whose result
-            is larger than what a rank sends for it (gathers and all-to-alls) and keeps the others (reductions).
-        overlap: collectives run beside compute; False waits for each where it starts.
-        direct: collectives go in messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
+        memory_budget: bytes on each rank for parameters of level 3 that stay whole from forward to backward; -1 for
+            all. Those that save most time per byte are kept first. On a tie, those that the forward uses last.
+        checkpoint_collectives: collectives of activations in a `torch.utils.checkpoint` region. "recompute" runs them
+            again in backward, "keep" keeps their results. "auto" runs those again whose result is larger than what a
+            rank sends for it (gathers and all-to-alls), and keeps the results of the others (reductions).
+        overlap: collectives overlap with compute; False waits for each where it starts.
+        direct: collectives are messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
-        comm: "real", or "none" for local copies in place of collectives: wrong values, for timing alone.
+        comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only.
         debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
         fold: analyse repeated blocks on a few of them (`shardc.fold`): for looking only, the program does not run.
         lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
@@ -46,12 +46,12 @@ class Options:
             others how many, and where they differ it computes on the rows of all ranks together.
         capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
             model.
-        pipeline: called with the `shardc.passes.Pipeline` that the other options make; gives the one that runs.
+        pipeline: called with the `shardc.passes.Pipeline` that the other options make; returns the one that runs.
         hooks: called around every pass, as `shardc.passes.Hook` says.
         dump: directory for the text of every stage; by default the environment's ``SHARDC_DUMP``.
 
     Raises:
-        InputError: a value of another type, out of range, or none of those that there are.
+        InputError: a value of another type, out of range, or not one of the choices.
     """
 
     strict: bool = False
@@ -86,11 +86,11 @@ class Options:
         return min(int(20 * latency * bandwidth), 8 << 20)
 
     def budget_bytes(self) -> int:
-        """Of parameters that stay whole."""
+        """Bytes for parameters that stay whole from forward to backward."""
         return cast(int, self.memory_budget)
 
     def in_flight_bytes(self) -> int:
-        """How much may be started ahead."""
+        """Bytes that may be started ahead of their use."""
         if self.max_in_flight is not None:
             return cast(int, self.max_in_flight)
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)

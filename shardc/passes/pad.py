@@ -51,7 +51,7 @@ Grow = Callable[[str, Sequence[int], Sequence[int]], Layout | None]
 
 @dataclass(frozen=True)
 class Pad:
-    """Computes at padded sizes what the plan splits over axes that do not divide it.
+    """Grows dims to sizes that the axes which split them divide.
 
     Takes a seeded graph; leaves it as it is where everything divides. What comes in and goes out keeps its
     shape: an input is padded, and split, at its first use.
@@ -255,7 +255,7 @@ class _Padder(Forms):
         size = value.itemsize * prod(value.shape)
         text = (
             f"{ir.info(x).name} of shape {value.shape} is padded for axis {axes}, and {node.target} "
-            f"({record.name}) needs it without: {reason}; it is kept whole there, {size} bytes"
+            f"({record.name}) needs it unpadded: {reason}; it is kept whole there, {size} bytes"
         )
         fix = f"use sizes that {axes} divides"
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)

@@ -32,7 +32,7 @@ _GATHERS = 1 << 30
 
 @dataclass(frozen=True)
 class Partition:
-    """Splits a localized joint graph; what stands between is saved or run again.
+    """Splits the joint graph into forward and backward; values that both need are saved or run again.
 
     Level 3 gathers a parameter again in backward; levels 1 and 2 keep it whole from forward to backward.
     What stands in a checkpoint region of the model runs again, its collectives as ``collectives`` says. Collectives

@@ -13,7 +13,7 @@ from shardc.passes.problem import Chooser, Problem
 
 @dataclass(frozen=True)
 class Propagate:
-    """Gives every value a layout; ``Info.needs`` then says what ``reshard`` must bring about.
+    """Gives every value a layout; ``Info.needs`` then says which reshards are missing.
 
     Args:
         problem: what the plan fixes.

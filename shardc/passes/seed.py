@@ -20,7 +20,7 @@ from shardc.plan.resolve import ParamPlan
 
 @dataclass(frozen=True)
 class Seed:
-    """Gives every placeholder but the tangents its layout.
+    """Gives every placeholder except tangents its layout.
 
     Each parameter's first use has in front of it an explicit ``reshard`` from storage to compute layout (and
     ``unpad`` where storage is padded), behind the cast where its one use is a cast to a smaller dtype; each parameter's

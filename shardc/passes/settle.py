@@ -15,7 +15,7 @@ from shardc.ir.order import places, reorder
 
 @dataclass(frozen=True)
 class Settle:
-    """Moves the last ops of each gradient to where their operands are made.
+    """Moves the last ops of each gradient to directly after their operands.
 
     Casts, pads and moves of gradients are inserted in front of the output, and autograd casts a parameter's gradient
     when all uses are through. Left there, they would keep every whole gradient until the end of backward, and its

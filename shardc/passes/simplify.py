@@ -18,7 +18,7 @@ from shardc.rules.spec import from_results
 
 @dataclass(frozen=True)
 class Simplify:
-    """Merges chains of reshards, drops those that change nothing, and derives one from another for less.
+    """Merges chains of reshards, drops those that change nothing, and starts one from another's result if cheaper.
 
     - reshards of moves (views, transposes) of one value to what is one layout of it: one reshard before the moves;
     - reshard of a reshard: from the first value at once, where nobody else uses the middle one;

@@ -27,10 +27,10 @@ def hsdp_plan(
     *,
     axis: str | Sequence[str] = "dp",
 ) -> Plan:
-    """What ``hsdp(cell, ...)`` of hyper-parallel says, with its meanings, units and defaults.
+    """The plan for the arguments of hyper-parallel's ``hsdp(cell, ...)``, with its meanings, units and defaults.
 
     As there, gradients are summed over the ranks, not averaged: divide the loss, or pass ``grad_scale=1 / ranks``.
-    Where a dim does not divide, hyper-parallel splits a parameter over fewer ranks; here it is padded.
+    If a dim does not divide, hyper-parallel splits a parameter over fewer ranks; here it is padded.
 
     Args:
         shard_size: ranks that a parameter is split over, -1 for all of ``axis``.
@@ -40,13 +40,13 @@ def hsdp_plan(
         enable_grad_accumulation: the module starts as after ``set_requires_grad_sync(False)``.
         grad_scale: a factor on every gradient, a float.
         reduce_dtype: dtype that gradients are reduced in; their own by default.
-        comm_async: overlap communication with compute. (Nothing need be waited for by hand, in either case.)
+        comm_async: overlap communication with compute. (You never wait by hand, with it or without.)
         comm_fusion: fuse collectives into buckets.
-        bucket_size: KB of a bucket where they are fused: -1 for all in one, 0 for none.
+        bucket_size: KB of a bucket if they are fused; -1 for one bucket of all, 0 for none.
         axis: the mesh axis (or axes) of the data-parallel ranks, which hyper-parallel takes from the cell's layout.
 
     Raises:
-        PlanError: what ``hsdp()`` refuses too: a size that is neither positive nor -1, an unknown level, a value of
+        PlanError: as ``hsdp()`` does, for a size that is neither positive nor -1, an unknown level or a value of
             another type.
 
     >>> hsdp_plan(shard_size=4, optimizer_level="level3", comm_async=True)

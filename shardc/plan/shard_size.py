@@ -64,7 +64,7 @@ def check_sizes(entry: Fsdp, mesh: Mesh) -> None:
             raise PlanError(
                 f"parameters cannot be split over {one} and over {other} ranks of one axis",
                 plan_entry=str(entry),
-                fix="use shard sizes one of which divides the other",
+                fix="use shard sizes of which one divides the other",
             )
 
 

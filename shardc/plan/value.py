@@ -40,9 +40,9 @@ from shardc.validate import checked
 class Plan:
     """Where parameters, inputs, outputs and activations lie on the mesh; `a | b` composes, ``b`` winning.
 
-    Two plans speak of the same thing where they name the same data-parallel axes, the same glob (and TP axis), the
-    same input, output or activation, or the same setting. Where several globs match one parameter or one module, the
-    last one said wins; TP over different axes adds up.
+    Entries of two plans are about the same thing if they name the same data-parallel axes, the same glob (and TP axis),
+    the same input, output or activation, or the same setting. If several globs match one parameter or one module, the
+    last one wins. TP over different axes adds up.
 
     Args:
         params: parameter glob -> spec of its storage (see `shardc.plan.forms`). ``*`` matches dots too.
@@ -50,14 +50,14 @@ class Plan:
         outputs: the same for outputs.
         activations: module glob, or glob with ``.input`` or ``.output`` -> a spec, a list for several tensors, or a
             dict by keyword.
-        reduce: "mean" (the default) or "sum": without a loss in the graph, the gradient is that of the mean or of
-            the sum of the ranks' losses over the axes that split the batch.
+        reduce: "mean" (the default) or "sum". Without a loss in the graph, gradients are those of the mean, or of the
+            sum, of the losses of the ranks that split the batch. With one, it has no effect.
         grad_scale: a factor on every parameter's gradient, 1.0 if not given.
-        dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed of them is the global
-            one, of which there is no mean over ranks to take: ``reduce`` then has no say.
+        dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed from them is already
+            the global loss, so ``reduce`` has no effect then.
         accumulate: the module starts as after ``set_requires_grad_sync(False)``.
         overlap: False waits for every collective where it starts.
-        bucket_size: as that of `shardc.Options`, which wins.
+        bucket_size: as in `shardc.Options`, which wins if it gives one.
 
     Raises:
         PlanError: a value that is not a spec, an axis used twice in one spec, an unknown reduction.
@@ -97,7 +97,7 @@ class Plan:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Plan:
-        """The plan that says ``entries``, of which later ones win over earlier ones of the same thing.
+        """The plan with ``entries``; a later entry replaces an earlier one about the same thing.
 
         Raises:
             PlanError: two data-parallel entries that share some of their axes, but not all.
@@ -125,7 +125,7 @@ class Plan:
         """The tensor-parallel plan that a Hugging Face model carries (``_tp_plan``, ``base_model_tp_plan``).
 
         Raises:
-            PlanError: the model carries none, or a style that is not known.
+            PlanError: the model carries no plan, or one with an unknown style.
         """
         return cls.of(hf_entries(model, axis))
 
@@ -133,11 +133,13 @@ class Plan:
     def from_styles(
         cls, styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str = "tp", model: nn.Module | None = None
     ) -> Plan:
-        """What ``parallelize_module`` takes: path -> style of ``torch.distributed.tensor.parallel``.
+        """The plan for what ``parallelize_module`` takes: path -> style of ``torch.distributed.tensor.parallel``.
 
         Args:
-            model: tells linear modules from embeddings; without it a row-wise module whose input is replicated is
-                taken for an embedding.
+            styles: path -> style, or one style for the root module.
+            axis: the mesh axis of tensor parallelism.
+            model: shows which modules are linear and which are embeddings. Without it, a row-wise module whose input
+                is replicated counts as an embedding.
 
         Raises:
             PlanError: a style of a class that is not one of torch's own.
@@ -152,7 +154,7 @@ class Plan:
         output_plan: Mapping[str, Any] | None = None,
         return_local_tensor: Sequence[str] | None = None,
     ) -> Plan:
-        """What hyper-parallel's ``ShardingPlan`` takes, with its meanings.
+        """The plan for what hyper-parallel's ``ShardingPlan`` takes, with the same meanings.
 
         Raises:
             PlanError: a key of ``input_plan`` or ``output_plan`` that ends in neither ``input`` nor ``output``.
@@ -172,7 +174,7 @@ class Plan:
 
     @property
     def precision(self) -> Precision:
-        """The dtypes that the plan says; all None where it says none."""
+        """The plan's dtypes; all None if it gives none."""
         return next((entry for entry in self.entries if isinstance(entry, Precision)), Precision())
 
     # --- text
@@ -230,7 +232,7 @@ class Plan:
 
 
 def ddp(axis: str) -> Plan:
-    """Data parallel: the batch is split over ``axis``, parameters are whole, gradients are reduced once."""
+    """Data parallel, as DDP: the batch is split over ``axis``, parameters are whole, gradients are reduced once."""
     (name,) = axis_names([axis], f"ddp({axis!r})")
     return Plan.of([Ddp(name)])
 
@@ -246,17 +248,18 @@ def fsdp(
 
     Args:
         axis: a mesh axis, or several, bound in order.
-        level: 1: parameters and optimizer state split, gradients accumulated whole; 2: gradients reduced every
-            micro-batch, parameters kept whole from forward to backward; 3: gathered again in backward.
-        threshold: parameters of fewer bytes (all of the parameter, not a shard; ``"1 MiB"`` too) stay whole.
-        shard_size: ranks that a parameter is split over, neighbours along ``axis`` (the minor ones of several axes);
-            it is whole over the rest, over which gradients are reduced a second time. -1 for all.
-        overrides: parameter glob -> shard size of these, whatever the threshold; 1 keeps them whole. The last that
-            matches holds.
+        level: parameters and optimizer state are split between steps at every level.
+            1 (ZeRO-1): parameters stay whole from forward to backward; gradients can be accumulated whole.
+            2 (ZeRO-2, ``reshard_after_forward=False``): the same, but every backward reduces gradients.
+            3 (ZeRO-3, ``reshard_after_forward=True``): as 2, and parameters are gathered again in backward.
+        threshold: parameters of fewer bytes stay whole (bytes of the whole parameter; ``"1 MiB"`` too).
+        shard_size: how many ranks a parameter is split over; -1 for all. They are neighbours along ``axis`` (the minor
+            ranks of several axes). Over the rest it is replicated, and gradients are reduced a second time.
+        overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
 
     Raises:
-        PlanError: a shard size that is not one. When it is used, one that does not divide the ranks of ``axis``, two
-            neither of which divides the other, or a glob that matches no parameter.
+        PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size that does not
+            divide the ranks of ``axis``, two of which neither divides the other, or a glob that matches no parameter.
     """
     entry = f"fsdp({axis!r}, ...)"
     pairs = tuple(checked(overrides or {}, Mapping[str, Any], "overrides", PlanError, plan_entry=entry).items())
@@ -275,7 +278,7 @@ def hsdp(
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
-    """Tensor parallel over ``axis``, by globs over module names.
+    """Tensor parallel over ``axis``, by globs over module names (``*`` matches dots too).
 
     Args:
         colwise: ``weight`` split on dim 0 (the output features), and ``bias`` too.
@@ -290,7 +293,7 @@ def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), voca
         for glob in checked(given, tuple[str, ...], style, PlanError, plan_entry=f"tp({axis!r})", fix=fix):
             if styles.setdefault(glob, style) != style:
                 raise PlanError(
-                    f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="say one of them"
+                    f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="give it one style"
                 )
     return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
 
@@ -303,10 +306,10 @@ def precision(
     keep_low_precision_grads: bool = False,
     full_precision_eval: bool = False,
 ) -> Plan:
-    """Mixed precision; the arguments are those of `shardc.plan.entries.Precision`.
+    """Mixed precision; `shardc.plan.entries.Precision` describes the arguments.
 
-    The order is fixed: gradients are cast to ``reduce``, reduced over the shard axes, then over the replicate axes,
-    cast back to the parameter's dtype, and scaled.
+    The order is fixed. The gradient of the output is scaled (``Plan(reduce=..., grad_scale=...)``). Parameters'
+    gradients are cast to ``reduce``, reduced over the shard axes, then over the replicate axes, and cast back.
     """
     return Plan.of([Precision(param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval)])
 
@@ -314,18 +317,18 @@ def precision(
 def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool = True) -> Plan:
     """Keeps parameters, with their gradients and optimizer state, in the host's memory.
 
-    A step moves each rank's shard to its device in front of its gather (or first use), and the reduced gradient back;
-    the optimizer's update then runs on the host. Parameters that ``fsdp`` gathers again in backward, or never, are
-    moved again in backward; those of levels 1 and 2 are kept from forward to backward.
+    A step moves each rank's shard to its device before its gather (or first use), and the reduced gradient back. The
+    optimizer's update then runs on the host. Parameters of level 3, and whole ones, are moved again in backward. Those
+    of levels 1 and 2 are kept from forward to backward.
 
     Args:
-        names: a parameter glob, or several; of entries that match one parameter, the last holds.
-        to: "host", or "device" for what an earlier entry should not have matched.
-        pin_memory: the host memory is pinned where the device is an accelerator, so that copies run beside compute;
-            it is memory that the system cannot swap out.
+        names: a parameter glob, or several. If several entries match one parameter, the last wins.
+        to: "host", or "device" for parameters that an earlier entry matched too.
+        pin_memory: pin the host memory if the device is an accelerator, so that copies overlap with compute. The
+            system cannot swap pinned memory out.
 
     Raises:
-        PlanError: a place that is not one; when it is used, a glob that matches no parameter.
+        PlanError: ``to`` is neither "host" nor "device"; when the plan is used, a glob that matches no parameter.
     """
     said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry="offload(...)")
     globs = [said] if isinstance(said, str) else said

@@ -153,19 +153,19 @@ class Precompiled:
 def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
     """The program that ``program.save(folder)`` wrote.
 
-    Without ``trust`` nothing in the folder is code: its graphs, tables and numbers are read and checked before they are
-    used. They can only say which tensor operations and which collectives of the mesh's groups run, in which order. A
-    folder from a stranger may still compute something else than it says; it is the results that are the stranger's.
+    Without ``trust`` nothing in the folder runs as code. Its graphs, tables and numbers are read and checked before
+    they are used. They can only say which tensor operations and which collectives of the mesh's groups run, in which
+    order. A stranger's folder may still compute something else than it says, so do not rely on its results.
 
     Args:
-        folder: what it was saved to. Read are ``program.json`` and the files that it lists with their hashes, which are
-            plain files of the folder: links are not followed.
-        trust: read Inductor's artifacts too, if they lie beside it, so that nothing is lowered and compiled again.
-            They are pickles and machine code, and run as you: pass True only for a folder that nobody else can write.
+        folder: where it was saved. Only ``program.json`` and the files that it lists with their hashes are read. They
+            must be plain files of the folder: links are not followed.
+        trust: also read Inductor's artifacts, if there are any, so that nothing is compiled again. They are pickles
+            and machine code that run with your rights: pass True only for a folder that nobody else can write.
 
     Raises:
-        PrecompiledError: nothing was saved there, the save was cut off or changed since, it is of another torch, or it
-            is no program: it calls an op that none has, or a table of it holds something else than it must.
+        PrecompiledError: nothing was saved there, the save is incomplete or was changed, it is of another torch, or it
+            is not a program: it calls an op that no program has, or a table has unexpected contents.
     """
     folder = Path(checked(folder, str | Path, "folder"))
     checked(trust, bool, "trust")

@@ -102,19 +102,20 @@ def register_rule(
     linear: str = "",
     localize: Localize = Local.same,
 ) -> Rule:
-    """Gives a custom op a rule, in place of any that it had.
+    """Gives a custom op a rule, which replaces any that it had.
 
     Args:
         op: the op: an overload, or its name (``"mylib::scale"`` for all its overloads).
-        text: the notation, e.g. ``"i k, k j -> i j"``: operands in schema order, one name a factor.
-        reduction: what the split of a factor leaves pending: ``"sum"``, ``"max"``, ``"min"``, ``"product"``, or
-            ``"whole"`` for a factor that must not be split. A factor that some result lacks and that is not
-            named here is never split.
-        linear: operand sets that carry a pending sum, by position: ``"0|1"`` either, ``"0&1"`` both together.
-        localize: how the op is spelled on shards; by default the same op with the same arguments.
+        text: the notation, e.g. ``"i k, k j -> i j"``: operands in schema order, one name for each factor.
+        reduction: factor -> the reduction that is pending if it is split: ``"sum"``, ``"max"``, ``"min"`` or
+            ``"product"``; ``"whole"`` for a factor that must not be split. A factor that some result lacks and that is
+            not named here is never split.
+        linear: sets of operands, by position, that carry a pending sum through: ``"0|1"`` either, ``"0&1"`` both
+            together.
+        localize: how the op is written on shards; by default the same op with the same arguments.
 
     Raises:
-        RuleError: where the text cannot be read; at a call, where it does not fit the op's shapes.
+        RuleError: the text cannot be read; at a call, it does not fit the op's shapes.
 
     >>> _ = register_rule("mylib::rowwise_scale", "i j, i -> i j", linear="0|1")
     """

@@ -25,21 +25,21 @@ Lines = Sequence[Sequence[str]]
 
 # The beginning of a topic -> what to do where ranks differ in it.
 _FIXES = {
-    "act": "call the same modules, and backward, as often and in the same order on every rank; what forward reads "
-    "(attributes, globals) should be the same there",
-    "input": "pass the same arguments on every rank, and as many rows (drop_last=True, or a sampler that pads); with "
-    "shardc.Options(uneven=True) ranks may pass different numbers of rows",
+    "act": "call the same modules, and backward, equally often and in the same order on every rank; what forward reads "
+    "(attributes, globals) has to be the same on every rank",
+    "input": "pass the same arguments on every rank, and equally many rows (drop_last=True, or a sampler that pads); "
+    "with shardc.Options(uneven=True) ranks may pass different numbers of rows",
     "gradients": "enter torch.no_grad() (or inference_mode) on every rank or on none",
     "left unreduced": "enter no_sync(), and call set_requires_grad_sync, on every rank or on none",
     "grads": "freeze the same parameters on every rank",
-    "outputs": "make the loss of the same outputs on every rank",
+    "outputs": "compute the loss from the same outputs on every rank",
     "training": "call train() and eval() on the same modules on every rank",
     "new values": "load_state_dict, init_weights and summon_full_params are for all ranks, at the same time",
     "values": "start from the same values on every rank: torch.manual_seed before the model is made, init_weights() or "
     "load_state_dict() on every rank; shardc.compile(..., init_sync=True) takes those of the mesh's first rank",
     **dict.fromkeys(
         ("autocast", "default dtype", "deterministic", "matmul precision", "attention"),
-        "enter autocast, and set what torch has of settings, on every rank alike",
+        "enter the same autocast and use the same settings of torch on every rank",
     ),
     "": "compile the same model, plan, mesh and options on every rank",
 }

@@ -273,14 +273,14 @@ def _missing(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | No
         late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
     except RuntimeError:
         return MeshError(
-            "the ranks' store is gone, in which they compare what they run",
-            fix="look at the rank that keeps it first (rank 0, or torchrun itself): it died; then restart all ranks",
+            "the store in which ranks compare what they run is gone",
+            fix="look first at the process that keeps it (rank 0, or torchrun): it died; then restart all ranks",
         )
     if not late:
         return None
     which = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
     return MeshError(
         f"{which} of {list(ranks)} did not come to compare what they run within {waited}",
-        fix=f"look at {which} first: it died or raised before, never called the module, or compiles for longer (then "
-        "give init_process_group a longer timeout); all ranks must call it as often, with inputs of the same shapes",
+        fix=f"look at {which} first: it died, raised, never called the module, or still compiles (then give "
+        "init_process_group a longer timeout); all ranks must call it equally often, with inputs of the same shapes",
     )

@@ -106,11 +106,11 @@ def check(
     if found.keys() != expected.keys():
         gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
         what = f"parameter {gone[0]!r} is gone" if gone else f"parameter {new[0]!r} came after the module was compiled"
-        raise LayoutError(what, fix="change the model first and compile it then")
+        raise LayoutError(what, fix="change the model first, then compile it")
     for name, param in found.items():
         keep = expected[name]
         if param is not found[keep.first]:
-            raise LayoutError(f"parameters {keep.first!r} and {name!r} were tied and now are two", fix=_FIX)
+            raise LayoutError(f"parameters {keep.first!r} and {name!r} were tied and are now two tensors", fix=_FIX)
         if not isinstance(param, DTensor):
             raise LayoutError(
                 f"parameter {name!r} was replaced by a {type(param).__name__} of shape {list(param.shape)} that is no "

@@ -41,19 +41,19 @@ class ShardedModule(nn.Module):
         return ShardedModule.forward(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """One step on this rank's local shards of the inputs.
+        """The forward of one step, on this rank's local shards of the inputs.
 
-        Gradients of several backwards add up in ``.grad``, each the gradient of its own call's global objective: for
-        the mean over k micro-batches of one size, divide each loss by k.
+        Gradients of several backwards add up in ``.grad``. Each is the gradient of its own call's global objective. For
+        the mean over k micro-batches of equal size, divide each loss by k.
 
         Returns:
-            With a loss (and its arguments given), the global loss; else the model's outputs as local shards, or as
-            DTensors where the plan says ``dtensor_outputs`` (see `shardc.runtime.outputs`).
+            With a loss (and its arguments), the global loss. Otherwise the model's outputs, as local shards, or as
+            DTensors under ``Plan(dtensor_outputs=True)`` (see `shardc.runtime.outputs`).
 
         Raises:
             MeshError: the module was compiled for an abstract mesh.
-            InputError: after `lower`, inputs that no lowered program fits.
-            LayoutError: a parameter that is not as it was compiled any more; see `shardc.runtime.changes`.
+            InputError: after `lower`, inputs that fit no lowered program.
+            LayoutError: a parameter is not as it was at compile; see `shardc.runtime.changes`.
         """
         state = self.shardc
         if state.groups is None:
@@ -86,24 +86,24 @@ class ShardedModule(nn.Module):
         return pytree.tree_unflatten(as_dtensors(flat, roles, state.device_mesh), program.output_spec)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A block whose steps communicate no gradients: each rank sums up whole ones, whatever the plan's level.
+        """A block whose steps communicate no gradients: each rank sums whole gradients, whatever the plan's level.
 
-        The next backward outside of it adds its own and reduces the sum. ``.grad`` does not change in between.
-        ``zero_grad()``, of the module or of an optimizer, drops the sum, and ``step()`` of an optimizer raises as long
-        as there is one. (What a forward needs is communicated as ever.)
+        The next backward outside of the block adds its own gradients and reduces the sum. ``.grad`` does not change in
+        between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
+        while there is one. Forwards gather parameters as usual.
         """
         return self.shardc.sync.set("none")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that are held back (`no_sync`) are dropped too."""
+        """As torch's; it also drops gradients that are held back (`no_sync`)."""
         super().zero_grad(set_to_none)
         self.shardc.sync.drop()
 
     def set_requires_grad_sync(self, sync: bool) -> None:
-        """Says whether the next steps reduce all gradients; False leaves out those that the plan accumulates whole.
+        """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
 
-        These are gradients of parameters that are whole between steps or are stored at level 1. At levels 2 and 3
-        gradients are reduced by every step. See `no_sync` for what becomes of them.
+        These are gradients of parameters that are whole between steps, or stored at level 1. At levels 2 and 3 every
+        step reduces gradients. `no_sync` says what happens to gradients that are held back.
         """
         self.shardc.sync.mode = "all" if checked(sync, bool, "sync") else "levels"
 
@@ -114,9 +114,9 @@ class ShardedModule(nn.Module):
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
 
-        After this the module takes shards of such inputs only: another shape, dtype or constant is an error until
-        it is lowered too. (A change of mode, as by ``eval()``, is compiled for at the next call.) Dims that
-        `shardc.compile` was told to be dynamic may have other sizes.
+        After this the module takes shards of such inputs only. Another shape, dtype or constant is an error until it is
+        lowered too. A change of mode, as by ``eval()``, compiles at the next call. Dims that are named in
+        ``shardc.compile(dynamic=...)`` may have other sizes.
         """
         state = self.shardc
         state.check()
@@ -135,7 +135,7 @@ class ShardedModule(nn.Module):
             The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``.
 
         Raises:
-            InputError: inputs of another size gave shards of the same shape.
+            InputError: an earlier input of another size had shards of the same shape.
         """
         state = self.shardc
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -151,13 +151,13 @@ class ShardedModule(nn.Module):
         return out_args[0] if len(out_args) == 1 else out_args
 
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
-        """Initialises parameters and buffers shard by shard, equal to the same on one device with this seed.
+        """Initialises parameters and buffers shard by shard; values equal those of one device with the same seed.
 
         Args:
-            fn: applied to every module as ``module.apply(fn)``; None calls ``reset_parameters()`` where there is one.
+            fn: applied to every module as ``module.apply(fn)``; None calls each module's ``reset_parameters()``.
 
         Raises:
-            InitError: an op that cannot run shard by shard, or a tensor that was left without values.
+            InitError: an op cannot run shard by shard, or a tensor was left without values.
         """
         state = self.shardc
         if state.device_mesh is None:
@@ -175,7 +175,7 @@ class ShardedModule(nn.Module):
         changes.watch(self)
 
     def summon_full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
-        """A block in which the parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
+        """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
         self.shardc.check()
         self.shardc.fresh |= writeback
         return summon_full_params(self, self.shardc.storages, self.shardc.rank, writeback)
@@ -198,12 +198,12 @@ class ShardedModule(nn.Module):
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's, of whole tensors of the unsharded model or of DTensors on any mesh; all ranks call it.
+        """As torch's; takes whole tensors of the unsharded model, or DTensors on any mesh. All ranks call it.
 
-        Parameters keep their objects (``assign`` or not), and those on ``meta`` get memory.
+        Parameters keep their objects, with ``assign`` too, and those on ``meta`` get memory.
 
         Raises:
-            RuntimeError: something is missing, unexpected or of another shape; nothing is loaded then.
+            RuntimeError: something is missing, unexpected or of another shape. Nothing is loaded then.
         """
         changes.check_loads(self.shardc.present(), state_dict, strict)
         self.shardc.fresh = True
@@ -274,8 +274,8 @@ class ShardedModule(nn.Module):
         if not state.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
                                              role.kind == "output"):  # fmt: skip
             raise InputError(
-                f"ranks pass different numbers of rows ({rows.counts}), and outputs of which each rank has a part are "
-                "not its own rows",
+                f"ranks pass different numbers of rows ({rows.counts}), and a rank's part of a split output would not "
+                "be of its own rows",
                 fix="pass loss= to shardc.compile, so that the call returns the loss of all rows, or write "
                 "Plan(dtensor_outputs=True)",
             )

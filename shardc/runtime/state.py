@@ -256,7 +256,7 @@ class State:
         if found != whole:
             small, large = sorted((list(whole), list(found)))
             raise InputError(
-                f"each rank gets {list(local)} of input {name!r} both of inputs of {small} and of {large}: of these, "
+                f"input {name!r}: global inputs of {small} and of {large} both give each rank {list(local)}; "
                 f"{small} does not divide and is passed whole",
                 fix=f"drop or pad the batch of {small}, or compile another module for it",
             )

@@ -68,8 +68,8 @@ def _changing(variants: list[Values]) -> str:
     shown = [f"{_shown(name)} is {held[-1][name]} and was {held[-2].get(name, 'not read')}" for name in differ[:3]]
     return (
         f"the module was compiled {len(variants)} times for calls that differ only in what its code reads, last "
-        f"because {' and '.join(shown)}; what changes from step to step should be an input or a buffer, which are "
-        "tensors, or not be read in forward"
+        f"because {' and '.join(shown)}; make a value that changes from step to step an input or a buffer (a "
+        "tensor), or do not read it in forward"
     )
 
 

@@ -179,7 +179,7 @@ def refuses_other_parameters() -> None:
     refuses("parameter 'more' came after the module was compiled")
     del module.more
     module.head.weight = nn.Parameter(head.detach())
-    refuses("parameters 'odd.weight' and 'head.weight' were tied and now are two")
+    refuses("parameters 'odd.weight' and 'head.weight' were tied and are now two tensors")
     module.head.weight = head
     fused.data = fused.detach() * 2
     refuses("the .data of parameter 'fused' was assigned, which does not reach a DTensor: it has its old values")

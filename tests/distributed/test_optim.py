@@ -195,7 +195,7 @@ def a_step_is_one_call() -> None:
         theirs.zero_grad()
         assert_same(module, source)
         assert all(param.grad is None for param in module.parameters())
-    with pytest.raises(InputError, match=r"the module returns a tensor of shape \[2, 9\], where a step needs its loss"):
+    with pytest.raises(InputError, match=r"the module returns a tensor of shape \[2, 9\], and a step needs a loss"):
         train_step(module.shard_inputs(batch()[0]))
     with pytest.raises(InputError, match=r"a parameter of shape \[12, 9\] that is none of the module's"):
         shardc.train_step(module, theirs)
@@ -205,7 +205,7 @@ def a_step_is_one_call() -> None:
 
 def what_cannot_be_is_refused() -> None:
     module = sharded(model(), "fsdp")
-    with pytest.raises(InputError, match="LBFGS is not known to compute each element by itself"):
+    with pytest.raises(InputError, match="LBFGS may look at more than one element at a time"):
         shardc.optim.wrap(torch.optim.LBFGS, module)
     with pytest.raises(InputError, match=r"a parameter of shape \[3\] is none of the module's"):
         shardc.optim.wrap(torch.optim.SGD, module, [nn.Parameter(torch.ones(3))], lr=0.1)

@@ -12,8 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if "```" in path.read_text())
@@ -21,7 +25,8 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_there_are_pages() -> None:
-    assert {"plans.md", "looking.md", "training.md", "rules.md", "passes.md"} <= {page.name for page in PAGES}
+    names = {"coming_from.md", "plans.md", "looking.md", "training.md", "rules.md", "passes.md"}
+    assert names <= {page.name for page in PAGES}
 
 
 @pytest.fixture
@@ -52,6 +57,21 @@ def test_python_blocks_run_and_print_what_is_shown(page: Path, alone: None) -> N
                 page.write_text(page.read_text().replace(block[0], f"```text\n{printed.rstrip()}\n```", 1))
             else:
                 assert printed.rstrip() == body.rstrip()
+
+
+def both_sides() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    page = ROOT / "docs" / "coming_from.md"
+    group = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
+    with group, contextlib.redirect_stdout(io.StringIO()):
+        for kind, body in BLOCK.findall(page.read_text()):
+            if kind == "python":
+                exec(compile(body, str(page), "exec"), names)
+
+
+def test_torch_and_shardc_agree_on_two_ranks() -> None:
+    """The blocks of coming_from.md compare parameters and gradients of both sides."""
+    run_ranks(2, both_sides)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

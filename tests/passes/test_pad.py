@@ -172,7 +172,7 @@ def test_where_no_filling_is_known_the_value_is_whole_with_a_warning() -> None:
     (text,) = [one for one in said if "index_add" in one]
     what, source, fix = text.splitlines()
     assert what.startswith("proj.add") and what.endswith(
-        "of shape (5, 6) is padded for axis dp, and aten.index_add.default (index_add) needs it without: no filling "
+        "of shape (5, 6) is padded for axis dp, and aten.index_add.default (index_add) needs it unpadded: no filling "
         "is known that the op ignores; it is kept whole there, 240 bytes"
     )
     assert source.startswith("  source: ") and "test_pad.py:" in source
@@ -231,7 +231,7 @@ def test_heads_that_do_not_divide_are_whole_with_a_warning() -> None:
     assert len(others) == 2
     what, source, fix = query.splitlines()
     assert what == (
-        "qkv.0.add [8,24@tp] is seen as [2,4,3,8], whose sizes axis tp does not divide: it is gathered, "
+        "a view turns qkv.0.add [8,24@tp] into [2,4,3,8], whose sizes axis tp does not divide: it is gathered, "
         "768 bytes a rank"
     )
     assert source.startswith("  source: ") and "test_pad.py:" in source

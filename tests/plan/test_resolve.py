@@ -339,7 +339,7 @@ PART_ERRORS = {
     "shard_size=3)\n  fix: use one of [1, 2, 4, 8]": (fsdp(("a", "b"), shard_size=3), EIGHT),
     "parameters cannot be split over 2 and over 3 ranks of one axis\n  plan entry: "
     'fsdp("a", level=3, shard_size=2, overrides={"up.bias": 3})\n'
-    "  fix: use shard sizes one of which divides the other": (
+    "  fix: use shard sizes of which one divides the other": (
         fsdp("a", shard_size=2, overrides={"up.bias": 3}),
         Mesh(a=6),
     ),

@@ -110,7 +110,7 @@ def refused() -> None:
     """What each rank would get a part of that is not its own, a gradient of rows that went elsewhere, other sizes."""
     rank = dist.get_rank()
     module = compiled("fsdp", {"dp": 2}, model())
-    with pytest.raises(InputError, match="outputs of which each rank has a part are not its own rows"):
+    with pytest.raises(InputError, match="a rank's part of a split output would not be of its own rows"):
         module(torch.ones(2 + rank, 6, dtype=torch.float64))
     module = compiled("fsdp", {"dp": 2}, model(), loss=loss)
     x, y = torch.ones(2 + rank, 6, dtype=torch.float64), torch.zeros(2 + rank, dtype=torch.long)

@@ -42,7 +42,7 @@ class Lowered(Protocol):
 
 
 class Simulation:
-    """All ranks of an abstract mesh.
+    """Runs all ranks of an abstract mesh in this process, collectives included; call it with *global* inputs.
 
     Args:
         module: what `shardc.compile` returned for an abstract `Mesh`, with real parameters.
@@ -99,9 +99,9 @@ class Simulation:
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor | None) -> None:
-        """Gradients from the global gradients of the outputs (ones for a scalar), added to `grads`.
+        """Adds gradients to `grads`, from the global gradients of the outputs (ones for a scalar).
 
-        None is of an output that the loss does not use.
+        Pass None for an output that the loss does not use.
         """
         if self._saved is None or self._saved[0].backward is None:
             raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
