@@ -130,6 +130,7 @@ def compile(
             options,
             groups if backend == "inductor" else None,
             DynamicDims(dynamic or {}),
+            runs=groups is not None,
         ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,

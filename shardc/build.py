@@ -46,7 +46,9 @@ class Build:
         options: Options,
         groups: Groups | None,
         dynamic: DynamicDims,
+        runs: bool = False,
     ) -> None:
+        self.runs = runs
         self.groups, self.known = groups, known
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
@@ -77,7 +79,7 @@ class Build:
                 joint, Source(identity, self._again(template, args, kwargs, with_loss), self._lower_again), folded
             )
 
-        if self.options.fold and captured is None:
+        if captured is None and (self.runs if self.options.fold is None else self.options.fold):
             return build_folded(template, self.mesh, self.plan, self.params, args, kwargs, make=make, **own)
         joint = build_joint(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
         return make(joint, None)
@@ -180,10 +182,8 @@ class Build:
             for half, graph in graphs.items():
                 if graph is not None:
                     use_groups(graph, groups)
-                    lower(
-                        graph, "inductor", by=self.options.lower_by, backward=half == "backward",
-                        inference=half == "inference", cached=True,
-                    )  # fmt: skip
+                    backward, inference = half == "backward", half == "inference"
+                    lower(graph, "inductor", by=self.options.lower_by, backward=backward, inference=inference)
 
         return artifacts(compile_all)
 

@@ -139,7 +139,10 @@ def build_folded(
     So it is, with a warning, of one whose blocks look alike but do not come out so.
     """
     why: NotPeriodic | None = None
-    for keep in KEEP if options.budget_bytes() == 0 else ():
+    if options.budget_bytes() > 0 and options.fold:
+        text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
+        warnings.warn(ShardcWarning(text), stacklevel=2)
+    for keep in KEEP if options.budget_bytes() <= 0 else ():
         repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
         if not repeats:
             break
@@ -162,7 +165,7 @@ def build_folded(
             return program
         except NotPeriodic as error:
             why = error
-    if why is not None:
+    if why is not None and options.fold:
         text = f"blocks {repeats[0] if repeats else ''} are not folded: {why.what}"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     whole = build_joint(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import attrgetter
@@ -117,7 +117,6 @@ def lower(
     by: str = "auto",
     backward: bool = False,
     inference: bool = False,
-    cached: bool = False,
 ) -> Compiled:
     """``gm`` as something that runs.
 
@@ -128,20 +127,19 @@ def lower(
             alike.
         backward: it is the backward half.
         inference: no backward will follow.
-        cached: take Inductor's code from its cache of graphs, where it is there, and put it there.
     """
     plan = output_node(gm.graph).meta.get(PLAN, MemoryPlan())
     at = gm.meta.get(SIZED)
     if backend == "eager":
         return Compiled(whole(gm), (Code(_eager(gm)),), plan)
-    if at is not None and not cached:
+    if at is not None:
         return _at_any_sizes(gm, at, plan, backward, inference)
     segments = whole(gm) if by == "whole" else cut(gm, LEAST if by == "auto" else 2)
     made: dict[fx.GraphModule, Code] = {}
     for segment in segments:
         if segment.gm not in made:
             inputs = _unlike([n.meta["val"] for n in segment.gm.graph.find_nodes(op="placeholder")])
-            with _graph_cache(inputs) if cached else nullcontext():
+            with _graph_cache(inputs):
                 made[segment.gm] = Code(*_inductor(segment.gm, inputs, backward, inference))
     codes = tuple(made[segment.gm] for segment in segments)
     takes = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
@@ -186,18 +184,22 @@ def _as_emitted(
 
 @contextmanager
 def _graph_cache(inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which Inductor caches whole graphs, under keys that the lowerings of this file are part of."""
+    """A block in which Inductor may cache whole graphs, under keys that the lowerings of this file are part of."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     if mode.shape_env is None:
         mode.shape_env = ShapeEnv()  # without one, Inductor caches nothing
-    tag = f"shardc {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
-    with tracing(TracingContext(mode)), inductor_config.patch(fx_graph_cache=True), config.patch(cache_key_tag=tag):  # type: ignore[attr-defined]
+    with tracing(TracingContext(mode)), config.patch(cache_key_tag=_tag()):  # type: ignore[attr-defined]
         yield
 
 
+@cache
+def _tag() -> str:
+    return f"shardc {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+
+
 def artifacts(compile_all: Callable[[], object]) -> bytes | None:
-    """Inductor's artifacts of what ``compile_all`` lowers, which is done with ``cached``; None if there are none."""
-    with CacheArtifactManager.with_fresh_cache():
+    """Inductor's artifacts of what ``compile_all`` lowers; None if there are none."""
+    with CacheArtifactManager.with_fresh_cache(), inductor_config.patch(fx_graph_cache=True):
         compile_all()
         made = torch.compiler.save_cache_artifacts()
     return None if made is None else made[0]

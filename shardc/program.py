@@ -97,7 +97,6 @@ class Program:
         reads: what its capture looked at of the model besides tensors.
     """
 
-    cached = False
     conditions: tuple[str, ...] = ()
 
     def __init__(self, joint: Joint, source: Source | None = None, folded: Folded | None = None) -> None:
@@ -234,8 +233,13 @@ class Program:
         return self.folded.whole(stage, self.graph(stage)) if few and self.folded else self.graph(stage)
 
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
-        """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause."""
-        return dump(self.module(stage), self.mesh, origins=origins)
+        """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause.
+
+        Of blocks that were captured on a few of them, stages in front of ``propagate`` show these few.
+        """
+        few = ("capture", *self.pipeline.until(passes.Propagate.name).names)
+        graph = self.graph(stage) if stage in few else self.whole(stage)
+        return dump(LazyGraphModule(self.joint.captured.graph, graph), self.mesh, origins=origins)
 
     def module(self, stage: str) -> fx.GraphModule:
         """The graph as it was after ``stage``, with the constants that it holds."""

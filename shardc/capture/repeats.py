@@ -86,10 +86,13 @@ def find_repeats(
         made = record_calls(model, args, kwargs, device, loss, dtypes, again=True)
         return record_calls(model, args, kwargs, device, loss, dtypes, again=False) if made.changed else made
 
+    containers = [(path, size) for path, size in numbered_containers(model) if size > keep]
+    if not containers:
+        return []
     whole = record()
     found: list[Repeat] = []
-    for path, size in numbered_containers(model):
-        if size > keep and not any(f"{path}.".startswith(f"{block}.") for each in found for block in each.names()):
+    for path, size in containers:
+        if not any(f"{path}.".startswith(f"{block}.") for each in found for block in each.names()):
             run = _longest(whole, path, size)
             if run is not None and run.count > keep:
                 found.append(run)

@@ -39,7 +39,8 @@ class Options:
             None for real CPU ranks only.
         comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only.
         debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
-        fold: analyse repeated blocks on a few of them (`shardc.fold`): for looking only, the program does not run.
+        fold: capture and plan alike blocks on four of them, and repeat what comes of it (`shardc.fold`); the program is
+            the same. None: where the module runs. True warns where blocks look alike and do not come out so.
         lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
             stretch once; "auto": by blocks where four stretches are alike (`shardc.ir.segments`).
         uneven: ranks may pass different numbers of rows of the batch, which is an error else: each call tells the
@@ -65,7 +66,7 @@ class Options:
     direct: bool | None = None
     comm: Literal["real", "none"] = "real"
     debug: Literal["buffers"] | None = None
-    fold: bool = False
+    fold: bool | None = None
     lower_by: Literal["auto", "blocks", "whole"] = "auto"
     uneven: bool = False
     capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)

@@ -52,7 +52,6 @@ class Program(Protocol):
     output_values: tuple[Any, ...]
     output_spec: Any
     deferred: frozenset[str]
-    cached: bool
     identity: Any
     reads: Reads
 
@@ -193,9 +192,8 @@ class Runner:
             prepare(graph.graph)
             with _compat.no_autocast():  # the graph has its casts
                 self._compiled[which] = self.lower(
-                    graph, backward=part or which == "backward", inference=which == "inference",
-                    cached=self.program.cached and not part,
-                )  # fmt: skip
+                    graph, backward=part or which == "backward", inference=which == "inference"
+                )
         return self._compiled[which]
 
     def _agree(self, certificate: Any, **graphs: fx.GraphModule | None) -> None:
