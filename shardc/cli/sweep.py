@@ -22,7 +22,6 @@ from shardc.cli import target
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
-from shardc.plan.resolve import entry_axes
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
 
 def _axes(plan: Plan) -> list[str]:
     """The axes that a plan speaks of, in order."""
-    return list(dict.fromkeys(axis for entry in plan.entries for axis in entry_axes(entry)))
+    return list(dict.fromkeys(axis for entry in plan.entries for axis in entry.axes))
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:

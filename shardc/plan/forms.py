@@ -151,6 +151,11 @@ def quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def show_sizes(sizes: dict[str, int]) -> str:
+    """Glob -> size as Python source."""
+    return "{" + ", ".join(f"{quote(glob)}: {size}" for glob, size in sizes.items()) + "}"
+
+
 def _show_item(item: Any) -> str:
     if isinstance(item, Placement):
         return show_placement(item)
