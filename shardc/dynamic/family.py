@@ -162,7 +162,13 @@ class SizedProgram(Program):
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
-        vars(self).update({name: x for name, x in vars(like).items() if name not in ("_halves", "inference")})
+        inputs = tuple(name for name, _ in like.inputs)
+        captured = Captured(
+            like._root, inputs, like.input_spec, like.constants, like.output_spec, like._fake_mode, like.reads
+        )
+        super().__init__(like.bound, like.options, captured, like.pipeline, like.localized, like._graphs)
+        self.folded, self.identity = like.folded, like.identity
+        self.lower_again, self.again = like.lower_again, like.again
         self.family, self.sizes = family, dict(sizes)
         self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
         first = self.inference if like.forward is None else self.forward
