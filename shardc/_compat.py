@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
 from shardc.errors import MeshError
 
+pytree = _pytree  # torch's trees of dicts, lists and tuples
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
 COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original

@@ -108,7 +108,7 @@ def is_one(spec: Any) -> bool:
     return isinstance(spec, tuple) and all(groups)
 
 
-def _is_name(item: Any) -> bool:
+def _is_name(item: Any) -> TypeGuard[str]:
     return isinstance(item, str) and item.isidentifier() and item != "_"
 
 

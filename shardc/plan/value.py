@@ -175,7 +175,7 @@ class Plan:
     def describe(self) -> str:
         """A table of the entries for people."""
         rows = [entry.row for entry in self.entries]
-        return tabulate(rows, ("what", "of", "where"), "plain", disable_numparse=True)
+        return str(tabulate(rows, ("what", "of", "where"), "plain", disable_numparse=True))
 
     # --- files
 

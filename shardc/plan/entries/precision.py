@@ -17,14 +17,14 @@ DTYPE_FIELDS = ("param", "reduce", "output", "buffers")
 
 @dataclass(frozen=True)
 class Precision(Entry):
-    """The dtypes that parameters, gradients, outputs and buffers travel and compute in; None leaves them as they are.
+    """The dtypes in which tensors are sent and computed; None leaves them as they are.
 
     Args:
-        param: parameters are cast to it before their gather.
-        reduce: gradients are reduced in it (``param`` where None).
+        param: parameters are cast to it before their gather, and the model's floating-point inputs to it too.
+        reduce: gradients are reduced in it; None: in ``param``.
         output: floating-point outputs are cast to it.
         buffers: floating-point buffers are cast to it.
-        keep_low_precision_grads: leave reduced gradients in ``reduce`` rather than cast them back.
+        keep_low_precision_grads: leave reduced gradients in ``reduce`` instead of casting them back.
         full_precision_eval: compute in the parameters' own dtype while the module is in eval mode.
     """
 
