@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
 from shardc.errors import MeshError
 
+pytree = _pytree  # torch's trees of dicts, lists and tuples
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 LazyGraphModule = _LazyGraphModule  # makes its code when it is first called or shown
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices

@@ -109,7 +109,7 @@ def compile(
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
-    homes = {name: Home(device, p.host, p.offload is None or p.offload.pin_memory) for name, p in params.items()}
+    homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}
     sources: Sources = {}
     store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
     sharded = clone_tree(module, store)

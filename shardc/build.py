@@ -80,9 +80,13 @@ class Build:
             )
 
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
-            return build_folded(template, self.mesh, self.plan, self.params, args, kwargs, make=make, **own)
-        joint = build_joint(template, self.mesh, self.plan, self.params, args, kwargs, captured=captured, **own)
-        return make(joint, None)
+            program = build_folded(template, self.mesh, self.plan, self.params, args, kwargs, make=make, **own)
+        else:
+            given = template, self.mesh, self.plan, self.params, args, kwargs
+            program = make(build_joint(*given, captured=captured, **own), None)
+        if self.options.dump:
+            program.write_stages(self.options.dump)
+        return program
 
     def sized(
         self,

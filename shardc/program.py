@@ -115,8 +115,6 @@ class Program:
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
-        if self.options.dump:
-            self.write_stages(self.options.dump)
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
         """The scheduled local graph that reduces what backwards without reduction summed up to gradients.

@@ -23,7 +23,7 @@ from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
 from shardc.errors import InputError
-from shardc.plan.resolve import check_axes, entry_axes
+from shardc.plan.resolve import check_axes
 from shardc.report.export import gigabytes, layers_of, milliseconds, shorten
 
 Plans = list[tuple[str, shardc.Mesh]]
@@ -85,7 +85,7 @@ def _check(options: argparse.Namespace) -> Plans:
     made = []
     for text in options.plans:
         plan = target.plan_of(text, found, "--plan")
-        axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry_axes(entry)))
+        axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.axes))
         if options.mesh is None and len(axes) != 1:
             raise InputError(
                 f"the plan speaks of axes {', '.join(axes) or 'none'}", fix="give their sizes: --mesh dp=2,tp=2"

@@ -21,7 +21,6 @@ from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
-from shardc.plan.resolve import entry_axes
 from shardc.report import picture
 from shardc.report.export import gigabytes, milliseconds, shorten
 from shardc.report.sweep import Row, draw
@@ -110,7 +109,7 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
 
 def _axes(plan: Plan) -> list[str]:
     """The axes that a plan speaks of, in order."""
-    return list(dict.fromkeys(axis for entry in plan.entries for axis in entry_axes(entry)))
+    return list(dict.fromkeys(axis for entry in plan.entries for axis in entry.axes))
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:

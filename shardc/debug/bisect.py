@@ -144,7 +144,7 @@ class _Stages:
         if program.folded is not None:
             raise InputError("a folded program has no graph of all blocks to run", fix="lower it without fold")
         if program.plan.precision != Precision():
-            said = next((str(entry) for entry in program.plan.entries if isinstance(entry, Precision)), None)
+            said = next((str(entry) for entry in program.plan.entries if "precision" in entry.settings), None)
             fix = "leave precision(...) out of the plan"
             raise InputError("the plan computes in lower precision than one device", plan_entry=said, fix=fix)
         refuse(program.graph("capture"))

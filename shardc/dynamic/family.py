@@ -20,7 +20,7 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.sized import SizedGraph
 from shardc.passes import PlanMemory
-from shardc.program import Program
+from shardc.program import Program, Source
 
 Sizes = Mapping[str, int]
 # What is left of a size that strides and pools halve is as often even as the size itself.
@@ -162,7 +162,7 @@ class SizedProgram(Program):
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
-        vars(self).update({name: x for name, x in vars(like).items() if name not in ("_halves", "inference")})
+        super().__init__(like.joint, Source(like.identity, like.again, like.lower_again), like.folded)
         self.family, self.sizes = family, dict(sizes)
         self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
         first = self.inference if like.forward is None else self.forward

@@ -38,30 +38,32 @@ ALL_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
 IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
-@torch.library.register_fake("shardc::permute_ranks")
 def _permute_ranks_fake(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.register_fake("shardc::all_gather_into_tensor_coalesced")
 def _all_gather_fake(
     inputs: list[torch.Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     return [x.new_empty((group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for x in inputs]
 
 
-@torch.library.register_fake("shardc::reduce_scatter_tensor_coalesced")
 def _reduce_scatter_fake(
     inputs: list[torch.Tensor], reduce_op: str, group_size: int, group_name: str, slots: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     return [x.new_empty((x.shape[0] // group_size, *x.shape[1:])) for x in inputs]
 
 
-@torch.library.register_fake("shardc::all_reduce_coalesced")
 def _all_reduce_fake(
     inputs: list[torch.Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()
 ) -> list[torch.Tensor]:
     return [x.new_empty(x.shape) for x in inputs]
+
+
+torch.library.register_fake("shardc::permute_ranks", _permute_ranks_fake)
+torch.library.register_fake("shardc::all_gather_into_tensor_coalesced", _all_gather_fake)
+torch.library.register_fake("shardc::reduce_scatter_tensor_coalesced", _reduce_scatter_fake)
+torch.library.register_fake("shardc::all_reduce_coalesced", _all_reduce_fake)
 
 
 def group_name(axes: Iterable[str]) -> str:

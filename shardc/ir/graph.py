@@ -128,7 +128,8 @@ class Info:
 
 def info(node: fx.Node) -> Info:
     """The record of ``node``."""
-    return node.meta[KEY]
+    record: Info = node.meta[KEY]
+    return record
 
 
 def set_info(node: fx.Node, record: Info) -> fx.Node:
@@ -145,7 +146,7 @@ def value(node: fx.Node) -> Value:
 
 def role(node: fx.Node) -> Role:
     """What the placeholder ``node`` is."""
-    found = node.meta[KEY].role
+    found = info(node).role
     assert found is not None, f"{node} has no role"
     return found
 

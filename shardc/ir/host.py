@@ -22,14 +22,16 @@ MOVES = {torch.ops.shardc.to_device.default: "to_device", torch.ops.shardc.to_ho
 NAMES = tuple(MOVES.values())
 
 
-@torch.library.register_fake("shardc::to_device")
 def _to_device_fake(x: torch.Tensor, device: str) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=device)
 
 
-@torch.library.register_fake("shardc::to_host")
 def _to_host_fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=HOST)
+
+
+torch.library.register_fake("shardc::to_device", _to_device_fake)
+torch.library.register_fake("shardc::to_host", _to_host_fake)
 
 
 def move_kind(node: fx.Node) -> str | None:

@@ -67,24 +67,30 @@ Collective = Callable[[Tensor, int, str], Tensor]
 
 
 def _apply(there: Collective, back: Collective, x: Tensor, axis: str) -> Tensor:
-    return _Differentiable.apply(x.contiguous(), there, back, size(axis), group_name([axis]))
+    apply: Callable[..., Tensor] = _Differentiable.apply
+    return apply(x.contiguous(), there, back, size(axis), group_name([axis]))
+
+
+def _wait(started: Tensor) -> Tensor:
+    done: Tensor = _ops.wait_tensor.default(started)
+    return done
 
 
 def _sum(x: Tensor, n: int, group: str) -> Tensor:
-    return _ops.wait_tensor.default(_ops.all_reduce.default(x, "sum", group))
+    return _wait(_ops.all_reduce.default(x, "sum", group))
 
 
 def _gather(x: Tensor, n: int, group: str) -> Tensor:
-    return _ops.wait_tensor.default(_ops.all_gather_into_tensor.default(x, n, group))
+    return _wait(_ops.all_gather_into_tensor.default(x, n, group))
 
 
 def _scatter(x: Tensor, n: int, group: str) -> Tensor:
-    return _ops.wait_tensor.default(_ops.reduce_scatter_tensor.default(x, "sum", n, group))
+    return _wait(_ops.reduce_scatter_tensor.default(x, "sum", n, group))
 
 
 def _exchange(x: Tensor, n: int, group: str) -> Tensor:
     sizes = [x.shape[0] // n] * n
-    return _ops.wait_tensor.default(_ops.all_to_all_single.default(x, sizes, sizes, group))
+    return _wait(_ops.all_to_all_single.default(x, sizes, sizes, group))
 
 
 class _Differentiable(torch.autograd.Function):

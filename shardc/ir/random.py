@@ -43,7 +43,7 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
         dtype: float64, float32, float16 or bfloat16.
     """
     index = torch.arange(prod(size), device=device).reshape(tuple(size))
-    drawn = uniform_at(lambda op, *args, **kwargs: op(*args, **kwargs), key, stream, index, prod(size), dtype)
+    drawn: Tensor = uniform_at(lambda op, *args, **kwargs: op(*args, **kwargs), key, stream, index, prod(size), dtype)
     return drawn.reshape(tuple(size))
 
 

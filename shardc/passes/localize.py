@@ -229,5 +229,4 @@ def _value(val: Any) -> Value | tuple[Value | None, ...] | None:
 
 
 def _short(target: Any) -> str:
-    packet = getattr(target, "overloadpacket", None)
-    return packet.__name__ if packet is not None else target.__name__
+    return str(getattr(target, "overloadpacket", target).__name__)

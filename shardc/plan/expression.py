@@ -90,7 +90,8 @@ class _Reader:
         for side, value in ((node.left, left), (node.right, right)):
             if not isinstance(value, Plan):
                 raise self._at(side, f"{ast.unparse(side)} is a {type(value).__name__}, not a plan")
-        return left | right
+        joined: Plan = left | right
+        return joined
 
     def _call(self, node: ast.Call) -> Any:
         function = self.read(node.func)

@@ -108,7 +108,7 @@ def is_one(spec: Any) -> bool:
     return isinstance(spec, tuple) and all(groups)
 
 
-def _is_name(item: Any) -> bool:
+def _is_name(item: Any) -> TypeGuard[str]:
     return isinstance(item, str) and item.isidentifier() and item != "_"
 
 
@@ -149,6 +149,11 @@ def show(form: Form) -> str:
 def quote(text: str) -> str:
     """``text`` as a double-quoted Python string."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def show_sizes(sizes: dict[str, int]) -> str:
+    """Glob -> size as Python source."""
+    return "{" + ", ".join(f"{quote(glob)}: {size}" for glob, size in sizes.items()) + "}"
 
 
 def _show_item(item: Any) -> str:

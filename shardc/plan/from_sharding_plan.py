@@ -11,8 +11,8 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.entries import Entry, Param, Setting
+from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
-from shardc.plan.targets import activation_entries, port_entries
 
 
 def sharding_plan_entries(

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,21 +24,12 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
-from shardc.plan.entries import DTYPE_FIELDS, Precision, Setting
+from shardc.plan.entries.precision import DTYPE_FIELDS
 from shardc.plan.forms import Form, OnAxes, is_placements, show_placement
 from shardc.validate import DTYPES
 
 VERSION = 1
 SPEC_ARGUMENTS = ("params", "inputs", "outputs", "activations")
-ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "ddp": ("axis",),
-    "fsdp": ("axis", "level", "threshold", "shard_size", "overrides"),
-    "hsdp": ("shard", "replicate", "level", "threshold"),
-    "tp": ("axis", "colwise", "rowwise", "vocab"),
-    "precision": tuple(field.name for field in fields(Precision)),
-    "offload": ("names", "to", "pin_memory"),
-    "Plan": (*SPEC_ARGUMENTS, *Setting.DEFAULTS),
-}
 
 
 def encode(calls: Iterable[Call]) -> str:
@@ -61,8 +52,8 @@ def _encode_form(form: Form) -> Any:
     return form
 
 
-def decode(text: str, path: str) -> Iterator[Call]:
-    """The calls that ``encode`` wrote.
+def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]]) -> Iterator[Call]:
+    """The calls of ``constructors`` that `encode` wrote.
 
     Raises:
         PlanError: the text is not a plan, or has a key that no plan has (near matches are shown).
@@ -81,8 +72,8 @@ def decode(text: str, path: str) -> Iterator[Call]:
         )
     for item in _of(list, data.get("calls", []), path, "calls"):
         for name, arguments in _of(dict, item, path, "a call").items():
-            _check_keys({name: None}, tuple(ARGUMENTS), path, "a plan")
-            _check_keys(_of(dict, arguments, path, name), ARGUMENTS[name], path, name)
+            _check_keys({name: None}, tuple(constructors), path, "a plan")
+            _check_keys(_of(dict, arguments, path, name), tuple(signature(constructors[name]).parameters), path, name)
             yield name, {key: _decode_argument(key, value, path) for key, value in arguments.items()}
 
 

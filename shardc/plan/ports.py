@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from math import prod
 
 from torch import fx
@@ -15,11 +14,9 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.entries import Activation, Data, Port, Precision
+from shardc.plan.entries import Precision
 from shardc.plan.forms import Form, freeze
-from shardc.plan.match import matching, must_match, near_names, shorten
 from shardc.plan.spec import to_layout
-from shardc.plan.targets import split_target
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
@@ -45,7 +42,7 @@ class ActivationPin:
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     """The axes over which dim 0 of the inputs is split, in the mesh's order (else replicate before shard axes)."""
-    axes = [axis for entry in plan.entries if isinstance(entry, Data) for axis in entry.batch]
+    axes = [axis for entry in plan.entries for axis in entry.batch]
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
 
 
@@ -89,11 +86,11 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
     """
     said = _said(plan, "inputs", [name for name, _ in inputs])
     axes = batch_axes(plan, mesh)
-    cause = " | ".join(str(entry) for entry in plan.entries if isinstance(entry, Data))
+    cause = " | ".join(str(entry) for entry in plan.entries if entry.batch)
     out = []
-    for (name, shape), port in zip(inputs, said, strict=True):
-        if port is not None:
-            out.append(_input(mesh, tuple(shape), port.spec, name, str(port)))
+    for (name, shape), wanted in zip(inputs, said, strict=True):
+        if wanted is not None:
+            out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
         elif shape and axes:
             out.append(_input(mesh, tuple(shape), freeze((axes, *[None] * (len(shape) - 1)), cause), name, cause))
         else:
@@ -128,7 +125,7 @@ def resolve_outputs(plan: Plan, names: Sequence[str]) -> list[tuple[Form, str] |
     Raises:
         PlanError: an entry for an output that there is not.
     """
-    return [None if port is None else (port.spec, str(port)) for port in _said(plan, "outputs", names)]
+    return _said(plan, "outputs", names)
 
 
 def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str]]:
@@ -143,31 +140,13 @@ def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str
     return {at: one for at, one in enumerate(resolve_outputs(plan, names)) if one is not None}
 
 
-def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[Port | None]:
-    """The last entry that speaks of each name."""
-    arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
-    out: list[Port | None] = [None] * len(names)
-    for port in plan.entries:
-        if not isinstance(port, Port) or port.kind != kind:
-            continue
-        found = [at for at, name in enumerate(names) if _speaks_of(port.path, name, arguments)]
-        for at in found:
-            out[at] = port
-        if not found:
-            near = near_names(port.path, list(names))
-            raise PlanError(
-                f"there is no {kind.removesuffix('s')} {port.path!r}",
-                plan_entry=str(port),
-                fix=f"did you mean {near[0]!r}?" if near else f"the {kind} are {shorten(list(names))}",
-            )
+def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:
+    """(spec, entry) of the last entry that speaks of each name."""
+    out: list[tuple[Form, str] | None] = [None] * len(names)
+    for entry in plan.entries:
+        for at, spec in entry.ports(kind, names).items():
+            out[at] = spec, str(entry)
     return out
-
-
-def _speaks_of(path: str, name: str, arguments: list[str]) -> bool:
-    """Whether ``path`` is ``name``, a part in front of it, a glob for it, or the same with the argument's position."""
-    argument, dot, rest = name.partition(".")
-    spelled = (name, f"{arguments.index(argument)}{dot}{rest}")
-    return not path or any(s == path or s.startswith(f"{path}.") or fnmatchcase(s, path) for s in spelled)
 
 
 def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[ActivationPin]:
@@ -180,10 +159,9 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
     names = list(module_names)
     pins: dict[tuple[str, str, int | str], ActivationPin] = {}
     for entry in plan.entries:
-        if isinstance(entry, Activation):
-            for module, where, index in _targets(entry, names):
-                pins.pop((module, where, index), None)
-                pins[module, where, index] = ActivationPin(module, where, index, entry.spec, str(entry))
+        for place, spec in entry.pins(names).items():
+            pins.pop(place, None)
+            pins[place] = ActivationPin(*place, spec, str(entry))
     return list(pins.values())
 
 
@@ -198,20 +176,3 @@ def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Gra
                 plan_entry=pin.entry,
                 fix="name a module that the model calls, and a tensor that it takes or returns there and that is used",
             )
-
-
-def _targets(entry: Activation, names: list[str]) -> list[tuple[str, str, int | str]]:
-    target = split_target(entry.target)
-    found = matching(target.glob, names)
-    whole = matching(entry.target, names) if target.where and not target.explicit else []
-    if found and whole:
-        raise PlanError(
-            f"{entry.target!r} is the {target.where} of {found[0]!r} and also the module {whole[0]!r}",
-            plan_entry=str(entry),
-            fix=f"write '{target.glob}:{target.where}' for the {target.where}, or '{entry.target}:output' for that "
-            "module's output",
-        )
-    if whole:
-        return [(module, "output", 0) for module in whole]
-    modules = must_match(target.glob, names, "module", str(entry))
-    return [(module, target.where or "output", target.index) for module in modules]

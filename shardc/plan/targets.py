@@ -1,4 +1,4 @@
-"""What inputs, outputs and activations of a plan are about: pytrees of specs flattened to one entry a tensor."""
+"""What inputs, outputs and activations of a plan are about: targets, and pytrees of specs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.errors import PlanError
-from shardc.plan.entries import Activation, Port
-from shardc.plan.forms import freeze, is_one, quote
+from shardc.plan.forms import is_one
 
 
 @dataclass(frozen=True)
@@ -40,23 +39,6 @@ def split_target(target: str) -> Target:
     glob, separator, where, index = match.groups()
     position: int | str = int(index) if index and index.isdigit() else index or 0
     return Target(glob, where, position, separator == ":" or index is not None)
-
-
-def port_entries(kind: str, value: Any) -> list[Port]:
-    """The entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
-    return [Port(kind, path, freeze(spec, f"{kind}={value!r}")) for path, spec in flatten(value, kind)]
-
-
-def activation_entries(target: str, value: Any) -> list[Activation]:
-    """The entries of ``Plan(activations={target: value})``: a spec, a list or a dict by keyword."""
-    entry = f"activations[{quote(target)}] = {value!r}"
-    base = target if split_target(target).where else f"{target}:output"
-    out = []
-    for path, spec in flatten(value, entry):
-        if "." in path:
-            raise PlanError("an activation's specs are nested", plan_entry=entry, fix="give one list or one dict")
-        out.append(Activation(f"{base}[{path}]" if path else target, freeze(spec, entry)))
-    return out
 
 
 def flatten(value: Any, entry: str, path: str = "") -> list[tuple[str, Any]]:

@@ -1,4 +1,7 @@
-"""Sizes that the axes of a spec do not divide: how far each dim must grow so that they do."""
+"""Sizes that axes do not divide: how far each dim must grow so that they do, and what DTensor can say of it.
+
+DTensor cuts a dim over one axis after the other, each time anew.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from math import lcm, prod
 from shardc.errors import LayoutError, PlanError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.view import seen_on
 from shardc.plan.forms import Form
 from shardc.plan.spec import to_layout
 
@@ -41,3 +45,30 @@ def grown_layout(
     if any(size % count for size, count in zip(grown, counts, strict=True)):
         return None
     return to_layout(spec, mesh, grown, what=what, entry=entry)
+
+
+def as_dtensor(storage: Layout, shape: Sequence[int], view: Mesh) -> bool:
+    """Whether a DTensor of ``shape`` has on each rank the elements that ``storage``, at padded sizes, has there.
+
+    5 elements over 2 x 2 ranks are padded to 8, of which the ranks have 2, 2, 1 and 0; DTensor cuts them to 3 and 2,
+    and these to 2, 1, 1 and 1.
+
+    Args:
+        view: of the storage's mesh, on which the DTensor is.
+    """
+    for digits, size, grown in zip(seen_on(storage, view).dims, shape, storage.shape, strict=True):
+        if size == grown:
+            continue
+        cut, each = [size], grown
+        for digit in digits:
+            if digit.axis is not None:
+                each //= digit.radix
+                cut = [n for before in cut for n in _chunks(before, digit.radix)]
+        if cut != [min(max(size - at * each, 0), each) for at in range(len(cut))]:
+            return False
+    return True
+
+
+def _chunks(size: int, count: int) -> list[int]:
+    each = -(-size // count)
+    return [min(max(size - at * each, 0), each) for at in range(count)]

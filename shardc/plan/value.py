@@ -13,26 +13,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
-from shardc.plan.calls import Call, call_text, runs, to_call, to_row
-from shardc.plan.entries import (
-    Data,
-    Ddp,
-    Entry,
-    Fsdp,
-    Offload,
-    Param,
-    Precision,
-    Setting,
-    Tp,
-    axis_names,
-    distinct,
-)
+from shardc.plan.calls import Call, call_text, runs, to_call
+from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Precision, Setting, Tp, distinct
+from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
 from shardc.plan.from_sharding_plan import sharding_plan_entries
 from shardc.plan.from_styles import style_entries
 from shardc.plan.json import decode, encode
-from shardc.plan.targets import activation_entries, port_entries
 from shardc.validate import checked
 
 
@@ -103,7 +91,7 @@ class Plan:
             PlanError: two data-parallel entries that share some of their axes, but not all.
         """
         said = distinct(entries)
-        data = [e for e in said if isinstance(e, Data)]
+        data = [e for e in said if e.batch]
         for at, entry in enumerate(data):
             for earlier in data[:at]:
                 if shared := set(entry.axes) & set(earlier.axes):
@@ -112,12 +100,8 @@ class Plan:
                         plan_entry=str(entry),
                         fix="give each axis to one entry",
                     )
-        return cls._holding(said)
-
-    @classmethod
-    def _holding(cls, entries: Iterable[Entry]) -> Plan:
         plan = cls.__new__(cls)
-        object.__setattr__(plan, "entries", tuple(entries))
+        object.__setattr__(plan, "entries", said)
         return plan
 
     @classmethod
@@ -169,13 +153,13 @@ class Plan:
 
     def setting(self, name: str) -> Any:
         """The value of a setting, or its default."""
-        said = {e.name: e.value for e in self.entries if isinstance(e, Setting)}
-        return said.get(name, Setting.DEFAULTS[name])
+        said = {key: value for entry in self.entries for key, value in entry.settings.items()}
+        return said.get(name, DEFAULTS[name])
 
     @property
     def precision(self) -> Precision:
-        """The plan's dtypes; all None if it gives none."""
-        return next((entry for entry in self.entries if isinstance(entry, Precision)), Precision())
+        """The dtypes that the plan gives; all None if it gives none."""
+        return cast(Precision, self.setting("precision"))
 
     # --- text
 
@@ -192,9 +176,8 @@ class Plan:
 
     def describe(self) -> str:
         """A table of the entries for people."""
-        return tabulate(
-            [to_row(entry) for entry in self.entries], ("what", "of", "where"), "plain", disable_numparse=True
-        )
+        rows = [entry.row for entry in self.entries]
+        return str(tabulate(rows, ("what", "of", "where"), "plain", disable_numparse=True))
 
     # --- files
 
@@ -206,8 +189,11 @@ class Plan:
         return encode(self.calls())
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
+    def load(cls, path: str | Path, namespace: Constructors | None = None) -> Plan:
         """The plan that `save` wrote.
+
+        Args:
+            namespace: constructors of entries of your own, by name.
 
         Raises:
             PlanError: the file is not a plan, or has a key that no plan has.
@@ -217,15 +203,15 @@ class Plan:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
             raise PlanError(f"the plan {path} cannot be read: {reason}", fix="write it with plan.save(path)") from None
-        return cls.from_json(text, str(path))
+        return cls.from_json(text, str(path), namespace)
 
     @classmethod
-    def from_json(cls, text: str, path: str = "the text") -> Plan:
+    def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
         """The plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
-        plan = cls()
-        for name, arguments in decode(text, path):
+        plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
+        for name, arguments in decode(text, path, constructors):
             try:
-                plan |= CONSTRUCTORS[name](**arguments)
+                plan |= constructors[name](**arguments)
             except TypeError as error:
                 raise PlanError(f"{path}: {error}") from None
         return plan
@@ -333,6 +319,19 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry="offload(...)")
     globs = [said] if isinstance(said, str) else said
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
+
+
+def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
+    """``axis``, a name or a sequence of them, as a tuple."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise PlanError(f"{name!r} is not the name of a mesh axis", plan_entry=entry, fix='name axes like "dp"')
+    return names
+
+
+DEFAULTS: dict[str, Any] = Setting.DEFAULTS | {"precision": Precision()}
+Constructors = Mapping[str, Callable[..., Plan]]
 
 
 CONSTRUCTORS: dict[str, Callable[..., Plan]] = {

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from shardc.ir.layout import Layout
-from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.loops import FREE, Loops
+from shardc.rules.notation import WHOLE
 from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shardc.rules.loops import FREE, WHOLE, Loops, mixed
+from shardc.rules.loops import FREE, Loops, mixed
+from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.loops import FREE, Loops
+from shardc.rules.notation import WHOLE
 from shardc.rules.positions import positions, split
 from shardc.rules.rule import Call, Local, Rule, sized, table
 from shardc.rules.spec import Spec

@@ -16,7 +16,8 @@ import torch
 
 from shardc._compat import has_single_dim_table, single_dim_table
 from shardc.ir.graph import Value
-from shardc.rules.loops import WHOLE, Loops
+from shardc.rules.loops import Loops
+from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call, Rule
 from shardc.rules.spec import Dims, Spec
 

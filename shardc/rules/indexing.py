@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.loops import FREE, Loops
+from shardc.rules.notation import WHOLE
 from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, table
 from shardc.rules.spec import Dims, Factors, Spec
@@ -108,7 +109,7 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
 
 
 def _dim(call: Call) -> int:
-    return call["dim"] % max(len(call.operands[0].shape), 1)
+    return int(call["dim"]) % max(len(call.operands[0].shape), 1)
 
 
 def _gather(call: Call) -> Spec:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardc.rules.loops import FREE, WHOLE, Loops, mixed
-from shardc.rules.notation import rule
+from shardc.rules.loops import FREE, Loops, mixed
+from shardc.rules.notation import WHOLE, rule
 from shardc.rules.rule import Call, Rule, table
 from shardc.rules.spec import Dims, Spec
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardc.rules.loops import WHOLE, Loops
+from shardc.rules.loops import Loops
+from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call, Rule, table
 from shardc.rules.scan import along
 from shardc.rules.spec import Dims, Spec

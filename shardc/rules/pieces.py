@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from shardc.ir.layout import Layout
-from shardc.rules.loops import FREE, WHOLE, Loops, mixed
+from shardc.rules.loops import FREE, Loops, mixed
+from shardc.rules.notation import WHOLE
 from shardc.rules.positions import owned_at, split, zero_unless
 from shardc.rules.rule import Call, Local, Rule, SpecOf, table
 from shardc.rules.spec import Dims, Spec
@@ -106,7 +107,8 @@ def _select(call: Call) -> Spec:
 def _index(call: Call) -> int:
     """What is selected, counted from the beginning: the end of a padded dim is not that of its elements."""
     shape = call.operands[0].shape
-    return int(call["index"]) % shape[call["dim"] % len(shape)]
+    index, dim = int(call["index"]), int(call["dim"])
+    return index % shape[dim % len(shape)]
 
 
 def _select_local(local: Local) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardc.rules.loops import WHOLE, Loops, mixed
+from shardc.rules.loops import Loops, mixed
+from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call, Rule, SpecOf, table
 from shardc.rules.spec import Spec
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from shardc.rules.loops import FREE, WHOLE, Loops
+from shardc.rules.loops import FREE, Loops
+from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call, Local, Localize, Rule, SpecOf, sized, table
 from shardc.rules.spec import Spec
 

@@ -1,0 +1,185 @@
+"""``ddp``, ``fsdp`` and ``hsdp``: the batch split over axes, and parameters split over some of them in storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any, Literal
+
+from shardc.errors import PlanError
+from shardc.ir.mesh import Mesh
+from shardc.plan.calls import Call
+from shardc.plan.entries.entry import Entry
+from shardc.plan.forms import show_sizes
+from shardc.plan.match import matching, must_match
+from shardc.plan.placed import ParamPlan, Placed, grown, warn
+from shardc.plan.uneven import as_dtensor
+from shardc.validate import Bytes, Range, check_fields
+
+ShardSize = Annotated[int, Range(1, also=(-1,))]
+
+
+class Data(Entry):
+    """The batch is split over all axes."""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("data", frozenset(self.axes))
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        return self.axes
+
+
+@dataclass(frozen=True)
+class Ddp(Data):
+    """The batch split over ``axis``, parameters whole."""
+
+    axis: str
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def call(self) -> Call:
+        return "ddp", {"axis": self.axis}
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return "data parallel", "inputs", f"dim 0 over {self.axis}"
+
+
+@dataclass(frozen=True)
+class Fsdp(Data):
+    """The batch and the parameters' storage split over ``shard``; the batch over ``replicate`` too, often none.
+
+    The other fields are as in `shardc.fsdp`.
+    """
+
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...] = ()
+    level: Annotated[int, Literal[1, 2, 3]] = 3
+    threshold: Annotated[int, Bytes()] = 0
+    shard_size: ShardSize = -1
+    overrides: tuple[tuple[str, ShardSize], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+        if not self.shard:
+            raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
+        for axis in self.axes:
+            if self.axes.count(axis) > 1:
+                raise PlanError(f"axis {axis!r} is used twice", plan_entry=str(self), fix="name each axis once")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.replicate + self.shard
+
+    @property
+    def storage(self) -> tuple[tuple[str, ...], int]:
+        return self.shard, self.level
+
+    def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
+        super().check(mesh, batch)
+        ranks = prod(mesh.size(axis) for axis in self.shard)
+        given = (self.shard_size, *dict(self.overrides).values())
+        sizes = sorted({ranks, *((ranks if size == -1 else size) for size in given)})
+        for size in sizes:
+            if _minor(mesh, self.shard, size) is None or ranks % size:
+                over = " and ".join(f"{axis}={mesh.size(axis)}" for axis in self.shard)
+                divisors = [n for n in range(1, ranks + 1) if not ranks % n and _minor(mesh, self.shard, n) is not None]
+                raise PlanError(
+                    f"storage cannot be split over {size} of the {ranks} ranks of {over}",
+                    plan_entry=str(self),
+                    fix=f"use one of {divisors}",
+                )
+        for one, other in pairwise(sizes):
+            if other % one:
+                raise PlanError(
+                    f"parameters cannot be split over {one} and over {other} ranks of one axis",
+                    plan_entry=str(self),
+                    fix="use shard sizes of which one divides the other",
+                )
+
+    def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
+        for glob, _ in self.overrides:
+            must_match(glob, names, "parameter", str(self))
+        return {}
+
+    def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
+        chosen = [size for glob, size in self.overrides if matching(glob, param.names)]
+        axes = _minor(param.layout.mesh, self.shard, chosen[-1] if chosen else self.shard_size)
+        assert axes is not None, f"{self} was not checked"
+        if param.nbytes < self.threshold and not chosen:
+            return replace(stored, storage_cause=f"{self}: {param.nbytes} B stay whole")
+        if not axes:
+            stored = replace(stored, storage_cause=f"{self}: split over 1 rank")
+        for axis in axes:
+            stored = self._split(stored, param, axis, view)
+        return stored
+
+    def _split(self, stored: ParamPlan, param: Placed, axis: str, view: Mesh | None) -> ParamPlan:
+        """``stored`` with storage split over ``axis`` too: at the first local digit that divides, else padded."""
+        storage, size = stored.storage, stored.storage.mesh.size(axis)
+        if not storage.ndim or size == 1 or storage.numel == 0:
+            return stored
+        # DTensor cuts dims that are padded for compute already over one axis only.
+        free = [dim for dim in range(storage.ndim) if dim not in param.odd]
+        for dim in free:
+            split = storage.split(dim, axis)
+            if split is not None and (view is None or as_dtensor(split, param.shape, view)):
+                return replace(stored, storage=split, storage_cause=str(self))
+        for dim in free:
+            if not stored.compute.dim_axes(dim):
+                padded = grown(storage, dim, axis, stored.compute.shape[dim])
+                assert padded is not None, f"dim {dim} of {storage} is split inside of pieces, and not for compute"
+                if view is None or as_dtensor(padded, param.shape, view):
+                    return replace(stored, storage=padded, padded=padded.shape, storage_cause=str(self))
+        warn(
+            f"no dim of parameter {param.name!r} of shape {param.shape} can be split over axis {axis!r} of size {size} "
+            f"beside {storage}; its storage stays whole on {axis}",
+            str(self),
+        )
+        return replace(stored, storage_cause=f"{self}: no dim divides, stays whole")
+
+    @property
+    def call(self) -> Call:
+        options: dict[str, Any] = {"level": self.level} | super().call[1]
+        shard, replicate = options.pop("shard"), options.pop("replicate", None)
+        if self.overrides:
+            options["overrides"] = dict(self.overrides)
+        if replicate:
+            return "hsdp", {"shard": shard, "replicate": replicate} | options
+        return "fsdp", {"axis": shard} | options
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        kept = f", whole over {', '.join(self.replicate)}" if self.replicate else ""
+        small = f", under {self.threshold} B whole" if self.threshold else ""
+        over = f"{self.shard_size} ranks of " if self.shard_size != -1 else ""
+        other = f", {show_sizes(dict(self.overrides))}" if self.overrides else ""
+        where = f"storage over {over}{', '.join(self.shard)}{kept}{small}{other}"
+        return f"fsdp level {self.level}", "inputs, params", where
+
+
+def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
+    """The axes, and parts of axes, that the minor ``size`` ranks of ``axes`` together differ along; None if none do."""
+    if size == -1:
+        return axes
+    out: list[str] = []
+    for axis in reversed(axes):
+        have = mesh.size(axis)
+        if size == 1:
+            break
+        if size % have == 0:
+            out.append(axis)
+            size //= have
+        elif have % size == 0:
+            out.append(mesh.cut(axis, have // size)[1])
+            size = 1
+        else:
+            return None
+    return tuple(reversed(out)) if size == 1 else None
