@@ -342,17 +342,13 @@ class _Unfolding:
 
     def _reads(self, reads: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
         """What each of the placeholders, now of all blocks, was made of."""
-        for node in ir.placeholders(self.source):
-            if (role := reads.get(node.name)) is None:
-                continue
-            shift = self._shift(node)
-            yield self.env[node].name, replace(role, name=self.names.module(role.name, shift))
-            place = self.places.get(node)
-            if place is None or place.block != self.names.last:
-                continue
-            for block in self.copies:
-                name = self.names.module(role.name, block - self.names.last)
-                yield self.copied[Place(place.role, block)].name, replace(role, name=name)
+        for node in (each for each in ir.placeholders(self.source) if each.name in reads):
+            role, place = reads[node.name], self.places.get(node)
+            moved = {self._shift(node): self.env[node]}
+            if place is not None and place.block == self.names.last:
+                moved |= {block - place.block: self.copied[Place(place.role, block)] for block in self.copies}
+            for shift, made in moved.items():
+                yield made.name, replace(role, name=self.names.module(role.name, shift))
 
     def _outputs(self, group: list[tuple[Role, Any]], blocks: Iterable[int]) -> list[tuple[Role, Any]]:
         return [self._one_output(role, node, block - self.names.last) for block in blocks for role, node in group]

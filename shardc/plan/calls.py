@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from shardc.plan.forms import Form, quote, show, show_sizes
-
-if TYPE_CHECKING:
-    from shardc.plan.entries.entry import Entry
 
 Call = tuple[str, dict[str, Any]]
 
 
-def runs(entries: Iterable[Entry]) -> list[list[Entry]]:
+class Called(Protocol):
+    """What an entry says of the call that makes it; see `shardc.plan.entries.entry.Entry`."""
+
+    @property
+    def group(self) -> tuple[tuple[Any, ...], int] | None: ...
+
+    @property
+    def call(self) -> Call: ...
+
+
+E = TypeVar("E", bound=Called)
+
+
+def runs(entries: Iterable[E]) -> list[list[E]]:
     """``entries`` cut into runs that one constructor call makes, in their order."""
-    out: list[list[Entry]] = []
+    out: list[list[E]] = []
     for entry in entries:
         group, before = entry.group, out[-1][-1].group if out else None
         if group and before and group[0] == before[0] and group[1] >= before[1]:
@@ -25,17 +35,17 @@ def runs(entries: Iterable[Entry]) -> list[list[Entry]]:
     return out
 
 
-def in_order(entries: Iterable[Entry]) -> list[Entry]:
+def in_order(entries: Iterable[E]) -> list[E]:
     """Entries of calls of their own, then raw ones, each in the order of their call's arguments: few calls say all."""
 
-    def order(entry: Entry) -> tuple[bool, int]:
+    def order(entry: E) -> tuple[bool, int]:
         group, place = entry.group or ((), 0)
         return group == ("Plan",), place
 
     return sorted(entries, key=order)
 
 
-def to_call(run: Sequence[Entry]) -> Call:
+def to_call(run: Sequence[Called]) -> Call:
     """The call that makes ``run``: lists, tuples and dicts of its entries are joined, and tuples of one item are that.
 
     Inputs and outputs are a dict of dotted paths.
