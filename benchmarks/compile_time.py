@@ -1,6 +1,7 @@
 """How long an 8B Llama takes from module to localized graph, how much memory, and how both grow with layers.
 
     python benchmarks/compile_time.py --layers 8,16,32
+    python benchmarks/compile_time.py --first-step --layers 4,16,32      # of small decoders on two ranks, and FSDP2's
 
 Each row runs in a process of its own, on meta tensors, for the mesh dp=8, tp=8 and the plan fsdp | llama_tp.
 """
@@ -51,10 +52,17 @@ def measure(layers: int) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", default="8,16,32", help="layer counts, joined by commas")
+    parser.add_argument("--first-step", action="store_true", help="time to the first finished step of two ranks")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one is not None:
         print(json.dumps(measure(options.one)))
+        return
+    if options.first_step:
+        sys.path.insert(0, str(ROOT))
+        from benchmarks import first_step
+
+        print(first_step.table([int(part) for part in options.layers.split(",")]))
         return
     rows = []
     for layers in (int(part) for part in options.layers.split(",")):

@@ -15,10 +15,11 @@ from shardc._compat import pytree
 from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbolic, input_names, loss_arity
 from shardc.dynamic import Differs, DynamicDims, Families, Family
 from shardc.errors import CaptureError, ShardcWarning
-from shardc.fold import Folded, build_folded
+from shardc.fold import build_folded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import artifacts, lower
+from shardc.passes.folded import Folded
 from shardc.plan.ports import precision_of, resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
 from shardc.plan.value import Plan

@@ -11,26 +11,23 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
-from shardc._compat import LazyGraphModule
-from shardc.capture import Dtypes, Repeat, find_repeats, shortened
-from shardc.cost.kernels import flops_of
-from shardc.errors import PlanError, ShardcWarning
-from shardc.ir import graph as ir
+from shardc.capture import Dtypes, find_repeats, shortened
+from shardc.errors import ShardcWarning
 from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Lookup, Read, Reads
+from shardc.ir.repeat import Repeat
+from shardc.passes.folded import Folded, short_name
 from shardc.passes.options import Options
-from shardc.passes.settle import Settle
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
-from shardc.plan.bound import BoundPlan
 from shardc.plan.ports import ActivationPin, precision_of, resolve_activations
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
@@ -38,86 +35,6 @@ from shardc.program import Joint, Program, build_joint
 
 # Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
 KEEP = (4, 6)
-
-
-@dataclass(frozen=True)
-class Folded:
-    """What a program of a few blocks says of the whole model.
-
-    Args:
-        repeats: the runs of blocks of the whole model.
-        keep: how many blocks of each the program has.
-        unfolds: for each run, on what the ones before it make.
-        bound: the plan against the whole model.
-        reads: what captures of all blocks would have looked at.
-        graphs: what `whole` has made, by stage.
-    """
-
-    repeats: tuple[Repeat, ...]
-    keep: int
-    unfolds: tuple[Unfold, ...]
-    bound: BoundPlan
-    reads: Reads
-    graphs: dict[str, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What was folded, for people."""
-        return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
-
-    def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """How each parameter of the whole model is gathered, by those of the blocks that were captured."""
-        return {name: few[_counterpart(name, self.repeats, self.keep)] for name in self.bound.params}
-
-    def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
-        """``graph``, which is that of a few blocks after ``stage``, of the whole model, gradients beside their blocks.
-
-        Raises:
-            PlanError: the blocks do not repeat in it, node by node.
-        """
-        if stage not in self.graphs:
-            graph = Settle()(LazyGraphModule({}, ir.copied(graph))).graph
-            try:
-                for each in self.repeats:
-                    graph = Unfold(graph, each, self.keep).joint(graph)
-            except NotPeriodic as error:
-                raise PlanError(
-                    f"after {stage}, {self.repeats[0]} do not repeat node by node ({error.what}), so that there is no "
-                    "graph of all blocks",
-                    fix="lower it without fold",
-                ) from error
-            self.graphs[stage] = graph
-        return self.graphs[stage]
-
-    def alike(self, name: str) -> str:
-        """The blocks that the one that ``name`` is in is like; "" for what is in none."""
-        found = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
-        return "".join(f"{each.count} blocks alike, {each}" for each in list(found)[-1:])
-
-    def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The localized joint graph of the whole model."""
-        graph = gm.graph
-        for unfold in self.unfolds:
-            graph = unfold.joint(graph)
-        return LazyGraphModule(gm, graph)
-
-    def halves(
-        self, first: fx.GraphModule, second: fx.GraphModule | None
-    ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """The forward (or the inference) and the backward of the whole model."""
-        forward, backward = first.graph, second and second.graph
-        for unfold in self.unfolds:
-            forward, backward = unfold.halves(forward, backward)
-        return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
-
-    def model_flops(self, graph: fx.Graph) -> int:
-        """As `shardc.report.schedule.model_flops`, of the whole model."""
-        return sum(self._times(node) * flops_of(node) for node in graph.nodes if node.op == "call_function")
-
-    def _times(self, node: fx.Node) -> int:
-        """How many blocks of the whole model ``node`` stands for."""
-        name = ir.info(node).name
-        return 1 + sum(unfold.missing for unfold in self.unfolds if name in unfold.block_names)
 
 
 def build_folded(
@@ -146,14 +63,14 @@ def build_folded(
         repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
         if not repeats:
             break
-        short = {_short(name, repeats, keep): found for name, found in params.items()}
-        pins = [(_short(pin.module, repeats, keep), pin) for pin in _pins(model, plan)]
+        short = {short_name(name, repeats, keep): found for name, found in params.items()}
+        pins = [(short_name(pin.module, repeats, keep), pin) for pin in _pins(model, plan)]
         with shortened(model, repeats, keep):
             joint = build_joint(
                 model, mesh, plan, {name: found for name, found in short.items() if name is not None}, args, kwargs,
                 device=device, loss=loss, options=options, 
                 pins=[replace(pin, module=name) for name, pin in pins if name is not None],
-                deferred=frozenset(name for each in deferred if (name := _short(each, repeats, keep)) is not None),
+                deferred=frozenset(name for each in deferred if (name := short_name(each, repeats, keep)) is not None),
             )  # fmt: skip
         try:
             with uncollected():
@@ -262,25 +179,3 @@ def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[Activation
             if pin.module == block or pin.module.startswith(inside)
         ],
     )
-
-
-def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
-    """What ``name`` is called in the shortened model, or, if it does without, its like in the first block."""
-    for each in repeats:
-        number, dot, rest = name.removeprefix(each.prefix).partition(".")
-        inside = name.startswith(each.prefix) and number.isdecimal()
-        if inside and each.first + keep <= int(number) < each.first + each.count:
-            name = f"{each.prefix}{each.first}{dot}{rest}"
-    return _short(name, repeats, keep) or name
-
-
-def _short(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
-    """What ``name`` is called in the shortened model; None for what is in a block that it does without."""
-    for each in repeats:
-        number, dot, rest = name.removeprefix(each.prefix).partition(".")
-        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep:
-            continue
-        if int(number) < each.first + each.count:
-            return None
-        name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
-    return name

@@ -40,6 +40,7 @@ from shardc.ir.emitted import check_order, joined, uses_of
 from shardc.ir.graph import output_node
 from shardc.ir.segments import LEAST, Segment, cut, whole
 from shardc.ir.sized import SIZED, At
+from shardc.progress import steps
 
 c10d = torch.ops._c10d_functional
 BACKENDS = ("inductor", "eager")
@@ -136,11 +137,11 @@ def lower(
         return _at_any_sizes(gm, at, plan, backward, inference)
     segments = whole(gm) if by == "whole" else cut(gm, LEAST if by == "auto" else 2)
     made: dict[fx.GraphModule, Code] = {}
-    for segment in segments:
-        if segment.gm not in made:
-            inputs = _unlike([n.meta["val"] for n in segment.gm.graph.find_nodes(op="placeholder")])
-            with _graph_cache(inputs):
-                made[segment.gm] = Code(*_inductor(segment.gm, inputs, backward, inference))
+    half = "inference" if inference else "backward" if backward else "forward"
+    for each in steps(list(dict.fromkeys(segment.gm for segment in segments)), f"lowering the {half}"):
+        inputs = _unlike([n.meta["val"] for n in each.graph.find_nodes(op="placeholder")])
+        with _graph_cache(inputs):
+            made[each] = Code(*_inductor(each, inputs, backward, inference))
     codes = tuple(made[segment.gm] for segment in segments)
     takes = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
     gives = tuple(x.name if isinstance(x, fx.Node) else x for x in output_node(gm.graph).args[0])

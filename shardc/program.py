@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,6 +26,7 @@ from shardc.ir.text import dump
 from shardc.lower import min_cut, must_recompute, must_save
 from shardc.passes.check import Verify, VerifyHalf
 from shardc.passes.deferred import Sum, deferred_reduction
+from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.bound import BoundPlan
@@ -38,9 +39,6 @@ from shardc.report.formulas import Costs
 from shardc.report.lint import Finding, lint
 from shardc.report.schedule import Schedule, build, model_flops
 from shardc.validate import near
-
-if TYPE_CHECKING:
-    from shardc.fold import Folded
 
 CUT = passes.Partition.name
 

@@ -1,7 +1,7 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
 from shardc.capture.once import CaptureOnce
-from shardc.capture.repeats import Repeat, find_repeats, shortened
+from shardc.capture.repeats import find_repeats, shortened
 from shardc.capture.symbolic import SymbolicCapture, capture_symbolic
 from shardc.capture.tags import Tag
 from shardc.capture.trace import Captured, Dtypes, capture, decompositions, input_names, loss_arity
@@ -10,7 +10,6 @@ __all__ = [
     "CaptureOnce",
     "Captured",
     "Dtypes",
-    "Repeat",
     "SymbolicCapture",
     "Tag",
     "capture",

@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc import _compat
 from shardc.errors import InputError
+from shardc.progress import steps
 from shardc.validate import near
 
 
@@ -64,7 +65,7 @@ class Pipeline:
         The graph has its casts: an autocast that is on while passes run ops, to find out shapes and dtypes, adds none.
         """
         with _compat.no_autocast():
-            for each in self.passes:
+            for each in steps(self.passes, "passes"):
                 for hook in hooks:
                     hook.before(each.name, gm)
                 gm = each(gm)

@@ -1,0 +1,121 @@
+"""Folded: what a program of a few alike blocks says of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardc._compat import LazyGraphModule
+from shardc.cost.kernels import flops_of
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir.reads import Reads
+from shardc.ir.repeat import Repeat
+from shardc.passes.settle import Settle
+from shardc.passes.unfold import Unfold
+from shardc.passes.unfold_names import NotPeriodic
+from shardc.plan.bound import BoundPlan
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What a program of a few blocks says of the whole model.
+
+    Args:
+        repeats: the runs of blocks of the whole model.
+        keep: how many blocks of each the program has.
+        unfolds: for each run, on what the ones before it make.
+        bound: the plan against the whole model.
+        reads: what captures of all blocks would have looked at.
+        graphs: what `whole` has made, by stage.
+    """
+
+    repeats: tuple[Repeat, ...]
+    keep: int
+    unfolds: tuple[Unfold, ...]
+    bound: BoundPlan
+    reads: Reads
+    graphs: dict[str, fx.Graph] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was folded, for people."""
+        return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
+
+    def levels(self, few: Mapping[str, int]) -> dict[str, int]:
+        """How each parameter of the whole model is gathered, by those of the blocks that were captured."""
+        return {name: few[_counterpart(name, self.repeats, self.keep)] for name in self.bound.params}
+
+    def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
+        """``graph``, which is that of a few blocks after ``stage``, of the whole model, gradients beside their blocks.
+
+        Raises:
+            PlanError: the blocks do not repeat in it, node by node.
+        """
+        if stage not in self.graphs:
+            graph = Settle()(LazyGraphModule({}, ir.copied(graph))).graph
+            try:
+                for each in self.repeats:
+                    graph = Unfold(graph, each, self.keep).joint(graph)
+            except NotPeriodic as error:
+                raise PlanError(
+                    f"after {stage}, {self.repeats[0]} do not repeat node by node ({error.what}), so that there is no "
+                    "graph of all blocks",
+                    fix="lower it without fold",
+                ) from error
+            self.graphs[stage] = graph
+        return self.graphs[stage]
+
+    def alike(self, name: str) -> str:
+        """The blocks that the one that ``name`` is in is like; "" for what is in none."""
+        found = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
+        return "".join(f"{each.count} blocks alike, {each}" for each in list(found)[-1:])
+
+    def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The localized joint graph of the whole model."""
+        graph = gm.graph
+        for unfold in self.unfolds:
+            graph = unfold.joint(graph)
+        return LazyGraphModule(gm, graph)
+
+    def halves(
+        self, first: fx.GraphModule, second: fx.GraphModule | None
+    ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+        """The forward (or the inference) and the backward of the whole model."""
+        forward, backward = first.graph, second and second.graph
+        for unfold in self.unfolds:
+            forward, backward = unfold.halves(forward, backward)
+        return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
+
+    def model_flops(self, graph: fx.Graph) -> int:
+        """As `shardc.report.schedule.model_flops`, of the whole model."""
+        return sum(self._times(node) * flops_of(node) for node in graph.nodes if node.op == "call_function")
+
+    def _times(self, node: fx.Node) -> int:
+        """How many blocks of the whole model ``node`` stands for."""
+        name = ir.info(node).name
+        return 1 + sum(unfold.missing for unfold in self.unfolds if name in unfold.block_names)
+
+
+def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
+    """What ``name`` is called in the shortened model, or, if it does without, its like in the first block."""
+    for each in repeats:
+        number, dot, rest = name.removeprefix(each.prefix).partition(".")
+        inside = name.startswith(each.prefix) and number.isdecimal()
+        if inside and each.first + keep <= int(number) < each.first + each.count:
+            name = f"{each.prefix}{each.first}{dot}{rest}"
+    return short_name(name, repeats, keep) or name
+
+
+def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
+    """What ``name`` is called in the shortened model; None for what is in a block that it does without."""
+    for each in repeats:
+        number, dot, rest = name.removeprefix(each.prefix).partition(".")
+        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep:
+            continue
+        if int(number) < each.first + each.count:
+            return None
+        name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
+    return name
