@@ -6,12 +6,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-long lint types format
+.PHONY: demo test test-ci test-long lint types format
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_decoder.py --plan fsdp --nproc 2
 
 test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not slow"
+
+test-ci: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-long: $(INSTALLED)

@@ -215,6 +215,7 @@ def test_a_file_that_cannot_be_written_is_one_line(small: Path, capsys: pytest.C
     assert (code, capsys.readouterr().err) == (2, f"shardc: error: {folder}: Is a directory\n")
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_process(small: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "shardc", *arguments]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +36,7 @@ def printed() -> str:
     return "".join(f"{fold} {digests(shardc.Mesh(dp=2, tp=2), fold)}\n" for fold in (False, True))
 
 
+@pytest.mark.slow
 def test_the_same_under_another_hash_seed() -> None:
     there = subprocess.run(
         [sys.executable, "-c", "from tests.test_deterministic import printed; print(printed(), end='')"],
@@ -52,5 +54,6 @@ def _same_on_all_ranks() -> None:
     assert every[0] == every[1] == mine and "schedule.backward" in mine
 
 
+@pytest.mark.slow
 def test_the_same_on_every_rank() -> None:
     run_ranks(2, _same_on_all_ranks)

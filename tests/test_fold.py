@@ -107,9 +107,14 @@ MODELS = {
     "gpt2": (gpt2_of, gpt2.gpt2_tp),
     "stack": (stack, lambda axis, sequence=False: MLP_TP),
 }
-QUICK = {("llama", 6, "fsdp+tp+sp"), ("gpt2", 6, "fsdp3"), ("stack", 8, "ddp"), ("stack", 6, "tp")}
+MARKS: dict[tuple[str, int, str], list[Any]] = {
+    ("llama", 6, "fsdp+tp+sp"): [pytest.mark.slow],
+    ("gpt2", 6, "fsdp3"): [pytest.mark.slow],
+    ("stack", 8, "ddp"): [],
+    ("stack", 6, "tp"): [],
+}
 CASES = [
-    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.long], id="-".join(map(str, case)))
+    pytest.param(*case, marks=MARKS.get(case, [pytest.mark.long]), id="-".join(map(str, case)))
     for case in ((model, layers, plan) for model in MODELS for layers in (4, 6, 8) for plan in PLANS)
 ]
 
@@ -154,7 +159,11 @@ LOW: dict[str, tuple[Callable[[int], Any], shardc.Plan, dict[str, int]]] = {
 
 @pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in ("hsdp", "checkpointed") else [pytest.mark.long]) for case in LOW]
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case in ("hsdp", "checkpointed") else pytest.mark.long)
+        for case in LOW
+    ],
 )
 def test_what_is_folded_in_low_precision_is_what_is_whole(case: str) -> None:
     make, plan, axes = LOW[case]
@@ -192,6 +201,7 @@ def test_says_what_is_folded() -> None:
     assert explain(made, "d.layers.6.up.mm").alike == "7 blocks alike, layers.0 to layers.6"
 
 
+@pytest.mark.slow
 def test_values_of_blocks_that_were_not_captured_are_explained() -> None:
     plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)
     whole, folded = (program(llama_of(7), plan, fold, dp=2, tp=2) for fold in (False, True))
@@ -201,6 +211,7 @@ def test_values_of_blocks_that_were_not_captured_are_explained() -> None:
         folded.whole("capture")
 
 
+@pytest.mark.slow
 def test_formulas_of_all_blocks() -> None:
     whole, folded = (program(stack(7), shardc.fsdp("dp") | MLP_TP, fold, dp=2, tp=2) for fold in (False, True))
     assert folded.costs("cpu") == whole.costs("cpu")
@@ -236,6 +247,7 @@ class Paired(Stack):
         return self.last(x).sum()
 
 
+@pytest.mark.slow
 def test_regions_of_several_blocks_are_not_folded() -> None:
     with pytest.warns(ShardcWarning, match="checkpoint regions do not repeat as blocks do"):
         check(lambda: (Paired(*(Layer() for _ in range(8))), *stack(8)[1:]), shardc.fsdp("dp"), False, dp=2)
@@ -300,7 +312,9 @@ NEVER = {
 }
 
 
-@pytest.mark.parametrize("why", NEVER)
+@pytest.mark.parametrize(
+    "why", [pytest.param(why, marks=[pytest.mark.slow] if why == "other shapes" else []) for why in NEVER]
+)
 def test_blocks_that_differ_are_not_folded(why: str) -> None:
     assert program(NEVER[why](), shardc.fsdp("dp"), True, dp=2).folded is None
 
@@ -317,6 +331,7 @@ def test_what_stands_behind_a_run_keeps_its_name() -> None:
     assert [str(each) for each in folded.folded.repeats] == ["layers.0 to layers.5"]
 
 
+@pytest.mark.slow
 def test_two_runs() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

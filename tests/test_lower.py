@@ -66,7 +66,7 @@ def low(x: Tensor, w: Tensor, image: Tensor, kernel: Tensor, q: Tensor) -> list[
     return [mixed, torch.bmm(q[0], q[0].mT), seen, *around[:2], out, *back]
 
 
-@pytest.mark.parametrize("slow", [True, False])
+@pytest.mark.parametrize("slow", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_products_of_few_bits_run_in_float32_where_the_cpu_lacks_them(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ def test_all_workers_of_the_rows_fit_into_memory(available: int, rows: int) -> N
     assert room(available, taken=1_000, ranks=2) == rows
 
 
+@pytest.mark.slow
 def test_rows_train_as_one_device(tmp_path: Path) -> None:
     arguments = ["--size", "micro", "--steps", "2", "--warmup", "1", "--json", str(tmp_path / "made.json")]
     done = subprocess.run(

@@ -23,7 +23,7 @@ BYTES = CostModel(latency=1e-9, hop=0, bandwidth=1, memory_bandwidth=1e15, kinds
         (Mesh(a=2, b=3), (12, 12), (2, 6)),
         (Mesh(a=4, b=2), (64,), (8,)),
         (Mesh(a=4, b=2), (16, 16), (2, 4)),
-        (Mesh(a=2, b=2, c=2), (64,), (8,)),
+        pytest.param(Mesh(a=2, b=2, c=2), (64,), (8,), marks=pytest.mark.slow),
         pytest.param(Mesh(a=2, b=3), (12, 6, 6), (2, 2, 2), marks=pytest.mark.long),
         pytest.param(Mesh(a=4, b=2), (8, 8, 8), (2, 4, 2), marks=pytest.mark.long),
         pytest.param(Mesh(a=2, b=2, c=2), (16, 16), (2, 4), marks=pytest.mark.long),

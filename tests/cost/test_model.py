@@ -76,6 +76,7 @@ def test_another_file_is_an_error(text: str, tmp_path: Path) -> None:
         CostModel.load(tmp_path / "other.json")
 
 
+@pytest.mark.slow
 def test_calibrate_measures_every_kind_on_pairs_and_on_all_ranks(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,7 +70,9 @@ def test_an_axis_moves_in_parts() -> None:
     assert moved == ["all_to_all(tp:2x2) [64@tp:1x2,64@tp:2x2] 2048B"]
 
 
-@pytest.mark.parametrize("mesh", [Mesh(a=2, b=3), Mesh(a=4, b=2), Mesh(a=2, b=2, c=2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh(a=2, b=3), Mesh(a=4, b=2), pytest.param(Mesh(a=2, b=2, c=2), marks=pytest.mark.slow)], ids=str
+)
 def test_every_step_is_a_legal_step(mesh: Mesh) -> None:
     layouts = every_layout(mesh, (12 if mesh.size("b") == 3 else 16,), (2,))
     for src in layouts:

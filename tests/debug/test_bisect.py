@@ -53,6 +53,7 @@ def test_a_decoder_is_right_after_every_stage() -> None:
     assert {c.stage for c in found.checked} >= {"capture", "canonicalize", "settle", "partition", "schedule.backward"}
 
 
+@pytest.mark.slow
 def test_outputs_that_are_split_padded_and_buffers() -> None:
     """A batch of 16 over three ranks, without a loss: tangents of a split output; running statistics of norms."""
     torch.manual_seed(0)

@@ -65,6 +65,7 @@ def test_a_pinned_value_names_its_entry() -> None:
     assert found.decisions[0].who.startswith('activations["layers.*.mlp.output"] = "~, @tp, _"')
 
 
+@pytest.mark.slow
 def test_whole_parameters_and_inputs() -> None:
     made = program(shardc.ddp("dp"))
     weight, tokens = explain(made, "norm.weight"), explain(made, "%tokens")
@@ -82,6 +83,7 @@ def test_a_name_that_is_not_there(composed: shardc.Program) -> None:
     assert "did you mean 'layers.0.attn.wq.weight'" in str(raised.value.fix)
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("layers.0.attn.wq.weight", "layers.0.attn.wo.mm"):
         assert main(["explain", *TARGET, "--hardware", "cpu", "--tensor", name]) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -105,6 +106,7 @@ def alone_without_communication() -> None:
     close(module.full_state_dict()["fused"], source.fused.detach())
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, *(partial(adds_up, plan) for plan in ("fsdp", "ddp", "tp")), unused_in_one_micro_batch, as_fsdp2)
 

@@ -128,6 +128,7 @@ def test_three_ranks() -> None:
     run_ranks(3, an_interrupt_reaches_ranks_that_go_on)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -125,12 +126,14 @@ def debug_mode_finds_nothing(ranks: int, level: int) -> None:
     same_gradients(module, model, "debug mode")
 
 
+@pytest.mark.slow
 def test_plans_hold_on_two_ranks() -> None:
     checks = [partial(plans_hold, level, 2, "eager") for level in (1, 2, 3)]
     debugged = [partial(debug_mode_finds_nothing, 2, level) for level in (2, 3)]
     run_ranks(2, *checks, *debugged, partial(arenas_are_safe, 2), partial(evaluation_has_no_backward, 2))
 
 
+@pytest.mark.slow
 def test_plans_hold_on_three_ranks_and_through_inductor() -> None:
     run_ranks(3, partial(plans_hold, 3, 3, "eager"))
     run_ranks(2, partial(plans_hold, 3, 2, "inductor"), partial(plans_hold, 2, 2, "inductor"))

@@ -196,6 +196,7 @@ def unused_in_one_loss() -> None:
     assert_same(module, source, grads=True)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         both = [

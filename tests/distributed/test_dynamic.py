@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,6 +75,7 @@ def marked_dims_are_dynamic() -> None:
     assert len(families) == 1
 
 
+@pytest.mark.slow
 def test_dynamic_sizes_on_two_ranks() -> None:
     run_ranks(
         2,

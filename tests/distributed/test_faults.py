@@ -109,7 +109,9 @@ def expected(fault: Callable[[], None], text: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("fault", [die, stall, pytest.param(fail, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "fault", [die, pytest.param(stall, marks=pytest.mark.slow), pytest.param(fail, marks=pytest.mark.long)]
+)
 def test_the_other_rank_names_the_collective(fault: Callable[[], None], tmp_path: Path) -> None:
     expected(fault, seen(fault, "eager", tmp_path))
 

@@ -74,6 +74,7 @@ def a_mesh_of_one_has_no_links() -> None:
     assert shardc.measure_links(init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))) == CostModel()
 
 
+@pytest.mark.slow
 def test_measured_on_ranks() -> None:
     run_ranks(4, all_have_the_same)
     run_ranks(1, a_mesh_of_one_has_no_links)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from shardc.ir.comm import group_name
@@ -75,5 +76,6 @@ def collectives_do_what_lockstep_does() -> None:
                 assert torch.equal(c10d.wait_tensor(one), other), f"{op} over {axes}: {one}, lockstep {other}"
 
 
+@pytest.mark.slow
 def test_collectives_on_ranks_and_in_lockstep() -> None:
     run_ranks(MESH.ranks, collectives_do_what_lockstep_does)

@@ -45,6 +45,7 @@ def check(made: dict[str, object]) -> None:
     assert [(p["ran"], p["bytes"]) for p in pairs] == [(p["kind"], p["predicted_bytes"]) for p in pairs]
 
 
+@pytest.mark.slow
 def test_two_ranks_send_what_is_predicted(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     made = measured(f"{target}:real", "--nproc", "2", "--plan", 'fsdp("dp")', "--loss", "loss")
     check(made)
@@ -53,6 +54,7 @@ def test_two_ranks_send_what_is_predicted(target: str, capsys: pytest.CaptureFix
     assert [line.split()[2:] for line in lines if line.startswith("bytes sent")] == [[str(total)] * 2 + ["+0.0%"]]
 
 
+@pytest.mark.slow
 def test_several_plans_take_turns(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     plans = ['fsdp("dp")', 'ddp("dp")']
     arguments = ["--nproc", "2", "--plans", *plans, "--loss", "loss", "--backend", "eager", "--steps", "3"]

@@ -143,6 +143,7 @@ def a_model_whose_parameters_share_messages(ranks: int, level: int, backend: str
     assert any(slot.name.endswith(".comes.wire") and slot.size for plan in plans for slot in plan.slots)
 
 
+@pytest.mark.slow
 def test_on_two_ranks() -> None:
     run_ranks(
         2, partial(any_order_is_right, 2), small_ones_share_a_message,
@@ -151,6 +152,7 @@ def test_on_two_ranks() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_on_three_ranks() -> None:
     run_ranks(
         3, partial(any_order_is_right, 3), memory_is_free_once_waited_for,

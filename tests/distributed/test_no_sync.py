@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -171,6 +172,7 @@ def through_inductor() -> None:
     adds_up(module, source)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,
@@ -182,5 +184,6 @@ def test_two_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(4, sums_of_a_split_model)

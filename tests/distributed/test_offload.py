@@ -159,6 +159,7 @@ def saved_programs_run() -> None:
     assert kinds.count("to_host") == sum(param.grad is not None for param in again.parameters()) > 0
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

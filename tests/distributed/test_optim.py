@@ -213,6 +213,7 @@ def what_cannot_be_is_refused() -> None:
         shardc.optim.wrap(torch.optim.SGD, model(), lr=0.1)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     checks = [partial(updates_are_the_plain_ones, "fsdp", kind) for kind in OPTIMIZERS]
     more = [partial(updates_are_the_plain_ones, "tp", "adamw"), steps_survive_changes, what_cannot_be_is_refused]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ def tree_of_outputs() -> None:
     close(found.full_tensor(), theirs["hidden"].detach())
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

@@ -127,6 +127,7 @@ def mean_is_divided_once() -> None:
                 close(mine, param.grad.full_tensor() * factor, name)
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(4, placements, trains_as_one_device, accumulates, mean_is_divided_once)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,5 +50,6 @@ def as_fully_shard() -> None:
     assert {p.grad.dtype for p in kept.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_fully_shard() -> None:
     run_ranks(2, as_fully_shard)

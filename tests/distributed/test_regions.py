@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -39,6 +40,7 @@ def checkpointed(backend: str) -> None:
     equals_one_device(test_checkpoint.Net(), "dp", shardc.fsdp("dp", level=3, threshold=0), backend)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 
+import pytest
 import torch
 
 from shardc.cost.model import CostModel
@@ -70,5 +71,6 @@ def reshards_as_lockstep_does(at: int, pairs: int) -> None:
             torch.testing.assert_close(mine, expected, msg=partial("{} -> {}: {}".format, src, dst))
 
 
+@pytest.mark.slow
 def test_gloo_ranks_get_what_lockstep_gives() -> None:
     run_ranks(4, *(partial(reshards_as_lockstep_does, at, PAIRS // len(TENSORS)) for at in range(len(TENSORS))))

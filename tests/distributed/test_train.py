@@ -82,6 +82,7 @@ def test_two_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_through_inductor() -> None:
     run_ranks(
         2,
@@ -92,6 +93,7 @@ def test_two_ranks_through_inductor() -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(
         4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import partial
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -101,6 +102,7 @@ def equal_gradients_are_their_own(plan: shardc.Plan) -> None:
     assert_same(module, source, grads=True)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     kept = (
         partial(an_accumulator_that_is_kept, plan, sums)

@@ -89,6 +89,7 @@ def clipping_refuses() -> None:
         module.clip_grad_norm_(1.0, 0)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     checks = (full_state, whole_inside_of_a_block, clips_as_one_device)
     run_ranks(2, *(partial(check, plan) for plan in ("fsdp", "tp") for check in checks), clipping_refuses)

@@ -89,6 +89,7 @@ RUNS = [
     ("llama", "hsdp"),
     ("llama", "fsdp+tp+sp"),
 ]
+QUICK = {("conv", "fsdp"), ("mixed", "fsdp")}
 
 
 def _compiled(case: Case, plan: str, source: nn.Module) -> Any:
@@ -114,7 +115,9 @@ def _on_mesh_of_one(case: Case, source: nn.Module, inputs: tuple[Tensor, ...], s
     return loss, {name: sim.grad(name) for name, _ in source.named_parameters()}
 
 
-@pytest.mark.parametrize(("model", "plan"), RUNS)
+@pytest.mark.parametrize(
+    ("model", "plan"), [pytest.param(*run, marks=[] if run in QUICK else [pytest.mark.slow]) for run in RUNS]
+)
 def test_is_what_each_size_gives(model: str, plan: str) -> None:
     case = CASES[model]
     torch.manual_seed(0)
@@ -158,6 +161,7 @@ def test_marks() -> None:
     assert family.conditions[-1] in ("input[0] % 2 == 0", "target[0] % 2 == 0")
 
 
+@pytest.mark.slow
 def test_conditions() -> None:
     module = _compiled(CASES["llama"], "fsdp+tp+sp", CASES["llama"][0]())
     program = module.lower(*_tokens(8, 16))
@@ -166,6 +170,7 @@ def test_conditions() -> None:
     assert "all_gather(dp)" in program.text("collectives")
 
 
+@pytest.mark.slow
 def test_sizes_that_break_a_condition_have_a_program_of_their_own() -> None:
     case = CASES["llama"]
     torch.manual_seed(0)
@@ -199,6 +204,7 @@ def test_code_that_looks_at_a_size() -> None:
     assert ["b > 20" in family.conditions for family in found] == [False, True]
 
 
+@pytest.mark.slow
 def test_programs_met_longest_ago_are_forgotten() -> None:
     module = _compiled(CASES["llama"], "ddp", CASES["llama"][0]())
     families = module.shardc.build.families

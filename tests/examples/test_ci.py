@@ -43,6 +43,7 @@ def run(workflow: dict[str, Any], name: str, folder: Path, **env: str) -> subpro
     return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_the_commands_run_and_compare(workflow: dict[str, Any], checkout: Path) -> None:
     for name, plan in (("Predict the base", SMALL["PLAN"]), ("Predict this commit", 'ddp("dp")')):
         (checkout / "predicted").mkdir(exist_ok=True)

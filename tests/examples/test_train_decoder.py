@@ -41,18 +41,21 @@ def test_plan_on_two_ranks_equals_one_device(plan: str) -> None:
     assert_equals_one_device(output, steps=5, tolerance=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("plan", "mesh"), [("fsdp+tp", "dp=2,tp=2"), ("hsdp", "rep=2,dp=2")])
 def test_two_axes_on_four_ranks_equal_one_device(plan: str, mesh: str) -> None:
     output = train("--plan", plan, "--mesh", mesh, "--nproc", "4", *EXACT)
     assert_equals_one_device(output, steps=5, tolerance=1e-9)
 
 
+@pytest.mark.slow
 def test_inductor_equals_one_device_and_samples() -> None:
     output = train("--plan", "fsdp", "--nproc", "2", "--steps", "5", "--check")
     assert_equals_one_device(output, steps=5, tolerance=1e-4)
     assert "sampled: def " in output
 
 
+@pytest.mark.slow
 def test_ranks_that_die_resume_with_the_same_losses(tmp_path: Path) -> None:
     flags = ("--plan", "fsdp", "--backend", "eager", "--dtype", "float64", "--steps", "24")
     killed = train(*flags, "--checkpoint", str(tmp_path), "--kill-at", "7,15")

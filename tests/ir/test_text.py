@@ -312,6 +312,7 @@ def test_an_empty_text_is_an_error() -> None:
     assert error.value.what == "line 1: expected 'mesh', found nothing"
 
 
+@pytest.mark.slow
 def test_a_dump_does_not_depend_on_the_hash_seed() -> None:
     code = "\n".join(
         [

@@ -79,7 +79,10 @@ SEQUENCE_MODELS = ("llama", "gpt2", "vit")
 
 
 def cases() -> list[Any]:
-    """Every model under every plan on every mesh; on meshes but the first of a plan only where there is time."""
+    """Every model under every plan on every mesh; on meshes but the first of a plan only where there is time.
+
+    Decoders take longest: of theirs, one plan over one axis and one over two are quick enough for every run.
+    """
     out = []
     for model in MODELS:
         for plan, meshes in MESHES.items():
@@ -87,7 +90,9 @@ def cases() -> list[Any]:
                 continue
             for at, mesh in enumerate(meshes):
                 everyday = at == 0 or model == "mlp"
-                out.append(pytest.param(Case(model, plan, mesh), marks=() if everyday else pytest.mark.long))
+                quick = model not in ("llama", "gpt2") or plan in ("fsdp3", "fsdp+tp")
+                marks = () if everyday and quick else pytest.mark.slow if everyday else pytest.mark.long
+                out.append(pytest.param(Case(model, plan, mesh), marks=marks))
     return out
 
 

@@ -153,7 +153,9 @@ def cases() -> list[Any]:
     for name, model in (MODELS | MORE | FSDP_ONLY).items():
         for plan in ["fsdp3"] if name in FSDP_ONLY else PLANS:
             everyday = name in MODELS and (plan != "tp" or model.tp is None)
-            out.append(pytest.param(name, plan, marks=() if everyday else pytest.mark.long))
+            quick = name not in ("t5", "bert", "vit")
+            marks = () if everyday and quick else pytest.mark.slow if everyday else pytest.mark.long
+            out.append(pytest.param(name, plan, marks=marks))
     return out
 
 
@@ -220,7 +222,9 @@ def test_equals_one_device(name: str, plan: str) -> None:
     assert [str(w.message) for w in said if "no rule" in str(w.message)] == []
 
 
-@pytest.mark.parametrize(("name", "limit"), [("gpt2", 1e-4), ("t5", 1e-9), ("vit", 1e-9)])
+@pytest.mark.parametrize(
+    ("name", "limit"), [("gpt2", 1e-4), pytest.param("t5", 1e-9, marks=pytest.mark.slow), ("vit", 1e-9)]
+)
 def test_the_loss_of_the_model_itself(name: str, limit: float) -> None:
     """With ``labels`` a model computes its loss, GPT-2 in float32; by default it fills a cache, too."""
     case = MODELS[name]

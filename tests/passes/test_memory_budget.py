@@ -40,6 +40,7 @@ def model() -> Any:
     return llama.tiny()[0]
 
 
+@pytest.mark.slow
 def test_budget_moves_from_level_3_to_level_2(model: Any) -> None:
     """The more memory, the fewer gathers in backward; never more kept than allowed."""
     whole = sum(4 * p.numel() for p in model.parameters())

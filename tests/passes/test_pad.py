@@ -62,12 +62,10 @@ TOKENS: dict[str, tuple[Any, dict[str, int], shardc.Plan, tuple[int, int]]] = {
 }
 
 
-EVERYDAY = ("batch 5, sequence 7", "sequence 5, tp 4, fused projection")
+MARKS = {"batch 5, sequence 7": [pytest.mark.slow], "sequence 5, tp 4, fused projection": []}
 
 
-@pytest.mark.parametrize(
-    "case", [case if case in EVERYDAY else pytest.param(case, marks=pytest.mark.long) for case in TOKENS]
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, [pytest.mark.long])) for case in TOKENS])
 def test_decoders(case: str) -> None:
     source, mesh, plan, (rows, length) = TOKENS[case]
     torch.manual_seed(0)
@@ -82,7 +80,7 @@ def test_decoders(case: str) -> None:
     [
         pytest.param(mlp, FSDP, id="mlp"),
         pytest.param(vit, FSDP | vit.vit_tp("tp", sequence=True), id="vit", marks=pytest.mark.long),
-        pytest.param(convnet, FSDP, id="convnet"),
+        pytest.param(convnet, FSDP, id="convnet", marks=pytest.mark.slow),
     ],
 )
 def test_others_at_a_batch_of_five(source: Any, plan: shardc.Plan) -> None:

@@ -24,15 +24,15 @@ DEFAULT = CostModel()
 SMALL = [
     (Mesh(a=2, b=2), (16,), (4,)),
     (Mesh(a=2, b=2), (16, 16), (4, 4)),
-    (Mesh(a=2, b=2), (8, 8, 8), (4, 4, 4)),
+    pytest.param(Mesh(a=2, b=2), (8, 8, 8), (4, 4, 4), marks=pytest.mark.slow),
     (Mesh(a=2, b=3), (36,), (6,)),
-    (Mesh(a=2, b=3), (12, 36), (2, 6)),
-    (Mesh(a=2, b=3), (12, 12, 12), (2, 2, 6)),
+    pytest.param(Mesh(a=2, b=3), (12, 36), (2, 6), marks=pytest.mark.slow),
+    pytest.param(Mesh(a=2, b=3), (12, 12, 12), (2, 2, 6), marks=pytest.mark.slow),
     (Mesh(a=4, b=2), (64,), (8,)),
     (Mesh(a=4, b=2), (16, 64), (2, 8)),
-    (Mesh(a=4, b=2), (16, 16, 16), (4, 2, 4)),
-    (Mesh(a=2, b=2, c=2), (64,), (8,)),
-    (Mesh(a=2, b=2, c=2), (16, 16), ()),
+    pytest.param(Mesh(a=4, b=2), (16, 16, 16), (4, 2, 4), marks=pytest.mark.slow),
+    pytest.param(Mesh(a=2, b=2, c=2), (64,), (8,), marks=pytest.mark.slow),
+    pytest.param(Mesh(a=2, b=2, c=2), (16, 16), (), marks=pytest.mark.slow),
 ]
 LARGE = [
     (Mesh(a=2, b=2, c=2), (16, 16), (4, 4)),
@@ -94,6 +94,7 @@ def test_every_pair(
     all_pairs(mesh, shape, majors, [BYTES]).report(capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "shape", "majors"), LARGE, ids=str)
 def test_sampled_pairs_of_three_axes(
     mesh: Mesh, shape: tuple[int, ...], majors: tuple[int, ...], capsys: pytest.CaptureFixture[str]

@@ -167,6 +167,7 @@ def check(seed: int) -> tuple[int, int]:
     return count, sum(is_start(n) for n in gm.graph.nodes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_random_graphs(part: int) -> None:
     size = GRAPHS // 4

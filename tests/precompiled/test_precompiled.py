@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_as_a_fresh_one_in_another_process(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.precompiled.steps", str(folder)], capture_output=True, text=True, timeout=300

@@ -55,6 +55,7 @@ def costs() -> Costs:
 # --- exact elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "tp", "batch", "sequence"), [(4, 2, 16, 64), (2, 8, 24, 32), (8, 4, 8, 256), (16, 2, 48, 96)]
 )
@@ -72,6 +73,7 @@ def test_a_formula_is_exact_where_it_was_not_made(costs: Costs, dp: int, tp: int
     assert int(costs.flops.subs(values)) == model_flops(program.graph("collectives"))
 
 
+@pytest.mark.slow
 def test_a_schedule_has_its_programs_formulas() -> None:
     program = stack_program(shardc.fsdp("dp"), dp=2)
     schedule = program.schedule("a100")
@@ -84,6 +86,7 @@ def test_a_schedule_has_its_programs_formulas() -> None:
 # --- closed forms
 
 
+@pytest.mark.slow
 def test_closed_forms_of_data_parallelism() -> None:
     weights = 3 * WIDTH * WIDTH * 4
     for plan, times in ((shardc.ddp("dp"), 2), (shardc.fsdp("dp"), 3)):
@@ -92,6 +95,7 @@ def test_closed_forms_of_data_parallelism() -> None:
         assert sympy.simplify(moved - times * (DP - 1) / DP * weights) == 0
 
 
+@pytest.mark.slow
 def test_closed_form_of_tensor_parallelism(costs: Costs) -> None:
     """All-reduces of the activation of a rank's part of the batch: twice its (tp-1)/tp each."""
     activation = BATCH * SEQUENCE * DIM * 4 / DP
@@ -102,6 +106,7 @@ def test_closed_form_of_tensor_parallelism(costs: Costs) -> None:
 # --- crossovers
 
 
+@pytest.mark.slow
 def test_meshes_take_equally_long_at_a_crossover(costs: Costs) -> None:
     one, other = Mesh(dp=8, tp=2), Mesh(dp=2, tp=8)
     found = costs.crossover(one, other)
@@ -130,11 +135,13 @@ class Jumps(Block):
         return out + self.down.weight.square().sum() if tokens.shape[1] > 200 else out
 
 
+@pytest.mark.slow
 def test_what_has_no_formula_says_so() -> None:
     with pytest.raises(PlanError, match="no formula: dp=2 tp=2 at batch 24, sequence 256 has other collectives: "):
         block(2, 2, 8, 64, Jumps).costs()
 
 
+@pytest.mark.slow
 def test_a_formula_that_is_wrong_is_refused(costs: Costs) -> None:
     """The check itself: the schedule of another batch than it is told."""
     schedule = block(2, 2, 16, 64).schedule("a100", stage="localize")

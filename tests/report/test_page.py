@@ -110,6 +110,7 @@ print(stack_program(shardc.fsdp("dp"), dp=2).schedule().to_html(), end="")
 """
 
 
+@pytest.mark.slow
 def test_the_same_to_the_byte_in_another_process() -> None:
     made = []
     for seed in ("1", "2"):

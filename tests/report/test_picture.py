@@ -59,6 +59,7 @@ def test_bad_input_says_what(schedule: Schedule, tmp_path: Path, monkeypatch: py
     assert raised.value.fix == "pip install 'shardc[plot]'"
 
 
+@pytest.mark.slow
 def test_the_command_writes_pictures_and_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{ROOT / 'examples/models/mlp.py'}:example"
     files = [tmp_path / "out" / name for name in ("s.html", "s.png")]

@@ -102,6 +102,7 @@ def in_blocks(schedule: Schedule) -> list[tuple[str, int]]:
     return [(c.kind, c.wire) for c in schedule.collectives if c.axis == "tp" and "layers" in c.cause.entry]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sequence", [False, True])
 def test_tp_moves_four_activations_a_block(sequence: bool) -> None:
     """Megatron's all-reduces; sequence parallelism splits each into a gather and a scatter: the same bytes."""
@@ -203,6 +204,7 @@ def test_useful_work_is_the_models(composed: shardc.Program) -> None:
     assert composed.schedule().useful_flops * 4 == dense + attention
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
 def test_work_on_filling_is_of_no_use() -> None:
     """Three sequences on eight ranks are padded to eight; the model needs the work of three."""
@@ -314,6 +316,7 @@ print(s.table(), s.to_json(), s.to_trace(), end="")
 """
 
 
+@pytest.mark.slow
 def test_the_same_to_the_byte_in_another_process() -> None:
     plan = shardc.fsdp("dp") | shardc.tp("tp", colwise=["layers.0"], rowwise=["layers.1"])
     here = stack_program(plan, dp=2, tp=2).schedule()

@@ -88,6 +88,7 @@ def check_inductor() -> None:
     assert torch.compile(summed, fullgraph=True)(torch.ones(3) * (dist.get_rank() + 1)).tolist() == [7.0] * 3
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     """Each check is in a new world, where the names of the one before are free again."""
     run_ranks(
@@ -100,5 +101,6 @@ def test_four_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, check_inductor)

@@ -49,6 +49,7 @@ def _faults(kept: bool) -> int:
     return int(ran.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_steps_do_not_get_their_pages_anew() -> None:
     """24 MiB a step are 6144 pages: without it they are taken anew by every step, with it by the first."""

@@ -78,5 +78,6 @@ def check_dtensors() -> None:
     assert caught.value.what == "a DTensor input has global shape [8, 4], expected [6, 4]"
 
 
+@pytest.mark.slow
 def test_dtensors() -> None:
     run_ranks(2, check_dtensors)

@@ -177,6 +177,7 @@ def check_uneven_over_two_axes(mesh: Mesh) -> None:
         to_parameter(padded, storage, (10,), groups._device_mesh, groups.rank)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = str(Path(folder) / "saved")
@@ -184,6 +185,7 @@ def test_two_ranks() -> None:
         run_ranks(2, *(partial(check, TWO) for check in checks))
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     with tempfile.TemporaryDirectory() as folder:
         saved = str(Path(folder) / "saved")

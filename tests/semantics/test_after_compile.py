@@ -143,6 +143,7 @@ FUNCTIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [VALUES, CONTAINERS, FUNCTIONS], ids=["values", "containers", "functions"])
 def test_changes_are_compiled_for(changes: dict[str, Callable[[Any], object]]) -> None:
     """One after the other, each once."""

@@ -87,6 +87,7 @@ def test_what_backward_runs_again(collectives: str) -> None:
     assert sent("tp+sp", collectives, "partition") == sent("tp+sp", "keep", "partition")
 
 
+@pytest.mark.slow
 def test_without_sequence_parallelism_sums_are_kept() -> None:
     """They are no larger than what is sent for them."""
     assert sent("tp", "auto", "partition.backward") == sent("tp", "keep", "partition.backward")
@@ -156,6 +157,7 @@ BLOCKS = shardc.tp("tp", colwise=["ups.*"], rowwise=["downs.*"]) | shardc.Plan(
 )
 
 
+@pytest.mark.slow
 def test_what_is_drawn_between_collectives_is_drawn_again() -> None:
     grads = []
     for collectives in CHOICES:
@@ -195,6 +197,7 @@ def on_ranks(backend: str, collectives: str, sizes: dict[str, int], plan: shardc
 FULL = shardc.fsdp("dp", level=3, threshold=0) | BLOCKS | shardc.Plan(inputs="@dp, @tp, _")
 
 
+@pytest.mark.slow
 def test_on_two_and_four_ranks() -> None:
     both = (partial(on_ranks, backend, "auto", {"tp": 2}, BLOCKS) for backend in ("eager", "inductor"))
     run_ranks(2, *both, partial(on_ranks, "eager", "recompute", {"tp": 2}, BLOCKS))

@@ -125,6 +125,7 @@ def differs(way: Callable[[Any, int], None], before: int, plan: str) -> None:
     assert caught.value.fix
 
 
+@pytest.mark.slow
 def test_each_rank_says_what_differs() -> None:
     """At the first call, where nothing is sent yet, and later, where ranks may wait for each other's messages."""
     run_ranks(2, *(partial(differs, way, *case) for way in SAYS for case in ((0, "ddp"), (3, "fsdp"))))
@@ -280,5 +281,6 @@ def test_two_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(4, one_of_four_differs)

@@ -118,6 +118,7 @@ def check(names: Sequence[str], folder: Path, *worlds: int) -> None:
         run_ranks(ranks, partial(on_ranks, names, str(folder / "wanted.pt"), ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_ranks_that_were_seeded_differently_draw_the_same(tmp_path: Path) -> None:
     check(["multinomial", "multinomial with replacement", "rrelu", "dropout"], tmp_path, 3)

@@ -49,6 +49,7 @@ def simulate(entries: range, count: int, meshes: int) -> None:
     assert right, "nothing was compared"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_some_entries() -> None:
     """A few spread over the database, each on one of the meshes."""

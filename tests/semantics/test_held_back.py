@@ -125,6 +125,7 @@ def a_step_on_what_is_held_back(name: str, wrapped: bool) -> None:
     assert torch.optim.Optimizer.zero_grad is zero_grad
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

@@ -121,6 +121,7 @@ def refuses_other_parameters() -> None:
             module(*module.shard_inputs(*batch()))
 
 
+@pytest.mark.slow
 def test_on_two_ranks() -> None:
     run_ranks(
         2,

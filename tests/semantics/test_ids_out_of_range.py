@@ -88,6 +88,7 @@ def bad_ids(backend: str, which: str) -> None:
         module(ids, targets)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, partial(bad_ids, "eager", "ids"))
     run_ranks(2, partial(bad_ids, "inductor", "targets"))

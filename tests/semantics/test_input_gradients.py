@@ -142,6 +142,7 @@ def a_global_loss_behind() -> None:
     assert_same(back, b, grads=True)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

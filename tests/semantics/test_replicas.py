@@ -145,9 +145,11 @@ CHECKS: list[Callable[[], None]] = [
 ]
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, *CHECKS)
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(4, one_replica_of_four, partial(first_ranks_values, "hsdp"))

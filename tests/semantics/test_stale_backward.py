@@ -169,6 +169,7 @@ def gradients_of_gradients() -> None:
     loss.backward()  # nothing was lost
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,

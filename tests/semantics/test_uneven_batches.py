@@ -130,6 +130,7 @@ def other_rows_on_ranks_that_share_them() -> None:
         module(torch.ones(2 + rank, 6, dtype=torch.float64), torch.zeros(2 + rank, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,
@@ -143,6 +144,7 @@ def test_two_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     run_ranks(
         4,

@@ -59,5 +59,6 @@ def shards_that_look_alike() -> None:
         torch.testing.assert_close(module(*module.shard_inputs(first, first)), model(first, first))
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, whole_on_every_rank, shards_that_look_alike)

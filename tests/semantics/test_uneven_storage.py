@@ -70,6 +70,7 @@ def trains_on_ranks(name: str) -> None:
         torch.testing.assert_close(got.detach().full_tensor(), want.detach(), rtol=1e-9, atol=1e-12, msg=key)
 
 
+@pytest.mark.slow
 def test_storage_over_two_axes_and_of_mixed_sizes() -> None:
     run_ranks(4, *(partial(trains_on_ranks, name) for name in ("two axes", "mixed sizes")))
 

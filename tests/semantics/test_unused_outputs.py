@@ -134,6 +134,7 @@ def held_back(name: str) -> None:
     assert_same(module, source, grads=True)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(
         2,
@@ -146,6 +147,7 @@ def test_two_ranks() -> None:
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_differ() -> None:
     run_ranks(2, ranks_that_use_different_outputs)
 
