@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,10 +19,10 @@ from examples.models.llama import llama_tp, loss
 from shardc.ir.tally import collective_kind
 
 
-def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], memory_budget: int = 0) -> Step:
+def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:
     assert mesh.mesh_dim_names is not None
     (axis,) = mesh.mesh_dim_names
-    options = shardc.Options(cost=shardc.measure_links(mesh), memory_budget=memory_budget)
+    options = shardc.Options(cost=shardc.measure_links(mesh), **said)
     module = shardc.compile(work.model(), mesh, plan(axis), loss=loss, options=options)
 
     def collectives() -> int:
@@ -41,6 +42,8 @@ ROWS = (
     Row("shardc/ddp", OURS, "ddp", partial(_build, plan=shardc.ddp)),
     Row("shardc/fsdp3", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3))),
     Row("shardc/fsdp3+8MiB", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), memory_budget=8 << 20)),
+    Row("shardc/fsdp3/whole", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), lower_by="whole")),
+    Row("shardc/fsdp3/blocks", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=3), lower_by="blocks")),
     Row("shardc/fsdp2", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=2))),
     Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=3))),
     Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=2))),

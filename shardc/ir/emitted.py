@@ -72,8 +72,8 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
     for line in lines[:number]:
         call, assigned = _CALL.search(line), _ASSIGNED.match(line.strip())
         here = None
-        if line.endswith(" = args"):
-            given = re.findall(r"\w+", line.removesuffix(" = args"))
+        if line.rstrip().endswith(" = args"):
+            given = re.findall(r"\w+", line.rstrip().removesuffix(" = args"))
             behind = {argument: -1 - at for at, argument in enumerate(given)}
         if call and call[1] == "wait_tensor":
             here = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
@@ -96,7 +96,7 @@ class Uses:
         given: of each argument, the last line at which its memory is in use.
         results: of each result, the slots that it may lie in; -1 - k stands for the argument k.
         waits: the lines at which arguments are waited for, by argument.
-        wires: of each result, the slots of its collective that are in use until the wait, where that comes later.
+        wires: of each result, what its collective uses until the wait, where that comes later; as in ``results``.
         lines: how many there are.
     """
 
@@ -122,7 +122,8 @@ def uses_of(source: str) -> Uses:
     spans: dict[int, tuple[int, int]] = {}
     behind: dict[str, set[int]] = {}  # by name, the slots and arguments that it may lie in
     made_by: dict[str, list[int]] = {}  # by name of a collective's list of results, all of its slots
-    unnamed: dict[int, set[int]] = {}  # by slot of a result, those of its collective that no name is for
+    # By slot of a result, what is in use until the wait: its collective's slots that no name is for, and what it sends.
+    unnamed: dict[int, set[int]] = {}
     results: list[set[int]] = []
     waits: dict[int, int] = {}
     body = _body(source)
@@ -134,20 +135,20 @@ def uses_of(source: str) -> Uses:
                 behind[argument] = {-1 - number}
         if made:
             made_by[name] = [int(k) for k in made[1].split(",")]
+            unnamed[made_by[name][0]] = {*made_by[name], *_behind(behind, value)}
             spans.update({slot: (at, at) for slot in made_by[name]})
         elif (item := _ITEM.match(value)) and item[1] in made_by:
             slots = made_by[item[1]]
             slot = slots[int(item[2])] if int(item[2]) < len(slots) else slots[0]
             behind[name] = {slot}
-            rest = unnamed.setdefault(slots[0], set(slots))
-            rest.discard(slot)
-            unnamed[slot] = rest
+            unnamed[slot] = unnamed[slots[0]]
+            unnamed[slot].discard(slot)
         elif assigned and not any(word in value for word in _MAKES):
             behind[name] = _behind(behind, value)
         if "wait_tensor.default(" in line:
             for slot in _behind(behind, line):
                 waits.update({-1 - slot: at} if slot < 0 else {})
-                spans.update({wire: (spans[wire][0], at) for wire in unnamed.get(slot, ())})
+                spans.update({used: (spans.get(used, (0, 0))[0], at) for used in unnamed.get(slot, ())})
                 unnamed.get(slot, set()).clear()
         if line.startswith("return"):
             results = [_behind(behind, each) for each in _parts(line.removeprefix("return").strip())]
@@ -188,7 +189,7 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
             last(wires.pop(segment.takes[argument], ()), base + at)
         for name, found, waiting in zip(segment.gives, use.results, use.wires, strict=True):
             held[name] = set().union(*({segment.slot + x} if x >= 0 else given[-1 - x] for x in found))
-            wires[name] = {segment.slot + x for x in waiting}
+            wires[name] = set().union(*({segment.slot + x} if x >= 0 else given[-1 - x] for x in waiting))
         base += use.lines
     results = [held.get(x, set()) if isinstance(x, str) else set() for x in returned]
     for slots in results:

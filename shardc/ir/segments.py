@@ -59,7 +59,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     if not borders:
         return whole(gm)
     ends = [*borders, len(half.nodes)]
-    alike = [half.graph(start, stop)[0] for start, stop in zip([0, *borders], ends, strict=True)]
+    alike = [half.key(start, stop) for start, stop in zip([0, *borders], ends, strict=True)]
     counts = Counter(alike)
     if max(counts.values()) < least:
         return whole(gm)
@@ -69,9 +69,8 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     modules: dict[Any, fx.GraphModule] = {}
     out = []
     for start, stop in zip([0, *kept], [*kept, len(half.nodes)], strict=True):
-        key, graph = half.graph(start, stop)
-        if key not in modules:
-            modules[key] = fx.GraphModule(torch.nn.Module(), graph)
+        if (key := half.key(start, stop)) not in modules:
+            modules[key] = fx.GraphModule(torch.nn.Module(), half.graph(start, stop))
         out.append(Segment(modules[key], *half.ports(start, stop), *half.before[start]))
     return tuple(out)
 
@@ -82,6 +81,8 @@ class _Half:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)
         self._kinds: dict[fx.Node, int] = {}
+        self._marks: dict[fx.Node, int] = {}
+        self._operands: dict[fx.Node, list[fx.Node]] = {}
         self.place = {node: at for at, node in enumerate(self.nodes)}
         returned = set(ir.output_node(gm.graph).all_input_nodes)
         self.last: dict[fx.Node, float] = {}
@@ -142,8 +143,21 @@ class _Half:
         takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in own)
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
-    def graph(self, start: int, stop: int) -> tuple[Any, fx.Graph]:
-        """The graph of a stretch, and what is the same of alike ones."""
+    def key(self, start: int, stop: int) -> Any:
+        """What is the same of alike stretches: their ops, what these take of each other, and what goes in and out."""
+        takes, gives = self._ports(start, stop)
+        number = {node: -1 - at for at, node in enumerate(takes)}
+        number |= {node: at for at, node in enumerate(self.nodes[start:stop])}
+        first, _ = self.before[start]
+        ops = []
+        for node in self.nodes[start:stop]:
+            slots: Any = node.args[-1] if node.target in IN_MESSAGES else ()
+            operands = tuple(number[x] for x in self.operands(node))
+            ops.append((self.mark(node), operands, tuple(slot - first for slot in slots)))
+        return tuple(ops), tuple(map(self.kind, takes)), tuple(number[node] for node in gives)
+
+    def graph(self, start: int, stop: int) -> fx.Graph:
+        """The graph of a stretch."""
         takes, gives = self._ports(start, stop)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -158,7 +172,15 @@ class _Half:
                 numbers: Any = node.args[-1]
                 made.args = (*made.args[:-1], [number - first for number in numbers])
         graph.output(tuple(env[node] for node in gives))
-        return (graph.python_code("self").src, tuple(map(self.kind, takes))), graph
+        return graph
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """What ``node`` takes, in order, each as often as it does."""
+        if node not in self._operands:
+            found: list[fx.Node] = []
+            self._operands[node] = found
+            fx.node.map_arg((node.args, node.kwargs), found.append)
+        return self._operands[node]
 
     def kind(self, node: fx.Node) -> int:
         """What is the same of values that one graph can take."""
@@ -168,12 +190,11 @@ class _Half:
 
     def mark(self, node: fx.Node) -> int:
         """What is the same of nodes that may be alike: op, numbers, and what is known of each tensor."""
-
-        def plain(x: Any) -> Any:
-            return self.kind(x) if isinstance(x, fx.Node) else x
-
-        args = node.args[:-1] if node.target in IN_MESSAGES else node.args
-        return hash((node.target, repr(fx.node.map_aggregate((args, node.kwargs), plain)), self.kind(node)))
+        if node not in self._marks:
+            args = node.args[:-1] if node.target in IN_MESSAGES else node.args
+            plain = fx.node.map_aggregate((args, node.kwargs), lambda x: self.kind(x) if isinstance(x, fx.Node) else x)
+            self._marks[node] = hash((node.target, repr(plain), self.kind(node)))
+        return self._marks[node]
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:

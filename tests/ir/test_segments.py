@@ -17,7 +17,7 @@ from shardc.ir.segments import Segment, cut
 from shardc.ir.tally import collective_kind
 from shardc.lower import Code, Compiled
 
-WIDTH, DEPTH = 8, 7
+WIDTH, DEPTH = 8, 12
 
 
 class Tower(nn.Module):
