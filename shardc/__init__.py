@@ -8,9 +8,10 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
 from shardc.links import measure_links
+from shardc.passes.options import Options
 from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
 from shardc.precompiled import load
-from shardc.program import Options, Program
+from shardc.program import Program
 from shardc.rules import register_rule
 from shardc.runtime.sim.training import Simulation
 from shardc.train import train_step

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardc.build import Build
 from shardc.capture import input_names, loss_arity
@@ -22,12 +23,12 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
 from shardc.passes.objective import unit_of
+from shardc.passes.options import Options
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.precompiled.identity import described
-from shardc.program import Options
 from shardc.runtime.checked import Checked
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
@@ -166,6 +167,17 @@ def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, p
             raise InputError(f"the {what} {given.__name__} is a class", fix=f"make one first: {given.__name__}(...)")
     if isinstance(model, ShardedModule):
         raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the original model")
+    if (original := getattr(model, "_orig_mod", None)) is not None:
+        raise InputError(
+            f"the model {type(original).__name__} is wrapped by torch.compile; shardc uses Inductor itself",
+            fix="pass the model that torch.compile was given",
+        )
+    for name, param in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if isinstance(param, DTensor):
+            raise InputError(
+                f"parameter {name!r} is a DTensor already, by fully_shard, parallelize_module or distribute_tensor",
+                fix="pass the plain model, and say in the plan what these said",
+            )
     if not isinstance(plan, Plan):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")

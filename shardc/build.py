@@ -18,14 +18,16 @@ from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.joint import Joint, build_joint
 from shardc.lower import artifacts, lower
 from shardc.passes.folded import Folded
+from shardc.passes.options import Options
 from shardc.plan.ports import precision_of, resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, load
 from shardc.precompiled.identity import described
-from shardc.program import Joint, Options, Program, Source, build_joint
+from shardc.program import Program, Source
 from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
@@ -80,11 +82,11 @@ class Build:
                 joint, Source(identity, self._again(template, args, kwargs, with_loss), self._lower_again), folded
             )
 
+        given, keep = (template, self.mesh, self.plan, self.params, args, kwargs), not self.runs
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
-            program = build_folded(template, self.mesh, self.plan, self.params, args, kwargs, make=make, **own)
+            program = build_folded(*given, make=make, keep_stages=keep, **own)
         else:
-            given = template, self.mesh, self.plan, self.params, args, kwargs
-            program = make(build_joint(*given, captured=captured, **own), None)
+            program = make(build_joint(*given, captured=captured, keep=keep, **own), None)
         if self.options.dump:
             program.write_stages(self.options.dump)
         return program

@@ -24,6 +24,7 @@ from shardc.ir.garbage import uncollected
 from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Lookup, Read, Reads
 from shardc.ir.repeat import Repeat
+from shardc.joint import Joint, build_joint
 from shardc.passes.folded import Folded, short_name
 from shardc.passes.options import Options
 from shardc.passes.unfold import Unfold
@@ -31,7 +32,7 @@ from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.ports import ActivationPin, precision_of, resolve_activations
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
-from shardc.program import Joint, Program, build_joint
+from shardc.program import Program
 
 # Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
 KEEP = (4, 6)
@@ -50,6 +51,7 @@ def build_folded(
     options: Options,
     make: Callable[[Joint, Folded | None], Program],
     deferred: frozenset[str] = frozenset(),
+    keep_stages: bool = True,
 ) -> Program:
     """What ``make`` makes of a few of each run of alike blocks, or of the whole model where that has none.
 
@@ -68,7 +70,7 @@ def build_folded(
         with shortened(model, repeats, keep):
             joint = build_joint(
                 model, mesh, plan, {name: found for name, found in short.items() if name is not None}, args, kwargs,
-                device=device, loss=loss, options=options, 
+                device=device, loss=loss, options=options, keep=keep_stages,
                 pins=[replace(pin, module=name) for name, pin in pins if name is not None],
                 deferred=frozenset(name for each in deferred if (name := short_name(each, repeats, keep)) is not None),
             )  # fmt: skip
@@ -86,8 +88,9 @@ def build_folded(
         text = f"blocks {repeats[0] if repeats else ''} are not folded: {why.what}"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     whole = build_joint(
-        model, mesh, plan, params, args, kwargs, device=device, loss=loss, options=options, deferred=deferred
-    )
+        model, mesh, plan, params, args, kwargs, device=device, loss=loss, options=options, deferred=deferred,
+        keep=keep_stages,
+    )  # fmt: skip
     return make(whole, None)
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 
 from shardc import passes
-from shardc._compat import LazyGraphModule, pytree
-from shardc.capture import Captured, Dtypes, Tag, capture
+from shardc._compat import LazyGraphModule
 from shardc.cost.hardware import Hardware, find
 from shardc.cost.sequence import of_halves, of_joint
 from shardc.errors import PlanError
@@ -21,17 +20,11 @@ from shardc.ir import graph as ir
 from shardc.ir import verify
 from shardc.ir.certificate import Certificate, certify, outputs_text
 from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
-from shardc.lower import min_cut, must_recompute, must_save
-from shardc.passes.check import Verify, VerifyHalf
+from shardc.joint import CUT, Joint, Kept
+from shardc.passes.check import VerifyHalf
 from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.folded import Folded
-from shardc.passes.options import Options
-from shardc.plan import ports
-from shardc.plan.bound import BoundPlan
-from shardc.plan.resolve import ParamPlan
-from shardc.plan.value import Plan
 from shardc.precompiled import Identity, save_program
 from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
@@ -39,28 +32,6 @@ from shardc.report.formulas import Costs
 from shardc.report.lint import Finding, lint
 from shardc.report.schedule import Schedule, build, model_flops
 from shardc.validate import near
-
-CUT = passes.Partition.name
-
-
-@dataclass(frozen=True)
-class Joint:
-    """A model's joint graph at local shapes, and what it came of.
-
-    Args:
-        bound: the plan against the model.
-        captured: what was captured.
-        pipeline: the passes, of which those in front of the cut have run.
-        local: the joint graph at local shapes.
-        stages: the graph after each stage so far.
-    """
-
-    bound: BoundPlan
-    options: Options
-    captured: Captured
-    pipeline: passes.Pipeline
-    local: fx.GraphModule
-    stages: dict[str, fx.Graph]
 
 
 @dataclass(frozen=True)
@@ -134,7 +105,7 @@ class Program:
         differentiated = any(role.kind == "grad" for role, _ in ir.outputs(self.joint.local.graph))
         halves = ("", ".backward")[: 1 + differentiated]
         last = [f"{name}{half}" for name in (CUT, *self.halves.names) for half in halves]
-        return tuple(dict.fromkeys((*self.joint.stages, *last)))
+        return (*self.joint.names, *last)
 
     def is_half(self, stage: str) -> bool:
         """Whether the graph after ``stage`` is a forward or a backward, not the joint one."""
@@ -312,71 +283,6 @@ class Program:
                 paths.append(folder / f"{at:02d}_{stage}.txt")
                 paths[-1].write_text(self.text(stage))
         return paths
-
-
-class Kept(passes.Hook):
-    """Keeps a copy of the graph after each stage in ``graphs``, under the stage's name and ``suffix``."""
-
-    def __init__(self, graphs: dict[str, fx.Graph], suffix: str = "") -> None:
-        self.graphs, self.suffix = graphs, suffix
-
-    def after(self, stage: str, gm: fx.GraphModule) -> None:
-        self.graphs[stage + self.suffix] = ir.copied(gm.graph)
-
-
-def build_joint(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Plan,
-    params: Mapping[str, ParamPlan],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    loss: Callable[..., Any] | None,
-    options: Options,
-    deferred: frozenset[str] = frozenset(),
-    captured: Captured | None = None,
-    pins: Sequence[ports.ActivationPin] | None = None,
-) -> Joint:
-    """Captures ``model`` at global example inputs and runs the passes in front of the cut.
-
-    Args:
-        deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
-        captured: the model, captured at these inputs before.
-        pins: what the plan says of activations; by default resolved here, against the model's modules.
-
-    Raises:
-        ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
-    """
-    if pins is None:
-        pins = ports.resolve_activations(plan, [name for name, _ in model.named_modules()])
-    tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-    precision = ports.precision_of(plan, model.training)
-    if captured is None:
-        take = options.capture or capture
-        captured = take(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=Dtypes.of(precision))
-    ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
-    leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
-    shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
-    bound = BoundPlan(
-        plan,
-        mesh,
-        params,
-        inputs=tuple(ports.resolve_inputs(plan, mesh, shapes)),
-        pins={tag.name: pin for tag, pin in zip(tags, pins, strict=True)},
-        outputs=ports.output_specs(plan, captured.output_spec),
-        precision=precision,
-        stored={name: p.dtype for name, p in model.named_parameters()},
-        deferred=deferred,
-    )
-    pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
-    graphs: dict[str, fx.Graph] = {}
-    hooks: list[passes.Hook] = [Kept(graphs), *([Verify(mesh)] if options.verify else ()), *options.hooks]
-    for hook in hooks:
-        hook.after("capture", captured.graph)
-    local = pipeline.until(CUT).run(captured.graph, *hooks)
-    return Joint(bound, options, captured, pipeline, local, graphs)
 
 
 def untied(gm: fx.GraphModule) -> fx.GraphModule:

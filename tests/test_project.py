@@ -25,6 +25,7 @@ ENTRY = {
     "build",
     "cli",
     "fold",
+    "joint",
     "precompiled",
     "program",
 }  # what ties the stages together may import any of them
@@ -56,7 +57,7 @@ FLOORS = (
     {"ir"},
     {"capture", "cost", "lower", "plan", "rules", "runtime"},
     {"links", "optim", "passes", "report", "train"},
-    {"precompiled"},
+    {"joint", "precompiled"},
     {"program"},
     {"debug", "dynamic", "fold"},
     {"build"},

@@ -9,56 +9,18 @@ so is not unfolded: that is an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 from torch import Tensor, fx
 
 from shardc.cost.sequence import ALIASED, aliased
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
+from shardc.passes.unfold_body import Body, Place, calls, phases
 from shardc.passes.unfold_names import Names, NotPeriodic, Run
-
-
-class Place(NamedTuple):
-    """Which of a period's nodes (or of a block's parameters) a node is, and of which block."""
-
-    role: Any
-    block: int
-
-
-@dataclass
-class Body:
-    """The ops of one phase of a graph, and where they repeat.
-
-    Args:
-        nodes: in order.
-        name: of the phase.
-        step: 1 where later periods are of later blocks, -1 where they are of earlier ones.
-        period: nodes of a block.
-        whole: the blocks whose periods are all there and alike, in the order of the nodes.
-        start, end: the nodes that have places.
-    """
-
-    nodes: list[fx.Node]
-    name: str
-    step: int
-    period: int = 0
-    whole: list[int] = field(default_factory=list)
-    start: int = 0
-    end: int = 0
-
-
-def _calls(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-
-
-def _phases(graph: fx.Graph) -> list[Body]:
-    """The ops of forward, then those of backward: of a joint graph, or of a forward that computes some of them."""
-    calls = _calls(graph)
-    phases = {phase: [n for n in calls if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
-    return [Body(phases["forward"], "forward", 1), Body(phases["backward"], "early", -1)]
 
 
 class Unfold:
@@ -79,7 +41,7 @@ class Unfold:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.names = Names(run, keep)
         self.regions = 0  # how many checkpoint regions a block has
-        found = _Unfolding(self, joint, _phases(joint), {})
+        found = _Unfolding(self, joint, phases(joint), {})
         both = sorted(set.intersection(*(set(body.whole) for body in found.bodies if body.nodes)))
         if not both:
             raise NotPeriodic("no block is like the one before it, both forward and backward")
@@ -90,7 +52,11 @@ class Unfold:
             here = [(found.places[node], node) for node in body.nodes[body.start : body.end]]
             pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in here]
             self.names.learn([(_name(x), _name(y), p.block) for p, x, y in pairs if y is not None], body.step)
-            both_of = [(_region(x), _region(y)) for _, x, y in pairs if y is not None and body.step > 0]
+            both_of = [
+                (ir.info(x).origin.region, ir.info(y).origin.region)
+                for _, x, y in pairs
+                if y is not None and body.step > 0
+            ]
             regions |= {y - x for x, y in both_of if x or y}
         if len(regions) > 1:
             raise NotPeriodic("checkpoint regions do not repeat as blocks do")
@@ -99,16 +65,16 @@ class Unfold:
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
         """The joint graph."""
-        return _Unfolding(self, graph, _phases(graph), {}).graph()
+        return _Unfolding(self, graph, phases(graph), {}).graph()
 
     def halves(self, forward: fx.Graph, backward: fx.Graph | None) -> tuple[fx.Graph, fx.Graph | None]:
         """The forward (or the inference), and the backward that the same joint graph was cut into."""
-        first = _Unfolding(self, forward, _phases(forward), {})
+        first = _Unfolding(self, forward, phases(forward), {})
         made = first.graph()
         if backward is None:
             return made, None
         saved = {node.name: place for node, place in first.places.items()}
-        second = _Unfolding(self, backward, [Body(_calls(backward), "backward", -1)], saved)
+        second = _Unfolding(self, backward, [Body(calls(backward), "backward", -1)], saved)
         second.twins = {place: node.name for place, node in first.copied.items()}
         return made, second.graph()
 
@@ -309,7 +275,10 @@ class _Unfolding:
             if place is None
             else partial(self.names.among_blocks, block=place.block, moved_by=shift)
         )
-        return ir.set_info(made, self._renamed(ir.info(node), rename, shift))
+        record = self._renamed(ir.info(node), rename, shift)
+        if record.role is not None and record.role.kind == "saved":
+            record = replace(record, role=replace(record.role, name=made.name))
+        return ir.set_info(made, record)
 
     def _renamed(self, record: Info, rename: Callable[[str], str], shift: int) -> Info:
         origin = record.origin
@@ -336,7 +305,10 @@ class _Unfolding:
                 group += [(role, node)] if block == self.names.last else []
         output = self.new.output(tuple(node for _, node in made))
         output.meta = dict(ir.output_node(self.source).meta)
-        output.meta[ir.ROLES] = tuple(role for role, _ in made)
+        index = count()
+        output.meta[ir.ROLES] = tuple(
+            replace(role, index=next(index)) if role.kind == "saved" else role for role, _ in made
+        )
         if (reads := output.meta.get(ir.READS)) is not None:
             output.meta[ir.READS] = dict(self._reads(reads))
 
@@ -372,10 +344,6 @@ class _Unfolding:
 
 def _name(node: fx.Node) -> str:
     return ir.info(node).name
-
-
-def _region(node: fx.Node) -> int:
-    return ir.info(node).origin.region
 
 
 def _leaves(tree: Any) -> list[Any]:

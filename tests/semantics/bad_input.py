@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import shardc
 from shardc.cost.model import CostModel
@@ -40,6 +41,14 @@ def compiled(plan: Any = None, mesh: Any = DP, model: Any = None, **said: Any) -
     return shardc.compile(Mlp() if model is None else model, mesh, shardc.fsdp("dp") if plan is None else plan, **said)
 
 
+def sharded() -> Mlp:
+    """A model of which one parameter is cut already."""
+    mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=0)
+    model = Mlp()
+    model.up.weight = nn.Parameter(DTensor.from_local(torch.ones(8, 8), mesh, [Shard(0)], run_check=False))
+    return model
+
+
 def lowered(*args: Any, **said: Any) -> Any:
     return compiled(**said).lower(*args)
 
@@ -57,6 +66,12 @@ COMPILE: dict[str, Case] = {
     "a string for a model": (lambda: compiled(model="llama"), InputError, "'llama' is not a model"),
     "no model": (lambda: shardc.compile(None, DP, shardc.fsdp("dp")), InputError, "None is not a model"),
     "a compiled model": (lambda: compiled(model=compiled()), InputError, "Mlp.* is compiled already"),
+    "a model of torch.compile": (
+        lambda: compiled(model=torch.compile(Mlp())),
+        InputError,
+        "Mlp is wrapped",
+    ),
+    "a model of fully_shard": (lambda: compiled(model=sharded()), InputError, "'up.weight' is a DTensor already"),
     "a dict for a mesh": (lambda: compiled(mesh={"dp": 2}), MeshError, "{'dp': 2} is not a mesh"),
     "a number for a mesh": (lambda: compiled(mesh=2), MeshError, "2 is not a mesh"),
     "no mesh": (lambda: compiled(mesh=None), MeshError, "None is not a mesh"),

@@ -1,0 +1,131 @@
+"""A model's joint graph: captured, laid out and made local, in front of the cut into forward and backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardc import passes
+from shardc._compat import LazyGraphModule, pytree
+from shardc.capture import Captured, Dtypes, Tag, capture
+from shardc.ir import graph as ir
+from shardc.ir.mesh import Mesh
+from shardc.lower import min_cut, must_recompute, must_save
+from shardc.passes.check import Verify
+from shardc.passes.options import Options
+from shardc.plan import ports
+from shardc.plan.bound import BoundPlan
+from shardc.plan.resolve import ParamPlan
+from shardc.plan.value import Plan
+
+CUT = passes.Partition.name
+
+
+class Kept(passes.Hook):
+    """Keeps a copy of the graph after each stage in ``graphs``, under the stage's name and ``suffix``."""
+
+    def __init__(self, graphs: dict[str, fx.Graph], suffix: str = "") -> None:
+        self.graphs, self.suffix = graphs, suffix
+
+    def after(self, stage: str, gm: fx.GraphModule) -> None:
+        self.graphs[stage + self.suffix] = ir.copied(gm.graph)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A model's joint graph at local shapes, and what it came of.
+
+    Args:
+        bound: the plan against the model.
+        captured: what was captured.
+        pipeline: the passes, of which those in front of the cut have run.
+        local: the joint graph at local shapes.
+        kept: the graph after each stage so far, or as it was captured alone.
+    """
+
+    bound: BoundPlan
+    options: Options
+    captured: Captured
+    pipeline: passes.Pipeline
+    local: fx.GraphModule
+    kept: dict[str, fx.Graph]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the stages."""
+        return ("capture", *self.pipeline.until(CUT).names)
+
+    @cached_property
+    def stages(self) -> dict[str, fx.Graph]:
+        """The graph after each stage; where they were not kept, the passes run once more."""
+        found = dict(self.kept)
+        if len(found) < len(self.names):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they were given when the passes ran first
+                first = LazyGraphModule(self.captured.graph, ir.copied(found["capture"]))
+                self.pipeline.until(CUT).run(first, Kept(found))
+        return found
+
+
+def build_joint(
+    model: nn.Module,
+    mesh: Mesh,
+    plan: Plan,
+    params: Mapping[str, ParamPlan],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    loss: Callable[..., Any] | None,
+    options: Options,
+    deferred: frozenset[str] = frozenset(),
+    captured: Captured | None = None,
+    pins: Sequence[ports.ActivationPin] | None = None,
+    keep: bool = True,
+) -> Joint:
+    """Captures ``model`` at global example inputs and runs the passes in front of the cut.
+
+    Args:
+        deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
+        captured: the model, captured at these inputs before.
+        pins: what the plan says of activations; by default resolved here, against the model's modules.
+        keep: keep a copy of the graph after each stage, for people who look.
+
+    Raises:
+        ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
+    """
+    if pins is None:
+        pins = ports.resolve_activations(plan, [name for name, _ in model.named_modules()])
+    tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
+    precision = ports.precision_of(plan, model.training)
+    if captured is None:
+        take = options.capture or capture
+        captured = take(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=Dtypes.of(precision))
+    ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
+    leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
+    shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
+    bound = BoundPlan(
+        plan,
+        mesh,
+        params,
+        inputs=tuple(ports.resolve_inputs(plan, mesh, shapes)),
+        pins={tag.name: pin for tag, pin in zip(tags, pins, strict=True)},
+        outputs=ports.output_specs(plan, captured.output_spec),
+        precision=precision,
+        stored={name: p.dtype for name, p in model.named_parameters()},
+        deferred=deferred,
+    )
+    pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
+    graphs: dict[str, fx.Graph] = {}
+    looking: list[passes.Hook] = [*([Verify(mesh)] if options.verify else ()), *options.hooks]
+    for hook in (kept := Kept(graphs), *looking):
+        hook.after("capture", captured.graph)
+    hooks = [kept, *looking] if keep else looking
+    local = pipeline.until(CUT).run(captured.graph, *hooks)
+    return Joint(bound, options, captured, pipeline, local, graphs)
