@@ -55,7 +55,7 @@ def build_folded(
 ) -> Program:
     """What ``make`` makes of a few of each run of alike blocks, or of the whole model where that has none.
 
-    So it is, with a warning, of one whose blocks look alike but do not come out so.
+    So it is of one whose blocks look alike but do not come out so; with ``fold=True`` a warning says why.
     """
     why: NotPeriodic | None = None
     if options.budget_bytes() > 0 and options.fold:

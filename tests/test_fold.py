@@ -300,7 +300,15 @@ def frozen_at(place: int, layers: int) -> Any:
     return made
 
 
+class Dropping(Layer):
+    """A layer that draws."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5, self.training)
+
+
 NEVER = {
+    "draws": lambda: stack_of(lambda at: Dropping(), 6),
     "state": lambda: stack_of(lambda at: Counted(), 6),
     "its number": lambda: stack_of(Scaled, 6),
     "a shared parameter": lambda: tied(6),

@@ -110,7 +110,7 @@ WRONG = {
     "plan": ("--plans, ", ["--plans", "fsdp(dp"]),
     "axis": ("--set cp: no plan speaks of axis 'cp'", ["--set", "cp=2"]),
     "axes": ("speaks of no axis", ["--plans", "Plan()"]),
-    "not one": ("not one", ["--plans", 'tp("tp", colwise=["upp"])']),
+    "not one": ("no combination", ["--plans", 'tp("tp", colwise=["upp"])']),
     "ending": ("plot rows.xyz", ["--plot", "rows.xyz"]),
 }
 

@@ -18,6 +18,12 @@ from shardc.capture.calls import Block, Record, Token, numbered_containers, reco
 from shardc.capture.trace import Dtypes, Loss
 from shardc.ir.repeat import Repeat
 
+# Functions that draw; dropouts do where one of their arguments, ``training``, is true.
+_DRAW = {
+    "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "multinomial",
+    "normal", "uniform", "exponential", "rrelu", "gumbel_softmax",
+}  # fmt: skip
+
 
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Sequence[Repeat], keep: int) -> Iterator[None]:
@@ -85,6 +91,8 @@ def _longest(record: Record, path: str, size: int) -> Repeat | None:
     if any(len(record.blocks[name]) != 1 for name in names):
         return None
     calls = [record.blocks[name][0] for name in names]
+    if any(_draws(event) for call in calls for event in record.events[call.enter : call.exit]):
+        return None
     if any(before.exit > after.enter for before, after in zip(calls, calls[1:], strict=False)):
         return None
     bodies = [_body(record, call, name) for call, name in zip(calls, names, strict=True)]
@@ -98,6 +106,14 @@ def _longest(record: Record, path: str, size: int) -> Repeat | None:
             first = at
     runs = [run for run in runs if run.count > 1 and not _escapes(record, calls, run)]
     return max(runs, key=lambda run: (run.count, -run.first), default=None)
+
+
+def _draws(event: Any) -> bool:
+    """Whether a function draws random numbers, which are others in each block."""
+    func, (args, _), _ = event
+    name = getattr(func, "__name__", "").strip("_")
+    share = any(isinstance(x, float) and x > 0 for x in args)
+    return name in _DRAW or ("dropout" in name and share and any(x is True for x in args))
 
 
 def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], Any], extra: Sequence[Any] = ()) -> Any:

@@ -80,6 +80,7 @@ class _Half:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self.nodes = _in_order(gm.graph)
+        self._ids: dict[Any, int] = {}
         self._kinds: dict[fx.Node, int] = {}
         self._marks: dict[fx.Node, int] = {}
         self._operands: dict[fx.Node, list[fx.Node]] = {}
@@ -185,7 +186,7 @@ class _Half:
     def kind(self, node: fx.Node) -> int:
         """What is the same of values that one graph can take."""
         if node not in self._kinds:
-            self._kinds[node] = hash(_type(node.meta.get("val")))
+            self._kinds[node] = self._id(_type(node.meta.get("val")))
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
@@ -193,8 +194,12 @@ class _Half:
         if node not in self._marks:
             args = node.args[:-1] if node.target in IN_MESSAGES else node.args
             plain = fx.node.map_aggregate((args, node.kwargs), lambda x: self.kind(x) if isinstance(x, fx.Node) else x)
-            self._marks[node] = hash((node.target, repr(plain), self.kind(node)))
+            self._marks[node] = self._id((node.target, repr(plain), self.kind(node)))
         return self._marks[node]
+
+    def _id(self, thing: Any) -> int:
+        """A number that equal things have, and no others."""
+        return self._ids.setdefault(thing, len(self._ids))
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
