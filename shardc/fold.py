@@ -123,7 +123,7 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
     """``read`` of a model of which ``keep`` blocks of a run were captured, as all blocks would have read it."""
     container = "model" + "".join(f"._modules[{part!r}]" for part in run.path.split(".") if part)
-    # Every third part is the number of a child of the container.
+    # Every second part is the number of a child of the container.
     parts = re.split(rf"(?<={re.escape(container)}\._modules\[')(\d+)(?='\])", read.expression)
     texts, numbers = parts[::2], [int(number) for number in parts[1::2]]
     inside = {number for number in numbers if run.first <= number < run.first + keep}

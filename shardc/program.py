@@ -159,10 +159,10 @@ class Program:
         assert second is not None
         return self._scheduled(passes.Absent(used)(untied(second)))
 
-    def _scheduled(self, half: fx.GraphModule, *hooks: passes.Hook) -> fx.GraphModule:
+    def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """``half`` bucketed and scheduled."""
         checks = (VerifyHalf(self.mesh),) if self.options.verify else ()
-        return self.halves.run(half, *checks, *hooks, *self.options.hooks)
+        return self.halves.run(half, *checks, *self.options.hooks)
 
     def certificate(self, training: bool = True) -> Certificate:
         """The order of the collectives of a training step (forward and backward), or of an evaluation."""

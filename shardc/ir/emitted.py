@@ -173,7 +173,6 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
     spans: dict[int, tuple[int, int]] = {}
     held = {name: {-1 - at} for at, name in enumerate(taken)}  # by value, the slots and arguments that it may lie in
     wires: dict[str, set[int]] = {}
-    waits: dict[int, int] = {}
     base = 0
 
     def last(slots: Iterable[int], at: int) -> None:
@@ -185,7 +184,6 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
             last(slots, base + at)
         spans |= {segment.slot + slot: (base + first, base + end) for slot, (first, end) in use.spans.items()}
         for argument, at in use.waits.items():
-            waits.update({-1 - slot: base + at for slot in given[argument] if slot < 0})
             last(wires.pop(segment.takes[argument], ()), base + at)
         for name, found, waiting in zip(segment.gives, use.results, use.wires, strict=True):
             held[name] = set().union(*({segment.slot + x} if x >= 0 else given[-1 - x] for x in found))
@@ -195,7 +193,7 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
     for slots in results:
         last(slots, base)
     given_until = [spans.pop(-1 - at, (0, 0))[1] for at in range(len(taken))]
-    return Uses(spans, given_until, results, waits, [set() for _ in results], base)
+    return Uses(spans, given_until, results, {}, [set() for _ in results], base)
 
 
 def _parts(text: str) -> list[str]:

@@ -193,8 +193,8 @@ class _Half:
         """What is the same of nodes that may be alike: op, numbers, and what is known of each tensor."""
         if node not in self._marks:
             args = node.args[:-1] if node.target in IN_MESSAGES else node.args
-            plain = fx.node.map_aggregate((args, node.kwargs), lambda x: self.kind(x) if isinstance(x, fx.Node) else x)
-            self._marks[node] = self._id((node.target, repr(plain), self.kind(node)))
+            written = fx.node.map_arg((args, node.kwargs), lambda x: f"%{self.kind(x)}")
+            self._marks[node] = self._id((node.target, repr(written), self.kind(node)))
         return self._marks[node]
 
     def _id(self, thing: Any) -> int:

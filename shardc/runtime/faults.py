@@ -77,7 +77,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
             index = collective_at(linecache.getlines(frame.f_code.co_filename), line)
             starts = [node for node in gm.graph.nodes if collective_kind(node) is not None]
             first, takes = (segment.collective, segment.takes) if segment is not None else (0, ())
-            if index is not None and 0 <= first + index < len(starts) and index >= 0:
+            if index is not None and 0 <= index < len(starts) - first:
                 found = starts[first + index]
             elif index is not None and -1 - index in range(len(takes)):
                 found = next(_start(node) for node in gm.graph.nodes if node.name == takes[-1 - index])
