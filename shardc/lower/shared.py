@@ -33,7 +33,7 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     several = dist.is_initialized() and dist.get_world_size() > 1
     shares = several and config.fx_graph_cache and not config.force_disable_caches
     locks = {gm: FileLock(_folder() / _name(gm, kind)) for gm, kind in graphs.items()} if shares else {}
-    waiting = deque(graphs)
+    waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # what takes long is not begun last
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
         gm = _free(waiting, locks) if shares else waiting.popleft()
