@@ -19,7 +19,7 @@ from shardc.fold import build_folded
 from shardc.ir.executable import INFERENCE
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.joint import Joint, build_joint
+from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
 from shardc.lower.inductor import artifacts
 from shardc.passes.folded import Folded
@@ -68,10 +68,6 @@ class Build:
         deferred: frozenset[str] = frozenset(),
         captured: Captured | None = None,
     ) -> Program:
-        own: Any = {
-            "device": self.device, "loss": self.loss if with_loss else None, "options": self.options,
-            "deferred": deferred,
-        }  # fmt: skip
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = Surroundings.now(self.device)
         signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
@@ -84,11 +80,14 @@ class Build:
                 joint, Source(identity, self._again(template, args, kwargs, with_loss), self._lower_again), folded
             )
 
-        given, keep = (template, self.mesh, self.plan, self.params, args, kwargs), not self.runs
+        asked = Request(
+            template, self.mesh, self.plan, self.params, args, kwargs, self.device, self.loss if with_loss else None,
+            self.options, deferred, keep_stages=not self.runs,
+        )  # fmt: skip
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
-            program = build_folded(*given, make=make, keep_stages=keep, **own)
+            program = build_folded(asked, make)
         else:
-            program = make(build_joint(*given, captured=captured, keep=keep, **own), None)
+            program = make(build_joint(asked, captured), None)
         if self.options.dump:
             program.write_stages(self.options.dump)
         return program

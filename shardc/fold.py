@@ -15,83 +15,66 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from typing import Any
 
-import torch
-from torch import nn
-
 from shardc.capture import Dtypes, find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir.garbage import uncollected
-from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Lookup, Read, Reads
 from shardc.ir.repeat import Repeat
-from shardc.joint import Joint, build_joint
+from shardc.joint import Joint, Request, build_joint
 from shardc.passes.folded import Folded, short_name
-from shardc.passes.options import Options
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
-from shardc.plan.ports import ActivationPin, precision_of, resolve_activations
+from shardc.plan.ports import ActivationPin
 from shardc.plan.resolve import ParamPlan
-from shardc.plan.value import Plan
 from shardc.program import Program
 
 # Blocks that stand for all of a run: the first and the last may differ from those between, of which two are compared.
 KEEP = (4, 6)
 
 
-def build_folded(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Plan,
-    params: Mapping[str, ParamPlan],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    loss: Callable[..., Any] | None,
-    options: Options,
-    make: Callable[[Joint, Folded | None], Program],
-    deferred: frozenset[str] = frozenset(),
-    keep_stages: bool = True,
-) -> Program:
+def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]) -> Program:
     """What ``make`` makes of a few of each run of alike blocks, or of the whole model where that has none.
 
     So it is of one whose blocks look alike but do not come out so; with ``fold=True`` a warning says why.
     """
     why: NotPeriodic | None = None
+    model, options = asked.model, asked.options
     if options.budget_bytes() > 0 and options.fold:
         text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     for keep in KEEP if options.budget_bytes() <= 0 else ():
-        repeats = _repeats(model, plan, params, args, kwargs, device, loss, keep)
+        repeats = _repeats(asked, keep)
         if not repeats:
             break
-        short = {short_name(name, repeats, keep): found for name, found in params.items()}
-        pins = [(short_name(pin.module, repeats, keep), pin) for pin in _pins(model, plan)]
+        few = _of_few(asked, repeats, keep)
         with shortened(model, repeats, keep):
-            joint = build_joint(
-                model, mesh, plan, {name: found for name, found in short.items() if name is not None}, args, kwargs,
-                device=device, loss=loss, options=options, keep=keep_stages,
-                pins=[replace(pin, module=name) for name, pin in pins if name is not None],
-                deferred=frozenset(name for each in deferred if (name := short_name(each, repeats, keep)) is not None),
-            )  # fmt: skip
+            joint = build_joint(few)
         try:
             with uncollected():
                 stored = {name: p.dtype for name, p in model.named_parameters()}
-                bound = replace(joint.bound, params=params, stored=stored, deferred=deferred)
-                reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, loss))
+                bound = replace(joint.bound, params=asked.params, stored=stored, deferred=asked.deferred)
+                reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, asked.loss))
                 program = make(joint, Folded(tuple(repeats), keep, _unfolds(joint, repeats, keep), bound, reads))
                 _ = program.forward or program.inference
             return program
         except NotPeriodic as error:
             why = error
     if why is not None and options.fold:
-        text = f"blocks {repeats[0] if repeats else ''} are not folded: {why.what}"
+        text = f"alike blocks are not folded: {why.what}"
         warnings.warn(ShardcWarning(text), stacklevel=2)
-    whole = build_joint(
-        model, mesh, plan, params, args, kwargs, device=device, loss=loss, options=options, deferred=deferred,
-        keep=keep_stages,
-    )  # fmt: skip
-    return make(whole, None)
+    return make(build_joint(asked), None)
+
+
+def _of_few(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
+    """What is asked of the shortened model."""
+    params = {short_name(name, repeats, keep): found for name, found in asked.params.items()}
+    pins = [(short_name(pin.module, repeats, keep), pin) for pin in asked.activations()]
+    return replace(
+        asked,
+        params={name: found for name, found in params.items() if name is not None},
+        pins=[replace(pin, module=name) for name, pin in pins if name is not None],
+        deferred=frozenset(n for each in asked.deferred if (n := short_name(each, repeats, keep)) is not None),
+    )
 
 
 def _unfolds(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
@@ -127,7 +110,8 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
     parts = re.split(rf"(?<={re.escape(container)}\._modules\[')(\d+)(?='\])", read.expression)
     texts, numbers = parts[::2], [int(number) for number in parts[1::2]]
     inside = {number for number in numbers if run.first <= number < run.first + keep}
-    if len(inside) > 1 or re.search(rf"{re.escape(container)}\S*\[\d+\]", read.expression):
+    by_number = rf"{re.escape(container)}(?!\._modules\['\d+'\])\S*\[\d+\]"  # what a block holds may be numbered
+    if len(inside) > 1 or re.search(by_number, read.expression):
         raise NotPeriodic(f"the model reads {read}, which is not of one block by name")
 
     def of(block: int) -> Read:
@@ -141,34 +125,22 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
     return found
 
 
-def _repeats(
-    model: nn.Module,
-    plan: Plan,
-    params: Mapping[str, ParamPlan],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    loss: Callable[..., Any] | None,
-    keep: int,
-) -> list[Repeat]:
+def _repeats(asked: Request, keep: int) -> list[Repeat]:
     """The runs of blocks that do the same and of which the plan says the same."""
-    precision = precision_of(plan, model.training)
+    precision, pins = asked.precision, asked.activations()
     dtypes = Dtypes(precision.param, precision.buffers, precision.output)
-    found = find_repeats(model, args, kwargs, device=device, keep=keep, loss=loss, dtypes=dtypes)
-    pins = _pins(model, plan)
+    found = find_repeats(
+        asked.model, asked.args, asked.kwargs, device=asked.device, keep=keep, loss=asked.loss, dtypes=dtypes
+    )
     out = []
     for each in found:
-        said = [_said(name, params, pins) for name in each.names()]
+        said = [_said(name, asked.params, pins) for name in each.names()]
         starts = [0, *(at for at in range(1, each.count) if said[at] != said[at - 1]), each.count]
         runs = [Repeat(each.path, each.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
         longest = max(runs, key=lambda run: run.count)
         if longest.count > keep:
             out.append(longest)
     return out
-
-
-def _pins(model: nn.Module, plan: Plan) -> list[ActivationPin]:
-    return resolve_activations(plan, [name for name, _ in model.named_modules()])
 
 
 def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin]) -> Any:

@@ -21,6 +21,7 @@ from shardc.passes.check import Verify
 from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.bound import BoundPlan
+from shardc.plan.entries import Precision
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
 
@@ -73,59 +74,76 @@ class Joint:
         return found
 
 
-def build_joint(
-    model: nn.Module,
-    mesh: Mesh,
-    plan: Plan,
-    params: Mapping[str, ParamPlan],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    loss: Callable[..., Any] | None,
-    options: Options,
-    deferred: frozenset[str] = frozenset(),
-    captured: Captured | None = None,
-    pins: Sequence[ports.ActivationPin] | None = None,
-    keep: bool = True,
-) -> Joint:
-    """Captures ``model`` at global example inputs and runs the passes in front of the cut.
+@dataclass(frozen=True)
+class Request:
+    """A model, a call of it, and what to compile it for.
 
     Args:
+        params: what the plan says of each parameter.
+        args, kwargs: example inputs at global shapes.
         deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
+        keep_stages: keep a copy of the graph after each stage, for people who look.
+        pins: what the plan says of activations; by default resolved against the model's modules.
+    """
+
+    model: nn.Module
+    mesh: Mesh
+    plan: Plan
+    params: Mapping[str, ParamPlan]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    device: torch.device
+    loss: Callable[..., Any] | None
+    options: Options
+    deferred: frozenset[str] = frozenset()
+    keep_stages: bool = True
+    pins: Sequence[ports.ActivationPin] | None = None
+
+    @property
+    def precision(self) -> Precision:
+        return ports.precision_of(self.plan, self.model.training)
+
+    def activations(self) -> Sequence[ports.ActivationPin]:
+        """What the plan says of activations."""
+        if self.pins is not None:
+            return self.pins
+        return ports.resolve_activations(self.plan, [name for name, _ in self.model.named_modules()])
+
+
+def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
+    """Captures the model at its example inputs and runs the passes in front of the cut.
+
+    Args:
         captured: the model, captured at these inputs before.
-        pins: what the plan says of activations; by default resolved here, against the model's modules.
-        keep: keep a copy of the graph after each stage, for people who look.
 
     Raises:
         ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
     """
-    if pins is None:
-        pins = ports.resolve_activations(plan, [name for name, _ in model.named_modules()])
+    model, mesh, plan, options, device = asked.model, asked.mesh, asked.plan, asked.options, asked.device
+    args, kwargs, pins, precision = asked.args, asked.kwargs, asked.activations(), asked.precision
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-    precision = ports.precision_of(plan, model.training)
     if captured is None:
         take = options.capture or capture
-        captured = take(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=Dtypes.of(precision))
+        captured = take(model, args, kwargs, device=device, loss=asked.loss, tags=tags, dtypes=Dtypes.of(precision))
     ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     bound = BoundPlan(
         plan,
         mesh,
-        params,
+        asked.params,
         inputs=tuple(ports.resolve_inputs(plan, mesh, shapes)),
         pins={tag.name: pin for tag, pin in zip(tags, pins, strict=True)},
         outputs=ports.output_specs(plan, captured.output_spec),
         precision=precision,
         stored={name: p.dtype for name, p in model.named_parameters()},
-        deferred=deferred,
+        deferred=asked.deferred,
     )
     pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
     graphs: dict[str, fx.Graph] = {}
     looking: list[passes.Hook] = [*([Verify(mesh)] if options.verify else ()), *options.hooks]
     for hook in (kept := Kept(graphs), *looking):
         hook.after("capture", captured.graph)
-    hooks = [kept, *looking] if keep else looking
+    hooks = [kept, *looking] if asked.keep_stages else looking
     local = pipeline.until(CUT).run(captured.graph, *hooks)
     return Joint(bound, options, captured, pipeline, local, graphs)

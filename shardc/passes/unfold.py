@@ -45,7 +45,10 @@ class Unfold:
         both = sorted(set.intersection(*(set(body.whole) for body in found.bodies if body.nodes)))
         if not both:
             raise NotPeriodic("no block is like the one before it, both forward and backward")
-        self.names.last = both[len(both) // 2]
+        # New blocks read from this one in forward and from the one behind it in backward: both are far from the ends,
+        # for in the halves, the blocks there may be less alike than they are here.
+        middle = run.first + (keep - 1) // 2
+        self.names.last = min(both, key=lambda block: abs(block - middle))
         at = {place: node for node, place in found.places.items() if node.op != "placeholder"}
         regions: set[int] = set()
         for body in found.bodies:
