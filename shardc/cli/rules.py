@@ -30,10 +30,11 @@ class Line(NamedTuple):
     source: str
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("rules", help="list the sharding rules")
+HELP = "list the sharding rules"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--op", default="*", metavar="GLOB", help="only ops whose name fits, e.g. 'aten.*scatter*'")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from shardc._compat import pytree
@@ -23,6 +22,7 @@ from shardc.passes.check import Verify
 from shardc.plan.entries import Precision
 from shardc.plan.ports import batch_axes, grad_mode
 from shardc.program import Program
+from shardc.report.export import plain
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # what a tensor's largest element counts as at least
@@ -61,7 +61,7 @@ class Verdict:
     def text(self) -> str:
         """As text: a line a stage, then the verdict."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
-        shown = tabulate(rows, ("stage", "error", "worst result"), tablefmt="plain", disable_numparse=True)
+        shown = plain(rows, ("stage", "error", "worst result"))
         if self.stage is None:
             return f"{shown}\n\nevery stage computes what one device does\n"
         named = f", at %{self.node}" if self.node else ""
