@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc.cost.again import runs_again
+from shardc.ir import comm, tally
 from shardc.ir import graph as ir
-from shardc.ir import tally
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan
 from shardc.ir.garbage import uncollected
 from shardc.ir.graph import Role
@@ -187,13 +187,9 @@ def kind_of(node: fx.Node) -> str:
         return INPUT
     if tally.collective_kind(node) is not None or move_kind(node) is not None:
         return START
-    if is_wait(node):
+    if node.target is comm.WAIT:
         return WAIT
     return MOVE if node.target is getitem or aliased(node) is not None else COMPUTE
-
-
-def is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def aliased(node: fx.Node) -> fx.Node | None:

@@ -16,7 +16,6 @@ from shardc.capture import loss_arity
 from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_one_device, on_ranks, refuse
 from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.graph import Value
 from shardc.ir.verify import window
 from shardc.passes.check import Verify
 from shardc.plan.entries import Precision
@@ -149,8 +148,8 @@ class _Stages:
             raise InputError("the plan computes in lower precision than one device", plan_entry=said, fix=fix)
         refuse(program.graph("capture"))
         placed = program.graph("collectives")
-        self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if _is_tensor(n)}
-        self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and _is_tensor(n)}
+        self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if ir.is_tensor(n)}
+        self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and ir.is_tensor(n)}
         self.checked: list[Checked] = []
         self.before: dict[str, Tensor | str] = {}
         self.verifier = Verify(self.mesh)
@@ -244,10 +243,6 @@ class _Stages:
                 if off > self.tolerance:
                     return node, off
         return None, 0.0
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(ir.info(node).value, Value)
 
 
 def _error(made: Tensor | str, right: Tensor) -> float:

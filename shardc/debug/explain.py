@@ -13,7 +13,6 @@ from shardc.cost.hardware import Hardware
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.choose import priced
@@ -143,7 +142,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     graph, folded = program.whole("collectives"), program.folded
     by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
     node = by_name.get(tensor.removeprefix("%"))
-    if node is None or not isinstance(ir.info(node).value, Value):
+    if node is None or not ir.is_tensor(node):
         near = get_close_matches(tensor, by_name, n=3)
         fix = f"did you mean {' or '.join(map(repr, near))}?" if near else "dump the stage collectives to see its names"
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)

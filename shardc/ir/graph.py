@@ -7,12 +7,12 @@ value the local tensor is a shard.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc.ir.layout import Layout
 
@@ -144,6 +144,18 @@ def value(node: fx.Node) -> Value:
     return made
 
 
+def is_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` makes one tensor."""
+    return isinstance(info(node).value, Value)
+
+
+def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
+    """What a node makes whose example value is ``val``: a tensor, several of them, or neither."""
+    if isinstance(val, (tuple, list)):
+        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
+    return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
+
+
 def role(node: fx.Node) -> Role:
     """What the placeholder ``node`` is."""
     found = info(node).role
@@ -172,6 +184,12 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
     """(role, node or None) of each output in order."""
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
+
+
+def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:
+    """Puts what ``change`` makes of each output that is a node in its place."""
+    made = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
+    output_node(graph).args = (tuple(made),)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

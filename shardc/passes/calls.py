@@ -9,6 +9,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
+from shardc.ir.tally import arguments_of
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec
@@ -33,13 +34,12 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of ``node`` in schema order, a list's items one by one: as `Call.operands`."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return [x for x in node.all_input_nodes if isinstance(ir.info(x).value, Value)]
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    out = []
+        return [x for x in node.all_input_nodes if ir.is_tensor(x)]
+    given, out = arguments_of(node), []
     for argument in schema.arguments:
         item = given.get(argument.name)
         for x in item if isinstance(item, (list, tuple)) else (item,):
-            if isinstance(x, fx.Node) and isinstance(ir.info(x).value, Value):
+            if isinstance(x, fx.Node) and ir.is_tensor(x):
                 out.append(x)
     return out
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
 from torch import fx
 
 from shardc.cost.kernels import is_dense
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Value, output_node
 from shardc.ir.host import move_kind
 from shardc.passes.starts import is_start, result_bytes
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 # Below this an op costs its launch and no more, and what it makes may lie about.
 SMALL = 1 << 16  # bytes
@@ -46,7 +44,7 @@ def from_start(graph: fx.Graph) -> frozenset[fx.Node]:
             if ops is not None and move_kind(node) == "to_device" and output not in node.users:
                 free.add(node)
                 early.add(node)
-        elif node.target is _WAIT:
+        elif node.target is WAIT:
             if output not in node.users:
                 free.add(node)
                 early.add(node)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
@@ -213,19 +213,11 @@ class Emitter:
         return self.graph
 
     def _record(self, node: fx.Node, name: str, like: Info) -> None:
-        ir.set_info(node, replace(like, name=self.names.fresh(name), value=_value(node.meta["val"])))
+        ir.set_info(node, replace(like, name=self.names.fresh(name), value=ir.value_of(node.meta["val"])))
 
 
 def _fakes(arguments: Any) -> Any:
     return fx.map_arg(arguments, lambda n: n.meta["val"])
-
-
-def _value(val: Any) -> Value | tuple[Value | None, ...] | None:
-    if isinstance(val, Tensor):
-        return Value(val.dtype, tuple(val.shape))
-    if isinstance(val, (tuple, list)):
-        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
-    return None
 
 
 def _short(target: Any) -> str:

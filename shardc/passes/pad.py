@@ -22,7 +22,7 @@ from torch import fx
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.graph import Info, NameScope
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.padding import (
@@ -38,7 +38,7 @@ from shardc.ir.padding import (
     unpadded,
 )
 from shardc.passes.calls import VIEWS, call_of, operands_of, with_operands
-from shardc.passes.forms import Forms, Padded, value_of
+from shardc.passes.forms import Forms, Padded
 from shardc.passes.neutral import neutral
 from shardc.rules import find_rule, linalg, pointwise, random, spec_of
 from shardc.rules.rule import Call, Local
@@ -118,7 +118,7 @@ class _Padder(Forms):
         return self.graph.node_copy(node, self.without)
 
     def _inputs(self) -> None:
-        tensors = [node for node in ir.placeholders(self.old, "input") if isinstance(ir.info(node).value, Value)]
+        tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]
         for at, (layout, cause) in self.options.inputs.items():
             node = tensors[at]
             self.record = replace(ir.info(node), role=None)
@@ -127,7 +127,9 @@ class _Padder(Forms):
             grown = self.grown(self.plain[node], padding)
             placed = self.graph.call_function(ops.reshard, (grown,))
             placed.meta["val"] = grown.meta["val"]
-            record = replace(self.record, name=self.names.fresh(f"{self.record.name}.placed"), value=value_of(grown))
+            record = replace(
+                self.record, name=self.names.fresh(f"{self.record.name}.placed"), value=ir.value_of(grown.meta["val"])
+            )
             origin = replace(record.origin, cause=cause)
             ir.set_info(placed, replace(record.at(layout), origin=origin))
             self.padded[node] = Padded(placed, padding, 0)
@@ -177,7 +179,7 @@ class _Padder(Forms):
         before = self.at(source, have)
         made = self.graph.call_function(ops.tag, (before,), dict(node.kwargs))
         made.meta["val"] = self.val(before)
-        ir.set_info(made, replace(self.record, value=value_of(made)))
+        ir.set_info(made, replace(self.record, value=ir.value_of(made.meta["val"])))
         self._keep(node, made, have, self.padded[source].filling if source in self.padded else 0)
 
     def _op(self, node: fx.Node) -> None:

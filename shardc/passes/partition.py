@@ -11,6 +11,7 @@ from torch import fx
 
 from shardc.cost.again import runs_again
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Role
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 
@@ -141,7 +142,7 @@ def _drop_dead(graph: fx.Graph) -> None:
 def _wait_once(graph: fx.Graph) -> None:
     """One wait on each collective: the cut makes one of equal ones (two biases of one sum), but not of their waits."""
     for node in [node for node in graph.nodes if _is_collective(node) and len(node.users) > 1]:
-        waits = [user for user in node.users if user.target is torch.ops._c10d_functional.wait_tensor.default]
+        waits = [user for user in node.users if user.target is WAIT]
         for wait in waits[1:]:
             wait.replace_all_uses_with(waits[0])
             graph.erase_node(wait)

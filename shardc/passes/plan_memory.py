@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.sequence import aliased, is_wait
+from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, waits_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import arguments_of, group_axes
-from shardc.passes.starts import is_start, waits_of
+from shardc.passes.starts import is_start
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether what ``node`` makes lies, in part or whole, in its operands' memory."""
-    if is_wait(node) or node.target is getitem or aliased(node) is not None:
+    if node.target is WAIT or node.target is getitem or aliased(node) is not None:
         return True
     if node.target is torch.ops.aten.reshape.default:
         return False  # one that copies

@@ -8,10 +8,11 @@ from itertools import accumulate
 
 from torch import fx
 
+from shardc.ir.comm import waits_of
 from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
-from shardc.passes.starts import is_start, leaving, result_bytes, waits_of
+from shardc.passes.starts import is_start, leaving, result_bytes
 
 
 @dataclass(frozen=True)

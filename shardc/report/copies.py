@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.sequence import aliased, is_wait
+from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
@@ -130,7 +130,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _ends(node: fx.Node, backward: bool) -> bool:
-    return collective_kind(node) is not None if backward else node.op == "call_function" and is_wait(node)
+    return collective_kind(node) is not None if backward else node.target is WAIT
 
 
 def _tensors(val: Any) -> list[Tensor]:

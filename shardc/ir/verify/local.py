@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from math import prod
 
-import torch
 from torch import fx
 
 from shardc.ir import grammar, text
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.host import move_kind
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
@@ -41,7 +41,7 @@ def places(subject: Subject) -> Broken:
                     node,
                     f"it does not move {'from the host to the device' if kind == 'to_device' else 'to the host'}",
                 )
-        elif node.target is torch.ops._c10d_functional.wait_tensor.default:
+        elif node.target is WAIT:
             if reads != makes:
                 yield node, "a wait moves nothing between host and device"
         elif True in reads | makes:
@@ -84,6 +84,6 @@ def waits(subject: Subject) -> Broken:
             if not users:
                 yield result, "nothing waits for it"
             for user in users:
-                if user.target is not torch.ops._c10d_functional.wait_tensor.default:
+                if user.target is not WAIT:
                     shown = "the outputs" if user.op == "output" else grammar.name_text(info(user).name)
                     yield result, f"{shown} uses it before it is waited on"
