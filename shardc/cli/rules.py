@@ -47,13 +47,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def listed() -> Iterator[Line]:
-    """Our own rules, then what only torch's tables cover, then core ATen ops without either."""
+    """Our own rules, then ops that are decomposed or that only torch's tables cover, then core ATen ops without any."""
     for op, rule in sorted(RULES.items()):
         yield Line(op, rule.text, "own")
     known = {overload: source(overload) for overload in aten_overloads() if functional(overload)}
     for overload, where in known.items():
-        if where == "torch" and not overload._opname.startswith(("_foreach", "_fused")):
-            yield Line(str(overload), FROM_TORCH, "torch")
+        if where == "decomposed":
+            yield Line(str(overload), "into ops with rules of their own", where)
+        elif where == "torch" and not overload._opname.startswith(("_foreach", "_fused")):
+            yield Line(str(overload), FROM_TORCH, where)
     for overload in core_aten():
         if source(overload) == "none":
             yield Line(str(overload), "computed whole, with a warning", "none")
