@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ class Value:
     @property
     def itemsize(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a tensor of this shape."""
+        return prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch.")) + ("<host>" if self.host else "")
@@ -115,6 +121,16 @@ class Info:
     origin: Origin = field(default_factory=Origin)
     role: Role | None = None
     needs: tuple[Layout, ...] | None = None
+
+    @property
+    def values(self) -> tuple[Value | None, ...]:
+        """``value`` as one or several."""
+        return self.value if isinstance(self.value, tuple) else (self.value,)
+
+    @property
+    def tensors(self) -> list[Value]:
+        """The tensors that the node makes."""
+        return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
         """The same at ``layout`` (a tuple for several results)."""

@@ -22,7 +22,7 @@ from torch import fx
 from shardc.cost.model import CostModel
 from shardc.ir.graph import NameScope, Value, info, set_info, value
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import arguments_of, group_axes, wire_elements
+from shardc.ir.tally import arguments_of, group_of, wire_elements
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -59,7 +59,7 @@ class Algorithms:
         for node in native:
             kind, spelled = _TARGETS[node.target]
             start = _Start(node, self.mesh, self.cost, names)
-            if start.seconds(kind) < start.native(kind):
+            if start.gains(kind):
                 spelled(start)
                 changed = True
         if changed:
@@ -76,35 +76,16 @@ class _Start:
         self.arguments = arguments_of(node)
         self.x: fx.Node = self.arguments["input"]
         self.group: str = self.arguments["group_name"]
-        axes = group_axes(self.group, mesh)
-        assert axes is not None, f"{node} is over no group of {mesh}"
-        self.ranks = prod(mesh.size(axis) for axis in axes)
+        self.ranks = group_of(node, mesh)[1]
         (self.wait,) = node.users
 
-    # --- costs
-
-    def native(self, kind: str, shrink: int = 1) -> float:
-        """Seconds of the native collective of ``kind``, of a ``shrink``-th of the tensor."""
+    def gains(self, kind: str, shrink: int = 1) -> bool:
+        """Whether the other algorithm for ``kind``, of a ``shrink``-th of the tensor, is faster than the native one."""
         held = prod(value(self.x).shape) // shrink
-        return self.cost.seconds(kind, self.ranks, wire_elements(kind, self.ranks, held) * value(self.x).itemsize)
-
-    def seconds(self, kind: str, shrink: int = 1) -> float:
-        """Seconds of the other algorithm for ``kind``."""
-        held = prod(value(self.x).shape) // shrink * value(self.x).itemsize
-        if kind == "reduce_scatter":
-            return self.native("all_to_all", shrink) + self.cost.compute_seconds(0, held + held / self.ranks)
-        if kind == "all_gather":
-            wire = (self.ranks - 1) * held
-            copies = self.cost.compute_seconds(0, (self.ranks + 1) * held)
-            return copies + self.cost.seconds("all_to_all", self.ranks, wire)
-        if prod(value(self.x).shape) % self.ranks:
-            return float("inf")
-        return self.best("reduce_scatter", shrink) + self.best("all_gather", shrink * self.ranks)
-
-    def best(self, kind: str, shrink: int = 1) -> float:
-        return min(self.native(kind, shrink), self.seconds(kind, shrink))
-
-    # --- nodes
+        if self.ranks == 1 or (kind == "all_reduce" and held % self.ranks):
+            return False
+        wire = wire_elements(kind, self.ranks, held) * value(self.x).itemsize
+        return self.cost.other_seconds(kind, self.ranks, wire) < self.cost.seconds(kind, self.ranks, wire)
 
     def emit(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node in front of ``before``, recorded as what it stands beside."""
@@ -157,12 +138,12 @@ def _all_gather(start: _Start) -> None:
 def _all_reduce(start: _Start) -> None:
     shape, op = value(start.x).shape, start.arguments["reduce_op"]
     flat = start.emit(start.node, aten.reshape.default, start.x, [prod(shape)])
-    if start.seconds("reduce_scatter") < start.native("reduce_scatter"):
+    if start.gains("reduce_scatter"):
         piece = start.scatter(flat, op)
     else:
         piece = start.emit(start.node, c10d.reduce_scatter_tensor.default, flat, op, start.ranks, start.group)
         piece = start.emit(start.wait, c10d.wait_tensor.default, piece)
-    if start.seconds("all_gather", start.ranks) < start.native("all_gather", start.ranks):
+    if start.gains("all_gather", start.ranks):
         whole = start.gather(piece, start.wait)
     else:
         whole = start.emit(start.wait, c10d.all_gather_into_tensor.default, piece, start.ranks, start.group)

@@ -20,13 +20,11 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 def call_of(node: fx.Node) -> Call:
     """The call of an aten (or custom) op node: global shapes, no layouts."""
-    made = ir.info(node).value
-    results = made if isinstance(made, tuple) else (made,)
     return Call(
         target=node.target,
         args=tuple(_plain(a) for a in node.args),
         kwargs=tuple(sorted((k, _plain(a)) for k, a in node.kwargs.items())),
-        results=tuple(v and Value(v.dtype, v.shape) for v in results),
+        results=tuple(v and Value(v.dtype, v.shape) for v in ir.info(node).values),
     )
 
 

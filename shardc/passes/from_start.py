@@ -6,8 +6,6 @@ is a count of the targets. Buckets and the schedule may take such a collective t
 
 from __future__ import annotations
 
-from math import prod
-
 from torch import fx
 
 from shardc.cost.kernels import is_dense
@@ -82,4 +80,4 @@ def pull(graph: fx.Graph, free: frozenset[fx.Node], wished: dict[fx.Node, float]
 def _bytes(node: fx.Node) -> int | None:
     """The size of what a local op makes; None where it is not one tensor."""
     made = ir.info(node).value
-    return prod(made.shape) * made.itemsize if isinstance(made, Value) else None
+    return made.nbytes if isinstance(made, Value) else None

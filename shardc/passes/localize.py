@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.comm import group_name
 from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
@@ -88,9 +90,7 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     call = call_of(node)
     spec = spec_of(call)
     assert spec is not None
-    made = ir.info(node).value
-    values = made if isinstance(made, tuple) else (made,)
-    layouts = tuple(v.layout for v in values if v is not None and v.layout is not None)
+    layouts = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
     operands = tuple(ir.layout(x) for x in operands_of(node))
     return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs, partial(_true_size, node)))
 
@@ -167,10 +167,7 @@ class Emitter:
         return tuple(x.meta["val"].shape)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        size = 1
-        for axis in axes:
-            size *= self.mesh.size(axis)
-        return size, "shardc:" + ",".join(axes)
+        return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- the frame
 

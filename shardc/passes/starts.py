@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from operator import getitem
 
 import torch
@@ -32,9 +31,7 @@ def is_start(node: fx.Node) -> bool:
 
 def result_bytes(node: fx.Node) -> int:
     """Bytes of what the collective or move ``node`` makes."""
-    made = ir.info(node).value
-    values = made if isinstance(made, tuple) else (made,)
-    return sum(prod(v.shape) * v.itemsize for v in values if v is not None)
+    return sum(value.nbytes for value in ir.info(node).tensors)
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -25,7 +25,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
-from shardc.ir.tally import arguments_of, collective_kind, group_axes
+from shardc.ir.tally import collective_kind, group_of
 
 aten = torch.ops.aten
 
@@ -83,9 +83,7 @@ def table(found: list[Copy]) -> str:
 
 def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
     kind, name, made = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
-    axes = group_axes(arguments_of(node)["group_name"], mesh)
-    assert axes is not None, f"{node} is over no group of {mesh}"
-    ranks = prod(mesh.size(axis) for axis in axes)
+    _, ranks = group_of(node, mesh)
     for read in node.all_input_nodes:
         val = read.meta["val"]
         if isinstance(val, Tensor) and not val.is_contiguous():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir import grammar, text
+from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
 from shardc.ir.graph import Role, info, outputs
@@ -102,7 +102,7 @@ def slots(subject: Subject) -> Broken:
         if node.target in IN_MESSAGES:
             numbers: Any = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)
-            results = len(text.tensors(info(node)))  # what comes and goes in one message is behind them
+            results = len(info(node).tensors)  # what comes and goes in one message is behind them
             for k, number in enumerate(numbers):
                 maker[number], used[number] = node, (at, at if k < results else max(at, arrived))
             lies[node] = frozenset(numbers[:results])

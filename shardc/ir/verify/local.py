@@ -7,7 +7,7 @@ from math import prod
 
 from torch import fx
 
-from shardc.ir import grammar, text
+from shardc.ir import grammar
 from shardc.ir.comm import WAIT
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.host import move_kind
@@ -18,7 +18,7 @@ from shardc.ir.verify.subject import Broken, Subject
 def types(subject: Subject) -> Broken:
     """Shapes are local: no tensor has a layout, and what is stored and what comes back have one shape."""
     for node in subject.nodes[:-1]:
-        for one in text.tensors(info(node)):
+        for one in info(node).tensors:
             if one.layout is not None:
                 yield node, f"a local tensor has a layout: {one}"
     for role, made in outputs(subject.gm.graph):
@@ -33,8 +33,8 @@ def places(subject: Subject) -> Broken:
     """Only moves between host and device read or make what lies on the host: parameters, and their gradients."""
     for node in subject.calls:
         kind = move_kind(node)
-        reads = {value.host for x in node.all_input_nodes for value in text.tensors(info(x))}
-        makes = {value.host for value in text.tensors(info(node))}
+        reads = {value.host for x in node.all_input_nodes for value in info(x).tensors}
+        makes = {value.host for value in info(node).tensors}
         if kind is not None:
             if (reads, makes) != ({kind == "to_device"}, {kind == "to_host"}):
                 yield (
