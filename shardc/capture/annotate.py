@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -65,7 +65,7 @@ def annotate(
             record = Info(
                 names.fresh(name),
                 ir.value_of(node.meta.get("val")),
-                Origin(module, _source(node), phase, region=_region(node)),
+                Origin(module, line_of(node), phase, region=_region(node)),
             )
         ir.set_info(node, record)
     _cast_stored(gm.graph, stored, names)
@@ -179,7 +179,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:
             kind, instead = _UNCHANGED[role.kind]
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
-                source=_source(made) or None,
+                source=line_of(made) or None,
                 fix=f"compute a new tensor from it, {instead}",
             )
 
@@ -262,7 +262,3 @@ def _stem(node: fx.Node, module: str = "") -> str:
     name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
     name = name or target.overloadpacket.__name__
     return f"{module}.{name}" if module else name
-
-
-def _source(node: fx.Node) -> str:
-    return users_own(frames(node.meta.get("stack_trace") or ""))

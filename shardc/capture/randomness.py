@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 import shardc.ir.random  # noqa: F401  (defines the ops)
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
 from shardc.ir.tally import arguments_of
 
@@ -83,7 +83,7 @@ def refuse_draws(graph: fx.Graph) -> None:
             continue
         raise CaptureError(
             f"{node.target} draws random numbers that would differ from rank to rank",
-            source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
+            source=line_of(node) or None,
             fix="write it with draws that do not depend on the mesh (rand, randn, bernoulli, dropout, multinomial, "
             "randint without a generator of its own), or pass the numbers in",
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
 from shardc.ir.tally import arguments_of
 
@@ -82,7 +82,7 @@ class _Elements:
             raise CaptureError(
                 f"{name} of sizes {self.size} and strides {self.stride} at {at} reads memory in which the tensor of "
                 f"shape {list(val.shape)} has no element of its own",
-                source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
+                source=line_of(node) or None,
                 fix="make the tensor contiguous before, or choose its elements by slices, unfold or an index",
             )
 

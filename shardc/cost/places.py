@@ -121,7 +121,7 @@ def common_places(src: Layout, dst: Layout) -> Places:
     if src.mesh != dst.mesh:
         raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
     if src.shape != dst.shape:
-        raise different_shapes(src, dst)
+        raise LayoutError(f"cannot go from {src} to {dst}: global shapes {src.shape} and {dst.shape} differ")
     mesh = src.mesh
     used = (*src.axes, *dst.axes)
     idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in used)]
@@ -158,10 +158,6 @@ def common_places(src: Layout, dst: Layout) -> Places:
         clashes=clashes,
         rivals=tuple(tuple(j for j, q in enumerate(parts) if q != p and mesh.overlap(p, q)) for p in parts),
     )
-
-
-def different_shapes(src: Layout, dst: Layout) -> LayoutError:
-    return LayoutError(f"cannot go from {src} to {dst}: global shapes {src.shape} and {dst.shape} differ")
 
 
 def _is_chain(cuts: set[int]) -> bool:

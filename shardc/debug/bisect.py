@@ -19,7 +19,7 @@ from shardc.ir import graph as ir
 from shardc.ir.verify import window
 from shardc.passes.check import Verify
 from shardc.plan.entries import Precision
-from shardc.plan.ports import batch_axes, grad_mode
+from shardc.plan.ports import batch_axes
 from shardc.program import Program
 from shardc.report.export import plain
 
@@ -218,7 +218,7 @@ class _Stages:
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
         """Tangents for which the graph's objective, the mean of the ranks' losses, has one device's gradients."""
         plan = self.program.plan
-        reduce, scale = grad_mode(plan)
+        reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
         # The gradient of an output that is a DTensor is of one global loss already.
         axes = batch_axes(plan, self.mesh) if reduce == "mean" and not plan.setting("dtensor_outputs") else ()
         for role in self.program.outputs:

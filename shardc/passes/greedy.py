@@ -123,7 +123,7 @@ class _Sweep:
         self._decide(node, chosen)
         if node.target in VIEWS and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
-        if operands[0] in self.pinned and (spec.moves or _casts(node)):
+        if operands[0] in self.pinned and (spec.moves or node.target is torch.ops.aten._to_copy.default):
             self.pinned.add(node)
 
     def _decide(self, node: fx.Node, strategy: Strategy) -> None:
@@ -297,10 +297,6 @@ def _last(node: fx.Node) -> fx.Node:
     """The output that single uses lead to."""
     (user,) = node.users
     return node if user.op == "output" else _last(user)
-
-
-def _casts(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten._to_copy.default
 
 
 def _fitting(node: fx.Node, call: Call) -> Spec | None:

@@ -274,7 +274,8 @@ class _Padder(Forms):
         if not fills and find_rule(call.target) in linalg.TABLE.values():
             name = [name for name, _ in call.named_operands()][at]
             fills = {1 if name in linalg.PIVOTS else 0}  # a matrix that every kernel takes
-        if not fills and not value.dtype.is_floating_point and not spec.moves and not _is_pointwise(call):
+        elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
+        if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
         filling = next(iter(fills), None)
         assert len(fills) <= 1, f"{call.name} reduces in two ways"
@@ -321,7 +322,3 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], kept: Mapping[str, Run
 def _alone(spec: Spec, factor: str) -> bool:
     """Whether ``factor`` makes up every dim in which it stands."""
     return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)
-
-
-def _is_pointwise(call: Call) -> bool:
-    return find_rule(call.target) in pointwise.TABLE.values()

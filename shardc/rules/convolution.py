@@ -7,7 +7,7 @@ from typing import Any
 
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Local, Rule, each, table
+from shardc.rules.rule import Call, Local, Rule, each, sized, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -69,13 +69,9 @@ def windowed(ops: str, places: int, linear: bool = False) -> list[Rule]:
     return each(ops, spec, said)
 
 
-def _resize_backward_local(local: Local) -> Any:
-    return local.same(input_size=list(local.results[0].local_shape))
-
-
 def _resize_backward(ops: str, places: int) -> list[Rule]:
     """As `windowed`; the op is told the shape of its result."""
-    return [replace(rule, localize=_resize_backward_local) for rule in windowed(ops, places, linear=True)]
+    return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, places, linear=True)]
 
 
 def _sampled(call: Call) -> Spec:
