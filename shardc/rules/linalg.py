@@ -39,15 +39,6 @@ def transforms(ops: str) -> list[Rule]:
     return each(ops, spec, "... x -> ... y    x y: whole    linear in self")
 
 
-def _parts(call: Call) -> Spec:
-    """A complex number as two real ones at the end, or the other way round."""
-    loops = Loops(call)
-    few = min(loops.shapes[0], loops.made[0], key=len)
-    dims, pair = loops.dims("d", few), loops.dim("parts", 2, WHOLE)
-    x, y = (dims if len(shape) == len(few) else (*dims, pair) for shape in (loops.shapes[0], loops.made[0]))
-    return loops.spec([x], [y], linear=[{0}])
-
-
 def _trilinear(call: Call) -> Spec:
     """Three tensors, each with dims of one place put in, multiplied and summed up over some dims."""
     loops = Loops(call)
@@ -74,8 +65,9 @@ TABLE = table(
         "linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack triangular_solve"
     ),
     transforms("_fft_c2c _fft_r2c _fft_c2r"),
-    each("view_as_real view_as_real_copy", _parts, "... -> ... 2    2: whole"),
-    each("view_as_complex view_as_complex_copy", _parts, "... 2 -> ...    2: whole"),
+    # A complex number as two real ones at the end, and the other way round.
+    [rule(op, "... -> ... parts", parts="whole", linear="0") for op in ("view_as_real", "view_as_real_copy")],
+    [rule(op, "... parts -> ...", parts="whole", linear="0") for op in ("view_as_complex", "view_as_complex_copy")],
     rule("_cdist_forward", "... i k, ... j k -> ... i j", k="whole", flops=3),
     rule("_cdist_backward", "... i j, ... i k, ... j k, ... i j -> ... i k", j="sum", linear="0", flops=3),
     Rule("aten._trilinear", _trilinear, "... a, ... b, o a b -> ... o    a b: sum    linear in each"),

@@ -42,10 +42,8 @@ def _kept(operand: Dims, dims: frozenset[int], keepdim: bool) -> Dims:
 
 TABLE = table(
     reduction("sum nansum count_nonzero", "sum"),
-    reduction("amax", "max"),
-    reduction("amin", "min"),
-    reduction("any", "max"),
-    reduction("all", "min"),
+    reduction("amax any", "max"),
+    reduction("amin all", "min"),
     reduction("prod", "product"),
     # Which index wins, or a value that needs all elements at once: the reduced dim is gathered first.
     reduction(
