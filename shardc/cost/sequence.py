@@ -254,7 +254,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             continue
         if node.op != "call_function":
             continue
-        reads = [read for read in node.all_input_nodes if not _is_coordinate(read)]
+        reads = [read for read in node.all_input_nodes if not is_coordinate(read)]
         if not reads or any(read not in alone for read in reads):
             continue
         kind = kind_of(node)
@@ -266,6 +266,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
     return whole
 
 
-def _is_coordinate(node: fx.Node) -> bool:
+def is_coordinate(node: fx.Node) -> bool:
+    """Whether ``node`` is the rank's own index along some axes."""
     role = ir.info(node).role if node.op == "placeholder" else None
     return role is not None and role.kind == "coordinate"

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardc.cost.again import runs_again
+from shardc.cost.sequence import is_coordinate
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.graph import Role
@@ -100,7 +101,7 @@ def _moved(param: fx.Node) -> list[fx.Node]:
         node = work.pop()
         if node in seen or not (_is_collective(node) or node.target in _CHAIN):
             continue
-        if any(x not in seen and not _is_coordinate(x) for x in node.all_input_nodes):
+        if any(x not in seen and not is_coordinate(x) for x in node.all_input_nodes):
             continue
         seen.add(node)
         chain.append(node)
@@ -151,10 +152,6 @@ def _wait_once(graph: fx.Graph) -> None:
 def _is_collective(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective, or a move between host and device, or waits for it."""
     return getattr(node.target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
-
-
-def _is_coordinate(node: fx.Node) -> bool:
-    return node.op == "placeholder" and (role := ir.info(node).role) is not None and role.kind == "coordinate"
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from shardc.cost.kernels import tensor_bytes
 from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT
@@ -67,7 +67,8 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
         if collective_kind(node) is not None:
             found += _of_collective(node, mesh)
         elif node.target in _MOVES and not _is_view(node) and (node in sent or node in came):
-            found.append(Copy(ir.info(node).name, RECEIVED if node in came else TO_SEND, _bytes(node.meta["val"])))
+            reason = RECEIVED if node in came else TO_SEND
+            found.append(Copy(ir.info(node).name, reason, tensor_bytes(node.meta["val"])))
     return found
 
 
@@ -87,12 +88,12 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
     for read in node.all_input_nodes:
         val = read.meta["val"]
         if isinstance(val, Tensor) and not val.is_contiguous():
-            yield Copy(ir.info(read).name, CONTIGUOUS, _bytes(val))
+            yield Copy(ir.info(read).name, CONTIGUOUS, tensor_bytes(val))
     if kind == "all_gather":
         for user, x in _named(node, made):
-            yield Copy(user, OWN_SHARD, _bytes(x) // ranks)
+            yield Copy(user, OWN_SHARD, tensor_bytes(x) // ranks)
     elif node.target is ALL_REDUCE and ranks != 2:
-        yield Copy(name, TOGETHER, sum(map(_bytes, made)))
+        yield Copy(name, TOGETHER, sum(map(tensor_bytes, made)))
         return
     if node.target not in IN_MESSAGES or ranks == 1:
         return
@@ -133,7 +134,3 @@ def _ends(node: fx.Node, backward: bool) -> bool:
 
 def _tensors(val: Any) -> list[Tensor]:
     return [x for x in (val if isinstance(val, list | tuple) else [val]) if isinstance(x, Tensor)]
-
-
-def _bytes(x: Tensor) -> int:
-    return prod(x.shape) * x.dtype.itemsize
