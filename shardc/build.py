@@ -16,10 +16,12 @@ from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbo
 from shardc.dynamic import Differs, DynamicDims, Families, Family
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
+from shardc.ir.executable import INFERENCE
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.joint import Joint, build_joint
-from shardc.lower import artifacts, lower
+from shardc.lower import lower
+from shardc.lower.inductor import artifacts
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.plan.ports import precision_of, resolve_activations, resolve_inputs
@@ -180,19 +182,14 @@ class Build:
         if self.groups is None:
             return None
         saved, groups = load(folder), self.groups
-        graphs = {half: getattr(saved, half) for half in ("forward", "backward", "inference")}
-        named = {name for graph in graphs.values() if graph is not None for name in named_groups(graph, self.mesh)}
+        halves = dict.fromkeys((*saved.step(), saved.half(INFERENCE)))
+        named = {name for half in halves for name in named_groups(half.gm, self.mesh)}
         if not named <= groups.rename.keys():
             return None  # to make them is up to all ranks
 
-        def compile_all() -> None:
-            for half, graph in graphs.items():
-                if graph is not None:
-                    use_groups(graph, groups)
-                    backward, inference = half == "backward", half == "inference"
-                    lower(graph, "inductor", by=self.options.lower_by, backward=backward, inference=inference)
-
-        return artifacts(compile_all)
+        for half in halves:
+            use_groups(half.gm, groups)
+        return artifacts(lambda: lower(*halves, backend="inductor", by=self.options.lower_by))
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
         return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]

@@ -16,7 +16,7 @@ from shardc._compat import LazyGraphModule, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
-from shardc.lower import min_cut, must_recompute, must_save
+from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.check import Verify
 from shardc.passes.options import Options
 from shardc.plan import ports

@@ -18,7 +18,7 @@ from shardc.cost.sequence import of_halves, of_joint
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import verify
-from shardc.ir.certificate import Certificate, certify, outputs_text
+from shardc.ir.executable import BACKWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, Kept
@@ -49,21 +49,15 @@ class Source:
     lower_again: Callable[[Path], bytes | None] | None = None
 
 
-class Program:
+class Program(Executable):
     """The annotated graphs of a model after every stage, and the local forward and backward at the end.
 
     Attributes:
-        mesh, plan, options: what it was compiled for; ``bound``: the plan against the model.
+        plan, options: what it was compiled for; ``bound``: the plan against the model.
         pipeline: the passes that it goes through.
-        forward, backward, inference: localized graphs; the first two are None where nothing needs a gradient.
-        inputs: (name, layout) of each tensor input.
-        outputs: the role (with layout) of each forward output.
-        deferred: the parameters whose gradients the backward leaves unreduced.
         conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
-        levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
         folded: where alike blocks were captured and planned on a few of them, which; stages up to the cut show these.
         identity, again, lower_again: as `Source` has them.
-        reads: what its capture looked at of the model besides tensors.
     """
 
     conditions: tuple[str, ...] = ()
@@ -85,19 +79,13 @@ class Program:
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
 
-    def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Certificate]:
-        """The scheduled local graph that reduces what backwards without reduction summed up to gradients.
-
-        Args:
-            sums: parameter, layout and dtype of each local sum.
-        """
+    def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         plan, joint = self.bound, self.pipeline.until(CUT)
         given, device = [Sum(*each) for each in sums], joint[passes.Localize].device
         made = deferred_reduction(given, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
         made = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(made)
-        made = self._scheduled(made)
-        return made, certify(self.mesh, [("reduction", made.graph)])
+        return Half(REDUCTION, self._scheduled(made), self.mesh)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -121,16 +109,16 @@ class Program:
         """The joint graph at local shapes."""
         return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
 
-    @property
-    def forward(self) -> fx.GraphModule | None:
-        return self._halves[0]
-
-    @property
-    def backward(self) -> fx.GraphModule | None:
-        return self._halves[1]
+    def made(self, phase: Phase) -> fx.GraphModule | None:
+        if phase == INFERENCE:
+            return self._inference
+        if isinstance(phase, str):
+            return self._halves[phase == BACKWARD]
+        _, second = self._cut
+        return None if second is None else self._scheduled(passes.Absent(phase)(untied(second)))
 
     @cached_property
-    def inference(self) -> fx.GraphModule:
+    def _inference(self) -> fx.GraphModule:
         made = passes.inference(self.joint.local)
         return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
 
@@ -149,26 +137,10 @@ class Program:
         first, second = self._cut
         return (None, None) if second is None else (self._scheduled(untied(first)), self._scheduled(untied(second)))
 
-    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Certificate]:
-        """The scheduled backward for a loss that uses these outputs only (by index), and its certificate."""
-        made = self._backward_of(used)
-        return made, certify(self.mesh, [(f"backward of {outputs_text(used)}", made.graph)])
-
-    def _backward_of(self, used: frozenset[int]) -> fx.GraphModule:
-        _, second = self._cut
-        assert second is not None
-        return self._scheduled(passes.Absent(used)(untied(second)))
-
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """``half`` bucketed and scheduled."""
         checks = (VerifyHalf(self.mesh),) if self.options.verify else ()
         return self.halves.run(half, *checks, *self.options.hooks)
-
-    def certificate(self, training: bool = True) -> Certificate:
-        """The order of the collectives of a training step (forward and backward), or of an evaluation."""
-        halves = [("forward", self.forward), ("backward", self.backward)] if training else []
-        graphs = [(name, half.graph) for name, half in halves if half is not None]
-        return certify(self.mesh, graphs or [("inference", self.inference.graph)])
 
     def cause(self, collective: fx.Node) -> Cause:
         """Why a collective of one of the halves that run is there."""
@@ -239,8 +211,7 @@ class Program:
         if stage == "localize":
             step = of_joint(self.localized.graph, self.levels, self.options.checkpoint_collectives)
         else:
-            first = self.forward or self.inference
-            step = of_halves(first.graph, self.backward and self.backward.graph, self.levels)
+            step = of_halves(self.step(), self.levels)
         # Before ``pad``: what is computed on filling is of no use.
         useful = (model_flops if folded is None else folded.model_flops)(self.graph("seed")) / self.mesh.ranks
         described = find(hardware) if isinstance(hardware, str) else hardware
@@ -270,7 +241,7 @@ class Program:
         Raises:
             PrecompiledError: something of it has no form on disk, or it leaves its gradients unreduced (`no_sync`).
         """
-        paths = save_program(self, Path(directory))
+        paths = save_program(self, self.plan, Path(directory), self.lower_again)
         return [*self.write_stages(directory), *paths]
 
     def write_stages(self, directory: str | Path, stages: Sequence[str] | None = None) -> list[Path]:

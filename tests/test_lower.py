@@ -18,8 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardc.runtime.groups  # noqa: F401  (implements the collectives)
 from shardc.errors import VerifyError
 from shardc.ir.emitted import check_order, collective_at, of_graph, of_source
+from shardc.ir.executable import FORWARD, INFERENCE, Half
 from shardc.ir.flops import is_dense
-from shardc.lower import _decomposed, lower
+from shardc.ir.mesh import Mesh
+from shardc.lower import Compiled, lower
+from shardc.lower.inductor import _decomposed
 
 aten, c10d, direct = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
 GROUP = "shardc:dp"
@@ -45,13 +48,17 @@ def late_waits(x: Tensor, y: Tensor) -> list[Tensor]:
     return [c10d.wait_tensor(native), c10d.wait_tensor(moved), c10d.wait_tensor(summed), between]
 
 
+def lowered(gm: fx.GraphModule, phase: str) -> Compiled:
+    return lower(Half(phase, gm, Mesh(dp=2)), backend="inductor")[0]
+
+
 def emitted(inference: bool) -> tuple[fx.GraphModule, str]:
     with FakeTensorMode():
         x, y = torch.empty(64, 64), torch.empty(64, 64)
     gm = make_fx(late_waits)(x, y)
     # A cache could give the code of another version.
     with inductor_config.patch(force_disable_caches=True):
-        return gm, lower(gm, "inductor", inference=inference).source_code  # type: ignore[attr-defined]
+        return gm, lowered(gm, INFERENCE if inference else FORWARD).source_code
 
 
 def low(x: Tensor, w: Tensor, image: Tensor, kernel: Tensor, q: Tensor) -> list[Tensor]:
@@ -70,7 +77,7 @@ def low(x: Tensor, w: Tensor, image: Tensor, kernel: Tensor, q: Tensor) -> list[
 def test_products_of_few_bits_run_in_float32_where_the_cpu_lacks_them(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardc.lower._slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else []))
+    monkeypatch.setattr("shardc.lower.few_bits._slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else []))
     generator = torch.Generator().manual_seed(0)
     shapes = [(16, 8), (8, 16), (2, 4, 8, 8), (6, 4, 3, 3), (2, 4, 8, 16)]
     given = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -82,7 +89,7 @@ def test_products_of_few_bits_run_in_float32_where_the_cpu_lacks_them(
     assert len(ran) == 8
     expected = low(*(x.double() for x in given))
     with inductor_config.patch(force_disable_caches=True):
-        made = lower(gm, "inductor", inference=True)(given)
+        made = lowered(gm, INFERENCE)(given)
     for ours, theirs in zip(made, expected, strict=True):
         assert ours.dtype == torch.bfloat16
         assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < 2**-6
@@ -99,7 +106,7 @@ def test_results_have_the_strides_that_they_were_traced_with() -> None:
         gm = make_fx(convolved)(torch.empty(2, 8, 8, 8), torch.empty(16, 8, 3, 3))
     x, weight = torch.randn(2, 8, 8, 8), torch.randn(16, 8, 3, 3)
     with inductor_config.patch(force_disable_caches=True):
-        made = lower(gm, "inductor")([x, weight])
+        made = lowered(gm, FORWARD)([x, weight])
     for result, expected in zip(made, convolved(x, weight), strict=True):
         assert result.stride() == expected.stride()
         torch.testing.assert_close(result, expected)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -115,21 +114,22 @@ class CostModel:
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """Seconds of a collective of ``kind`` by its fastest algorithm."""
+        """Seconds of a collective of ``kind`` by its fastest algorithm; see `shardc.passes.algorithms`."""
         native = self.seconds(kind, ranks, wire_bytes)
         if ranks == 1 or not any(self.measured(one) for one in _EXCHANGEABLE):
             return native
-        return min(native, self.other_seconds(kind, ranks, wire_bytes))
-
-    def other_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """As `best_seconds`, by the other algorithm of `shardc.passes.algorithms`; infinite where there is none."""
+        if kind == "reduce_scatter":
+            held = wire_bytes * ranks / (ranks - 1)
+            summed = self.compute_seconds(0, held + held / ranks)
+            return min(native, self.seconds("all_to_all", ranks, wire_bytes) + summed)
+        if kind == "all_gather":
+            held = wire_bytes / (ranks - 1)
+            copied = self.compute_seconds(0, (ranks + 1) * held)
+            return min(native, self.seconds("all_to_all", ranks, wire_bytes) + copied)
         if kind == "all_reduce":
-            return sum(self.best_seconds(one, ranks, wire_bytes / 2) for one in ("reduce_scatter", "all_gather"))
-        if kind not in ("reduce_scatter", "all_gather"):
-            return inf
-        held = wire_bytes / (ranks - 1)
-        touched = (ranks + 1) * held  # terms and their sum, or a copy for each rank
-        return self.seconds("all_to_all", ranks, wire_bytes) + self.compute_seconds(0, touched)
+            halves = (self.best_seconds(one, ranks, wire_bytes / 2) for one in ("reduce_scatter", "all_gather"))
+            return min(native, sum(halves))
+        return native
 
     def least_seconds(self, wire_bytes: float) -> float:
         """A lower bound of ``seconds`` for receiving ``wire_bytes`` by whatever collectives."""

@@ -9,7 +9,7 @@ moved yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import getitem
@@ -21,7 +21,8 @@ from torch import Tensor, fx
 from shardc.cost.again import runs_again
 from shardc.ir import comm, tally
 from shardc.ir import graph as ir
-from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan
+from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
+from shardc.ir.executable import BACKWARD, FORWARD, Half
 from shardc.ir.garbage import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.host import move_kind
@@ -93,45 +94,37 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
     later: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            builder.add(node, "forward")
+            builder.add(node, FORWARD)
         elif node.op == "call_function":
-            if ir.info(node).origin.phase == "forward":
-                builder.add(node, "forward")
+            if ir.info(node).origin.phase == FORWARD:
+                builder.add(node, FORWARD)
             else:
                 later.append(node)
     builder.forget(runs_again(graph, collectives))
     for node in later:
-        builder.add(node, "backward")
+        builder.add(node, BACKWARD)
     return Sequence(tuple(builder.ops), builder.results(graph))
 
 
 @uncollected()
-def of_halves(forward: fx.Graph, backward: fx.Graph | None, levels: Mapping[str, int]) -> Sequence:
-    """The step that a forward graph, and the backward graph that was cut from the same joint graph, make.
+def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
+    """The step that halves make which were cut from one joint graph: a forward and its backward, or an inference.
 
     Args:
-        forward: or the graph of inference.
-        backward: its placeholders are named as what the forward saves for it; None for inference.
+        halves: in order; placeholders of the second are named as what the first saves for it.
         levels: of each parameter that is gathered.
     """
-    builder = _Builder(gathered_parameters(forward, levels))
-    for node in forward.nodes:
-        if node.op != "output":
-            builder.add(node, "forward")
-    outputs = builder.results(forward)
-    if backward is not None:
-        given = [twin for twin in ir.placeholders(backward) if twin.name in builder.names]
-        builder.at = {twin: builder.names[twin.name] for twin in given}
-        builder.gathered = gathered_parameters(backward, levels)
-        for node in backward.nodes:
+    builder, plans = _Builder({}), {}
+    outputs: tuple[tuple[Role, int], ...] = ()
+    for half, phase in zip(halves, (FORWARD, BACKWARD), strict=False):
+        given = [node for node in ir.placeholders(half.graph) if node.name in builder.names]
+        builder.at = {node: builder.names[node.name] for node in given}
+        builder.gathered = gathered_parameters(half.graph, levels)
+        for node in half.graph.nodes:
             if node.op != "output" and node not in builder.at:
-                builder.add(node, "backward")
-        outputs += builder.results(backward)
-    plans = {
-        phase: ir.output_node(graph).meta.get(PLAN, MemoryPlan())
-        for phase, graph in (("forward", forward), ("backward", backward))
-        if graph is not None
-    }
+                builder.add(node, phase)
+        outputs += builder.results(half.graph)
+        plans[phase] = half.plan
     arena = max(plan.size(INSIDE) for plan in plans.values()) + max(plan.size(KEPT) for plan in plans.values())
     placed = {at: _placed(op, plans[op.phase]) for at, op in enumerate(builder.ops) if op.kind == START}
     return Sequence(tuple(builder.ops), outputs, arena, placed)

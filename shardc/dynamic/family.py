@@ -16,7 +16,7 @@ from shardc.capture import Captured, SymbolicCapture
 from shardc.dynamic.fit import Fit, conditions, points
 from shardc.dynamic.generalize import Differs, generalize
 from shardc.errors import CaptureError, LayoutError, ShardcWarning
-from shardc.ir import graph as ir
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.sized import SizedGraph
 from shardc.passes import PlanMemory
@@ -101,10 +101,9 @@ class Family:
         near = self._points(modulus, above)
         self.fit = Fit(near, modulus)
         self.programs = [self._built(point, said=at == 0) for at, point in enumerate(near)]
-        self._graphs: dict[str | frozenset[int], SizedGraph] = {}
-        halves = ("inference",) if self.programs[0].forward is None else ("forward", "backward")
-        for which in halves:
-            self.half(which)
+        self._graphs: dict[Phase, SizedGraph] = {}
+        for half in self.programs[0].step():
+            self.half(half.phase)
 
     def _points(self, modulus: int, above: bool) -> list[dict[str, int]]:
         """Points of one size for names that must be equal, at which the conditions hold."""
@@ -131,19 +130,16 @@ class Family:
             warnings.warn(ShardcWarning(f"compiled for many sizes, here at {at}: {each.message}"), stacklevel=2)
         return made
 
-    def half(self, which: str | frozenset[int]) -> SizedGraph:
-        """The "forward", "backward" or "inference" graph at any sizes, or the backward of some outputs.
+    def half(self, phase: Phase) -> SizedGraph:
+        """The graph of a phase at any sizes.
 
         Raises:
             Differs: it is not one graph.
         """
-        if which not in self._graphs:
-            graphs = [
-                getattr(program, which) if isinstance(which, str) else program._backward_of(which)
-                for program in self.programs
-            ]
-            self._graphs[which] = generalize(graphs, self.fit, self.example)
-        return self._graphs[which]
+        if phase not in self._graphs:
+            graphs = [program.half(phase).gm for program in self.programs]
+            self._graphs[phase] = generalize(graphs, self.fit, self.example)
+        return self._graphs[phase]
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether the program serves ``sizes``."""
@@ -165,35 +161,34 @@ class SizedProgram(Program):
         super().__init__(like.joint, Source(like.identity, like.again, like.lower_again), like.folded)
         self.family, self.sizes = family, dict(sizes)
         self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
-        first = self.inference if like.forward is None else self.forward
-        assert first is not None
-        roles = [role for role, _ in ir.outputs(first.graph)]
-        self.outputs = tuple(roles[: len(like.outputs)])
+        self.outputs = self.step()[0].gives[: len(like.outputs)]
+
+    def made(self, phase: Phase) -> fx.GraphModule | None:
+        if phase in (FORWARD, BACKWARD) and not self.family.programs[0].trains:
+            return None
+        if phase not in self._sized:
+            self._sized[phase] = self._at_sizes(phase)
+        return self._sized[phase]
 
     @cached_property
-    def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
-        if self.family.programs[0].forward is None:
-            return None, None
-        return self._half("forward"), self._half("backward")
+    def _sized(self) -> dict[Phase, fx.GraphModule]:
+        return {}
 
-    def _backward_of(self, used: frozenset[int]) -> fx.GraphModule:
-        return self._half(used)
-
-    def _half(self, which: str | frozenset[int]) -> fx.GraphModule:
-        """A half at the sizes, with memory planned for them."""
-        half = self.family.half(which).at(self.sizes)
-        sized = half.meta
-        half = self.pipeline[PlanMemory](half)
-        half.meta.update(sized)
-        return half
-
-    @cached_property
-    def inference(self) -> fx.GraphModule:
+    def _at_sizes(self, phase: Phase) -> fx.GraphModule:
+        """The graph of a phase at the sizes, with memory planned for them."""
         try:
-            self.family.half("inference")
+            half = self.family.half(phase)
         except Differs:
+            if phase != INFERENCE:
+                raise
             return self.alone.inference
-        return self._half("inference") if self.family.holds(self.sizes) else self.alone.inference
+        if phase == INFERENCE and not self.family.holds(self.sizes):
+            return self.alone.inference
+        found = half.at(self.sizes)
+        sized = found.meta
+        found = self.pipeline[PlanMemory](found)
+        found.meta.update(sized)
+        return found
 
     @cached_property
     def alone(self) -> Program:
@@ -209,9 +204,8 @@ class SizedProgram(Program):
         return self.alone.stages
 
     def graph(self, stage: str) -> fx.Graph:
-        forward, backward = self._halves
         last = self.pipeline.names[-1]
-        own = {last: forward or self.inference, f"{last}.backward": backward}.get(stage)
+        own = dict(zip((last, f"{last}.backward"), self.step(), strict=False)).get(stage)
         return own.graph if own is not None else self.alone.graph(stage)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:

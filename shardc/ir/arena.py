@@ -102,6 +102,15 @@ class MemoryPlan:
         names = (name for name, _ in self.given)
         return MemoryPlan(place(slots), tuple(zip(names, given, strict=True)))
 
+    def renamed(self, given: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
+        """The plan where its half's placeholders, and those of the backward that reads what it keeps, have new names.
+
+        Raises:
+            KeyError: it has a name that is not among them.
+        """
+        slots = (replace(slot, saved=tuple(saved[name] for name in slot.saved)) for slot in self.slots)
+        return MemoryPlan(tuple(slots), tuple((given[name], at) for name, at in self.given))
+
     def text(self) -> str:
         """A line for each slot, then what it comes to."""
         rows = [("slot", "bytes", "from", "to", "offset", "result")]

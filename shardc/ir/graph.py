@@ -60,7 +60,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Bytes of a tensor of this shape."""
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
         name = DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch.")) + ("<host>" if self.host else "")

@@ -15,14 +15,14 @@ from torch import fx
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
-from shardc.ir.certificate import Certificate, certify, outputs_text
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Executable, Half, Phase
 from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.reads import Reads
 from shardc.ir.verify import check, verify
-from shardc.lower import fakes, load_artifacts
+from shardc.lower.inductor import fakes, load_artifacts
 from shardc.passes import Absent, PlanMemory
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed
@@ -44,21 +44,17 @@ from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked
 
 _MOST_RANKS = 1 << 20
+_ORDER = (INFERENCE, FORWARD, BACKWARD)
 
 
-class Precompiled:
+class Precompiled(Executable):
     """A program that was saved: its local graphs, without the stages before them.
 
     It is given to `shardc.compile`, which checks that it is of that mesh, plan and model.
 
     Attributes:
-        mesh, plan: what it was compiled for.
-        identity: what call, model and device it was compiled for.
-        reads: what of the model and the loss it depends on besides.
+        plan: what it was compiled for.
         folder: where it lies.
-        forward, backward, inference: the local graphs; the first two are None where nothing needs a gradient.
-        inputs: (name, layout) of each tensor input.
-        outputs: the role (with layout) of each output.
         cached: Inductor's artifacts were loaded with it.
     """
 
@@ -76,12 +72,12 @@ class Precompiled:
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes
         self.output_spec = spec_from_json(record.output_spec, "the outputs")
-        halves = {half: self._half(half, record) for half in record.halves}
-        self.forward: fx.GraphModule | None = halves.get("forward")
-        self.backward: fx.GraphModule | None = halves.get("backward")
-        self.inference: fx.GraphModule = halves["inference"]
-        if self.forward is not None and self.backward is not None:
-            _connect(self.forward, self.backward, [name for name, _ in record.halves["backward"].placeholders])
+        self._halves: dict[Phase, fx.GraphModule] = {}
+        names: dict[str, str] = {}  # of what the backward takes, in the record and now
+        for half in reversed(sorted(record.halves, key=_ORDER.index)):
+            gm, now = self._half(half, record, names)
+            names = now if half == BACKWARD else names
+            self._halves[half] = gm
         given = [(role, x) for role, x in ir.outputs(self.inference.graph)]
         self.outputs: tuple[Role, ...] = tuple(role for role, _ in given)
         self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in given)
@@ -92,7 +88,17 @@ class Precompiled:
         if [name for name, _ in self.inputs] != taken:
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {taken}")
 
-    def _half(self, half: str, record: Record) -> fx.GraphModule:
+    def made(self, phase: Phase) -> fx.GraphModule | None:
+        if not isinstance(phase, str):
+            return PlanMemory(self.mesh)(Absent(phase)(untied(self._halves[BACKWARD])))
+        return self._halves.get(phase)
+
+    def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:
+        """A graph as it was saved, and the names in it by those that its placeholders have in the record.
+
+        Args:
+            saved: the same of the backward, by which a forward names what it saves.
+        """
         said = record.halves[half]
         gm = parse(read(self.folder, record, f"{half}.txt").decode())
         for node, (_, value) in zip(ir.placeholders(gm.graph), said.placeholders, strict=True):
@@ -114,32 +120,23 @@ class Precompiled:
         slots = said.memory.slots
         if any(not 0 <= n < 1 << 50 for slot in slots for n in (slot.size, slot.start, slot.end, slot.offset)):
             raise PrecompiledError(f"{half} has a place in memory that cannot be")
-        ir.output_node(gm.graph).meta[PLAN] = said.memory
-        names = zip(ir.placeholders(gm.graph), said.placeholders, strict=True)
-        now = {name: node.name for node, (name, _) in names}
+        now = {name: node.name for node, (name, _) in zip(ir.placeholders(gm.graph), said.placeholders, strict=True)}
+        end = ir.output_node(gm.graph)
+        end.meta[PLAN] = said.memory.renamed(now, saved)
+        end.meta[ir.ROLES] = tuple(
+            replace(role, name=saved[role.name]) if role.kind == "saved" else role for role in end.meta[ir.ROLES]
+        )
         if not now.keys() >= {name for name, _, _ in said.reads}:
             raise PrecompiledError(f"{half} reads what it does not take")
         reads = {now[name]: Role(kind, of) for name, kind, of in said.reads}
-        ir.output_node(gm.graph).meta[ir.READS] = reads
-        return gm
-
-    def certificate(self, training: bool = True) -> Certificate:
-        """The order of the collectives of a training step, or of an evaluation."""
-        halves = [("forward", self.forward), ("backward", self.backward)] if training else []
-        graphs = [(name, half.graph) for name, half in halves if half is not None]
-        return certify(self.mesh, graphs or [("inference", self.inference.graph)])
-
-    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Certificate]:
-        """The backward for a loss that uses these outputs only (by index), and its certificate."""
-        assert self.backward is not None
-        made = PlanMemory(self.mesh)(Absent(used)(untied(self.backward)))
-        return made, certify(self.mesh, [(f"backward of {outputs_text(used)}", made.graph)])
+        end.meta[ir.READS] = reads
+        return gm, now
 
     def cause(self, collective: fx.Node) -> Cause:
         """Why a collective of one of the local graphs is there."""
         return cause_of(self, collective, map(str, self.plan.entries))
 
-    def reduction(self, sums: Sequence[Any]) -> tuple[fx.GraphModule, Certificate]:
+    def reduction(self, sums: Sequence[Any]) -> Half:
         raise AssertionError("a saved program reduces its own gradients")
 
     def check(self, mesh: Mesh, plan: Plan, model: Mapping[str, str], device: torch.device) -> None:
@@ -204,16 +201,3 @@ def fill(gm: fx.GraphModule, held: Sequence[Held], data: bytes) -> None:
         owner, _, name = one.name.rpartition(".")
         setattr(gm.get_submodule(owner), name, shaped.to(one.device))
         at += size
-
-
-def _connect(forward: fx.GraphModule, backward: fx.GraphModule, names: Sequence[str]) -> None:
-    """Gives what the forward saves the names that the backward's placeholders have now, instead of ``names``."""
-    now = dict(zip(names, (node.name for node in ir.placeholders(backward.graph)), strict=True))
-    output, end = ir.output_node(forward.graph), ir.output_node(backward.graph)
-    roles = output.meta[ir.ROLES]
-    output.meta[ir.ROLES] = tuple(replace(r, name=now[r.name]) if r.kind == "saved" else r for r in roles)
-    slots = output.meta[PLAN].slots
-    kept = tuple(replace(slot, saved=tuple(now[name] for name in slot.saved)) for slot in slots)
-    output.meta[PLAN] = replace(output.meta[PLAN], slots=kept)
-    given = tuple((now.get(name, name), at) for name, at in end.meta[PLAN].given)
-    end.meta[PLAN] = replace(end.meta[PLAN], given=given)

@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -17,10 +17,7 @@ from torch import Tensor, fx
 from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
-from shardc.ir.arena import PLAN, MemoryPlan
-from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh
-from shardc.ir.reads import Reads
+from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.text import dump
 from shardc.ir.verify import check
@@ -31,34 +28,16 @@ from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
 from shardc.precompiled.spec import spec_to_json
 
 
-class Saved(Protocol):
-    """What is saved of a program; see `shardc.program.Program`."""
-
-    mesh: Mesh
-    plan: Plan
-    inputs: tuple[tuple[str, Layout], ...]
-    levels: Mapping[str, int]
-    causes: Mapping[str, str]
-    output_spec: Any
-    deferred: frozenset[str]
-    identity: Identity | None
-    reads: Reads
-    lower_again: Callable[[Path], bytes | None] | None
-
-    @property
-    def forward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def backward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def inference(self) -> fx.GraphModule: ...
-
-
-def save_program(program: Saved, folder: Path) -> list[Path]:
+def save_program(
+    program: Executable, plan: Plan, folder: Path, lower_again: Callable[[Path], bytes | None] | None
+) -> list[Path]:
     """Writes ``program``; the record, which names and hashes the other files, comes last and at once.
 
     A save that is cut off leaves a record that does not fit, or none, and `load` says so.
+
+    Args:
+        plan: what it was compiled for.
+        lower_again: makes Inductor's artifacts of what was saved.
 
     Returns:
         The paths.
@@ -66,7 +45,7 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
     Raises:
         PrecompiledError: something in the program has no form on disk, or it is for steps that reduce no gradients.
     """
-    identity = program.identity
+    identity: Identity | None = program.identity
     if identity is None or program.deferred:
         raise PrecompiledError(
             "the program leaves its gradients unreduced" if program.deferred else "the program is of no module",
@@ -82,7 +61,7 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
         "shardc_program": VERSION,
         "torch": torch.__version__,
         "mesh": [list(axis) for axis in program.mesh.shape],
-        "plan": json.loads(program.plan.to_json()),
+        "plan": json.loads(plan.to_json()),
         "device": identity.device,
         "model": dict(identity.model),
         "signature": signature_to_json(identity.signature),
@@ -101,11 +80,8 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
         paths[-1].write_bytes(data)
         record["files"][name] = hashlib.sha256(data).hexdigest()
 
-    halves = {"forward": program.forward, "backward": program.backward, "inference": program.inference}
-    for half, ran in halves.items():
-        if ran is None:
-            continue
-        gm = untied(ran)
+    for each in dict.fromkeys((*program.step(), program.half(INFERENCE))):
+        half, gm = each.name, untied(each.gm)
         try:
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # better told now than when it is loaded
@@ -119,10 +95,10 @@ def save_program(program: Saved, folder: Path) -> list[Path]:
             "placeholders": [[node.name, value_to_json(node.meta["val"])] for node in ir.placeholders(gm.graph)],
             "constants": held,
             "reads": [[name, role.kind, role.name] for name, role in output_meta.get(ir.READS, {}).items()],
-            "memory": asdict(output_meta.get(PLAN, MemoryPlan())),
+            "memory": asdict(each.plan),
         }
     _write_record(folder, record)
-    artifacts = program.lower_again(folder) if program.lower_again is not None else None
+    artifacts = lower_again(folder) if lower_again is not None else None
     if artifacts is not None:
         write(ARTIFACTS, artifacts)
         _write_record(folder, record)

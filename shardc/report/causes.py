@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
-from typing import Protocol
 
 from torch import fx
 
 from shardc.cost.sequence import MOVE, START, WAIT, Sequence, of_halves
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.executable import Executable
 from shardc.ir.host import move_kind
 
 NEEDED_BY = "needed by "
@@ -40,22 +40,6 @@ class Cause:
     def tensor(self) -> str:
         """The first of the tensors, and how many more there are."""
         return self.tensors[0] if len(self.tensors) == 1 else f"{self.tensors[0]} and {len(self.tensors) - 1} more"
-
-
-class Halves(Protocol):
-    """A program, as far as it matters here."""
-
-    levels: Mapping[str, int]
-    causes: Mapping[str, str]
-
-    @property
-    def forward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def backward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def inference(self) -> fx.GraphModule: ...
 
 
 class Explainer:
@@ -182,17 +166,16 @@ class Explainer:
         return next((entry for entry in said if _speaks_of(entry, axes)), "")
 
 
-def cause_of(program: Halves, node: fx.Node, entries: Iterable[str]) -> Cause:
+def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Cause:
     """Why the collective ``node`` of one of the halves that run is there.
 
     Args:
         entries: what the plan says, for one of which no entry is found: those that speak of its axes are taken.
     """
-    first, second = program.forward or program.inference, program.backward
-    halves = [first.graph] + ([] if second is None else [second.graph])
-    if node.graph not in halves:
-        first, second = program.inference, None
-    step = of_halves(first.graph, None if second is None else second.graph, program.levels)
+    halves = program.step()
+    if all(node.graph is not half.graph for half in halves):
+        halves = program.step(training=False)
+    step = of_halves(halves, program.levels)
     at = next((at for at, op in enumerate(step.ops) if op.node is node), None)
     if at is None:  # of a reduction of its own
         origin = ir.info(node).origin

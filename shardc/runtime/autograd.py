@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc.errors import BackwardError
+from shardc.ir.executable import BACKWARD, FORWARD, Half
 from shardc.ir.layout import Layout
 from shardc.runtime.storage import grad_from_padded
 
@@ -28,16 +29,17 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
-        results = runner.run("forward", runner.local("forward", feed))
-        gives, outputs = runner.ports("forward").gives, tuple(results[:count])
+        half = runner.half(FORWARD)
+        results = runner.run(half, runner.local(half, feed))
+        outputs = tuple(results[:count])
         ctx.runner, ctx.held, ctx.feed = runner, runner.sync.held(), feed
         ctx.call = runner.groups.agreement.call
-        ctx.saved = {role.name: x for role, x in zip(gives, results, strict=True) if role.kind == "saved"}
+        ctx.saved = {role.name: x for role, x in zip(half.gives, results, strict=True) if role.kind == "saved"}
         for name in runner.overwritten:  # by what the forward itself makes of a buffer
             ctx.saved[name] = ctx.saved[name].clone()
         ctx.versions = list(_versions(runner, feed))
         ctx.set_materialize_grads(False)
-        led = {role.index for role, _, _ in runner.ports("backward").takes if role.kind == "tangent"}
+        led = {port.role.index for port in runner.half(BACKWARD).takes if port.role.kind == "tangent"}
         plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)
                  if isinstance(x, Tensor) and (role.kind == "buffer" or role.index not in led)]  # fmt: skip
         ctx.mark_non_differentiable(*plain)
@@ -61,21 +63,21 @@ class Step(torch.autograd.Function):
         used = frozenset(index for index, x in by_index.items() if x is not None)
         if not used:
             return (None, None, *(None for _ in ctx.feed))
-        which = runner.backward_of(used)
+        half = runner.backward_of(used)
         if ctx.call is not None:
             runner.groups.agreement.act(ctx.call.backward(used))
-        saved, takes = ctx.saved, runner.ports(which).takes
-        _check_versions(runner, which, ctx.feed, ctx.versions)
+        saved = ctx.saved
+        _check_versions(runner, half, ctx.feed, ctx.versions)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.saved = None
         local = [
-            by_index[role.index].contiguous() if role.kind == "tangent" else saved[name] for role, name, _ in takes
+            by_index[port.role.index].contiguous() if port.role.kind == "tangent" else saved[port.name]
+            for port in half.takes
         ]
         del saved
-        results = runner.run(which, local)
-        gives = runner.ports(which).gives
-        grads = {(role.kind, role.name): grad for role, grad in zip(gives, results, strict=True)}
-        late = runner.late(gives, grads, ctx.held)
+        results = runner.run(half, local)
+        grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
+        late = runner.late(half.gives, grads, ctx.held)
         return (None, None, *_handed_out(runner, ctx.feed, tangents, grads, late))
 
 
@@ -83,10 +85,10 @@ def _handed_out(
     runner: Runner, feed: Feed, tangents: Sequence[Any], grads: dict[Any, Any], late: dict[str, Tensor]
 ) -> Iterator[Any]:
     """The gradient of each thing in ``feed``, each in memory of its own."""
-    takes = runner.ports("forward").takes
-    given = [x for x, (role, _, _) in zip(feed, takes, strict=True) if role.kind == "input"]
+    takes = [port.role for port in runner.half(FORWARD).takes]
+    given = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
     taken = {(x.data_ptr(), x.numel()) for x in (*tangents, *given) if isinstance(x, Tensor)}
-    for (role, _, _), x in zip(takes, feed, strict=True):
+    for role, x in zip(takes, feed, strict=True):
         grad = grads.get(("grad", role.name)) if role.kind in ("param", "input") else None
         if role.kind == "param":
             grad = late.pop(role.name, grad)
@@ -119,18 +121,18 @@ def own(grad: Tensor, taken: set[tuple[int, int]]) -> Tensor:
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
     """Of each thing that the backward reads, how often it was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
-        for _, at in runner.reads("backward"):
+        for _, at in runner.reads(runner.half(BACKWARD)):
             x = feed[at]
             yield x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
 
 
-def _check_versions(runner: Runner, which: Any, feed: Feed, before: Sequence[int]) -> None:
+def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int]) -> None:
     """Raises BackwardError where something that this backward reads was changed in place since the forward."""
     now = list(_versions(runner, feed))
     if now == before:
         return
-    read = {at for _, at in runner.reads(which)}
-    for (role, at), old, new in zip(runner.reads("backward"), before, now, strict=True):
+    read = {at for _, at in runner.reads(half)}
+    for (role, at), old, new in zip(runner.reads(runner.half(BACKWARD)), before, now, strict=True):
         if old != new and at in read:
             raise BackwardError(
                 f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "

@@ -18,8 +18,9 @@ from torch import Tensor, fx
 
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.arena import INSIDE, OUTSIDE, PLAN, MemoryPlan, Slot
+from shardc.ir.arena import INSIDE, OUTSIDE, MemoryPlan, Slot
 from shardc.ir.comm import WAIT, waits_of
+from shardc.ir.executable import Half
 from shardc.ir.order import last_uses
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.text import op_line
@@ -116,12 +117,8 @@ def poison(made: Tensor) -> None:
 class Checked:
     """A local graph as a callable, as `shardc.lower.Compiled` is one."""
 
-    def __init__(self, gm: fx.GraphModule, **_: bool) -> None:
-        self.gm = gm
-
-    @property
-    def plan(self) -> MemoryPlan:
-        return ir.output_node(self.gm.graph).meta.get(PLAN, MemoryPlan())
+    def __init__(self, half: Half) -> None:
+        self.gm, self.plan = half.gm, half.plan
 
     def __call__(self, inputs: list[Tensor], enter: Any = None) -> Sequence[Any]:
         """The results; ``inputs`` are emptied.
@@ -132,6 +129,11 @@ class Checked:
         """
         with torch.no_grad():
             return _Run(self.gm, self.plan, inputs).results
+
+
+def check_halves(*halves: Half) -> list[Checked]:
+    """Halves of a step as something that runs with its buffers checked."""
+    return [Checked(half) for half in halves]
 
 
 class _Run:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError, MeshError
+from shardc.ir.executable import Executable
 from shardc.runtime import changes
 from shardc.runtime.acts import call_act
 from shardc.runtime.autograd import check_units
@@ -22,7 +23,6 @@ from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.signature import Signature, call_key, fitting
 from shardc.runtime.state import Known, State
-from shardc.runtime.step import Program
 from shardc.runtime.storage import refill
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
@@ -215,7 +215,7 @@ class ShardedModule(nn.Module):
             changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
         return self
 
-    def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> tuple[Program, Rows | None]:
+    def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> tuple[Executable, Rows | None]:
         """The program for a call on local inputs; what it takes to find it is done once for calls that are alike.
 
         And how many rows each rank passes, where that is not the same.
@@ -257,7 +257,7 @@ class ShardedModule(nn.Module):
         ]
         return row_axes(tensors, self.shardc.build.input_layouts(shapes))
 
-    def _uneven(self, rows: Rows, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
+    def _uneven(self, rows: Rows, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
         """The program for a call in which ranks pass different numbers of rows: that of all rows together."""
         state = self.shardc
         assert state.groups is not None
@@ -281,7 +281,7 @@ class ShardedModule(nn.Module):
             )
         return program
 
-    def _found(self, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Program:
+    def _found(self, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
         state = self.shardc
         check_kinds(call.names, leaves, values=True)
         state.mark(call.names, args, kwargs)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.errors import InputError
+from shardc.ir.executable import Executable
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -25,14 +26,14 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
 from shardc.runtime.replicas import Sources, compare_values
 from shardc.runtime.signature import Signature
-from shardc.runtime.step import Compiled, Program, Runner
+from shardc.runtime.step import Compiled, Runner
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
 from shardc.runtime.variants import Variants
 from shardc.runtime.watch import Watch
 from shardc.runtime.wire.buffers import Buffers, MemoryUse
 
-Lower = Callable[..., Compiled]
+Lower = Callable[..., Sequence[Compiled]]
 
 
 class Build(Protocol):
@@ -49,7 +50,7 @@ class Build(Protocol):
         kwargs: dict[str, Any],
         with_loss: bool,
         deferred: frozenset[str] = frozenset(),
-    ) -> Program: ...
+    ) -> Executable: ...
 
     def sized(
         self,
@@ -59,7 +60,7 @@ class Build(Protocol):
         with_loss: bool,
         signature: Signature,
         deferred: frozenset[str] = frozenset(),
-    ) -> Program | None:
+    ) -> Executable | None:
         """The program for inputs with dynamic sizes; None where there are none."""
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
@@ -77,7 +78,7 @@ class Known:
 
     act: Act
     row_axes: tuple[tuple[str, ...], ...]
-    program: Program | None = None
+    program: Executable | None = None
 
 
 @dataclass
@@ -95,7 +96,7 @@ class State:
         global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
         names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
-        lower: makes a local graph callable.
+        lower: makes halves callable.
         device: where the program runs.
         homes: where each parameter is kept between steps.
         sync: which gradients are reduced.
@@ -131,8 +132,8 @@ class State:
     unit: Callable[[Sequence[Role], Layout], float]
     dtensor_outputs: bool = False
     buffers: Buffers = field(default_factory=Buffers)
-    programs: dict[Signature, Program] = field(default_factory=dict)
-    deferring: dict[tuple[Signature, frozenset[str]], Program] = field(default_factory=dict)
+    programs: dict[Signature, Executable] = field(default_factory=dict)
+    deferring: dict[tuple[Signature, frozenset[str]], Executable] = field(default_factory=dict)
     variants: Variants = field(default_factory=Variants)
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
@@ -168,7 +169,7 @@ class State:
         after = f", and after these {self.loss_args} for the loss, by position" if self.loss_args else ""
         raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
-    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Program:
+    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Executable:
         """The program for global (example) inputs in the present mode, built if there is none yet.
 
         It is for training too, even where the first call is under ``torch.no_grad()``.
@@ -207,7 +208,7 @@ class State:
 
     def _sized(
         self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str]
-    ) -> Program | None:
+    ) -> Executable | None:
         """The program for a call with dynamic sizes; None where there are none."""
         if not self.build.dynamic.names:
             return None
@@ -339,7 +340,7 @@ class State:
             compare_values(self.name, dict(reversed(once.values())), self.storages, self.sources, self.groups)
             self.fresh = False
 
-    def runner(self, program: Program) -> Runner:
+    def runner(self, program: Executable) -> Runner:
         """What runs ``program`` on this rank."""
         assert self.groups is not None
         if id(program) not in self._runners:

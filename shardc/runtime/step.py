@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,19 +11,18 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from shardc import _compat
-from shardc.ir import graph as ir
 from shardc.ir.arena import MemoryPlan
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
-from shardc.ir.reads import Reads
 from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
 from shardc.runtime.acts import program_act
 from shardc.runtime.autograd import Step, watch_optimizers
 from shardc.runtime.census import Census
-from shardc.runtime.faults import Cause, named
+from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import keep_heap
 from shardc.runtime.host import settle
@@ -43,40 +41,6 @@ class Compiled(Protocol):
     def __call__(self, inputs: list[Tensor], enter: Callable[[Segment], None]) -> Sequence[Any]: ...
 
 
-class Program(Protocol):
-    """A compiled program, as the runtime sees it."""
-
-    mesh: Mesh
-    inputs: tuple[tuple[str, Layout], ...]
-    outputs: tuple[Role, ...]
-    output_values: tuple[Any, ...]
-    output_spec: Any
-    deferred: frozenset[str]
-    identity: Any
-    reads: Reads
-
-    def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> tuple[fx.GraphModule, Any]: ...
-
-    @property
-    def forward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def backward(self) -> fx.GraphModule | None: ...
-
-    @property
-    def inference(self) -> fx.GraphModule: ...
-
-    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]: ...
-
-    def certificate(self, training: bool = True) -> Any: ...
-
-    def cause(self, collective: fx.Node) -> Cause: ...
-
-
-# "forward", "backward" or "inference", or the outputs that a backward is of, where those are not all.
-Which = str | frozenset[int]
-
-
 class Runner:
     """Runs one program on this rank; its graphs are lowered when first needed.
 
@@ -85,7 +49,7 @@ class Runner:
         census: what the module holds, whose parameters and buffers it takes, at each call.
         storages: storage layout of each parameter.
         groups: this rank's process groups.
-        lower: makes a local graph callable.
+        lower: makes halves callable.
         sync: takes the gradients that the program leaves unreduced.
         buffers: the memory that the results of collectives lie in.
 
@@ -98,30 +62,31 @@ class Runner:
 
     def __init__(
         self,
-        program: Program,
+        program: Executable,
         census: Callable[[], Census],
         storages: dict[str, Layout],
         groups: Groups,
-        lower: Callable[..., Compiled],
+        lower: Callable[..., Sequence[Compiled]],
         sync: Sync,
         buffers: Buffers,
     ) -> None:
         self.program, self.census, self.storages = program, census, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
-        self._compiled: dict[Which, Compiled] = {}
-        self._ports: dict[Which, Ports] = {}
-        self._reads: dict[Which, list[tuple[Role, int]]] = {}
-        self._parts: dict[frozenset[int], tuple[fx.GraphModule, Any]] = {}
+        self.half = program.half
+        self._compiled: dict[Half, Compiled] = {}
+        self._reads: dict[Half, list[tuple[Role, int]]] = {}
+        self._reductions: dict[tuple[Any, ...], Half] = {}
         watch_optimizers()
-        self._reductions: dict[tuple[Any, ...], tuple[Compiled, fx.GraphModule]] = {}
 
     def __call__(self, inputs: list[Tensor]) -> Any:
-        train = torch.is_grad_enabled() and self.program.forward is not None
+        train = torch.is_grad_enabled() and self.program.trains
+        half = self.half(FORWARD if train else INFERENCE)
+        feed = self._feed(half, inputs)
         if train:
-            results = list(Step.apply(self, len(self.program.outputs), *self._feed("forward", inputs)))
+            results = list(Step.apply(self, len(self.program.outputs), *feed))
         else:
             with torch.no_grad():
-                results = list(self.run("inference", self.local("inference", self._feed("inference", inputs))))
+                results = list(self.run(half, self.local(half, feed)))
         out = []
         for role, constant, result in zip(self.program.outputs, self.program.output_values, results, strict=False):
             if role.kind == "buffer":
@@ -131,28 +96,19 @@ class Runner:
                 out.append(result if isinstance(result, Tensor) else constant)
         return pytree.tree_unflatten(out, self.program.output_spec)
 
-    def run(self, which: Which, inputs: list[Tensor]) -> Sequence[Any]:
-        """The results of a graph; ``inputs`` are emptied."""
-        compiled = self.compiled(which)
-        return self._call(compiled, inputs, self.graph(which), which if isinstance(which, str) else "backward")
-
-    def graph(self, which: Which) -> fx.GraphModule:
-        """The local graph."""
-        return getattr(self.program, which) if isinstance(which, str) else self._part(which)[0]
-
-    def _part(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]:
-        if used not in self._parts:
-            self._parts[used] = self.program.backward_of(used)
-        return self._parts[used]
-
-    def backward_of(self, used: frozenset[int]) -> Which:
+    def backward_of(self, used: frozenset[int]) -> Half:
         """The backward for a loss that uses these outputs."""
-        every = {role.index for role, _, _ in self.ports("backward").takes if role.kind == "tangent"}
-        return "backward" if used >= every else used
+        whole = self.half(BACKWARD)
+        every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
+        return whole if used >= every else self.half(used)
 
-    def _call(self, compiled: Compiled, inputs: list[Tensor], gm: fx.GraphModule, which: str) -> Sequence[Any]:
-        """What a lowered graph gives; where it fails in a collective, the error names that."""
-        agreement = self.groups.agreement
+    def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
+        """The results of a half, lowered if it was not yet; ``inputs`` are emptied.
+
+        Raises:
+            CollectiveError: it failed in a collective, which the error names.
+        """
+        compiled, agreement = self.compiled(half), self.groups.agreement
         running: Segment | None = None
 
         def enter(segment: Segment) -> None:
@@ -160,66 +116,46 @@ class Runner:
             running, window.first = segment, segment.slot
 
         try:
-            with agreement.runs(which), self.buffers.planned(compiled.plan) as window, _compat.no_autocast():
+            with agreement.runs(half.kind), self.buffers.planned(compiled.plan) as window, _compat.no_autocast():
                 made = compiled(inputs, enter)
             settle()
             return made
         except Exception as error:
-            failed = named(error, gm, which, self.groups, self.program.cause, running)
+            failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
             if failed is None:
                 raise
             raise agreement.behind() or failed from error
 
     def planned(self) -> dict[str, int]:
-        """By graph that has run, the most bytes of collectives' results in use at once, as planned."""
-        found = {which: compiled.plan.peak for which, compiled in self._compiled.items() if isinstance(which, str)}
-        if "backward" in found:
-            found["backward"] = self._compiled["backward"].plan.peak_after(self._compiled["forward"].plan)
+        """By half that has run, the most bytes of collectives' results in use at once, as planned."""
+        plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
+        found = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
+        if BACKWARD in found:
+            found[BACKWARD] = plans[BACKWARD].peak_after(plans[FORWARD])
         return found
 
-    def compiled(self, which: Which) -> Compiled:
-        """The lowered graph."""
-        if which not in self._compiled:
+    def compiled(self, half: Half) -> Compiled:
+        """The lowered half; forward and backward are lowered together."""
+        if half not in self._compiled:
             keep_heap()
-            graph, part = self.graph(which), not isinstance(which, str)
-            if isinstance(which, frozenset):
-                self._agree(self._part(which)[1], backward=graph)
-            elif which != "backward":  # the forward's act has the backward in it
-                halves = ("forward", "backward") if which == "forward" else (which,)
-                certificate = self.program.certificate(training=which == "forward")
-                self._agree(certificate, **{half: getattr(self.program, half) for half in halves})
-            use_groups(graph, self.groups)
-            prepare(graph.graph)
-            with _compat.no_autocast():  # the graph has its casts
-                self._compiled[which] = self.lower(
-                    graph, backward=part or which == "backward", inference=which == "inference"
-                )
-        return self._compiled[which]
-
-    def _agree(self, certificate: Any, **graphs: fx.GraphModule | None) -> None:
-        """Makes sure that all ranks compile the same graphs."""
-        there = {name: gm for name, gm in graphs.items() if gm is not None}
-        self.groups.agreement.act(program_act(certificate.text(), there))
+            together = self.program.step() if half in self.program.step() else (half,)
+            graphs = {each.name: each.gm for each in together}
+            self.groups.agreement.act(program_act(certificate_of(together).text(), graphs))
+            for each in together:
+                use_groups(each.gm, self.groups)
+                prepare(each.graph)
+            with _compat.no_autocast():  # the graphs have their casts
+                self._compiled.update(zip(together, self.lower(*together), strict=True))
+        return self._compiled[half]
 
     def reduce(self, sums: dict[Key, Tensor]) -> dict[str, Tensor]:
         """Each parameter's padded gradient, of local sums that are used up."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
-            made, certificate = self.program.reduction(key)
-            self._agree(certificate, reduction=made)
-            use_groups(made, self.groups)
-            prepare(made.graph)
-            self._reductions[key] = self.lower(made, backward=True, inference=False), made
-        compiled, gm = self._reductions[key]
-        graph = gm.graph
-        given = iter(list(sums.values()))
-        feed = [
-            self.groups.coordinate(tuple(role.name.split(","))) if (role := ir.role(node)).kind == "coordinate"
-            else next(given)
-            for node in ir.placeholders(graph)
-        ]  # fmt: skip
-        results = self._call(compiled, feed, gm, "reduction")
-        return {role.name: x for (role, _), x in zip(ir.outputs(graph), results, strict=True)}
+            self._reductions[key] = self.program.reduction(key)
+        half, given = self._reductions[key], iter(list(sums.values()))
+        feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(given) for port in half.takes]
+        return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
     def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
         """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""
@@ -233,75 +169,50 @@ class Runner:
         due = self.sync.take(self.program.deferred - held)
         return self.reduce(due) if due else {}
 
-    def ports(self, which: Which) -> Ports:
-        """What goes in and out of a graph."""
-        if which not in self._ports:
-            self._ports[which] = Ports.of(self.graph(which).graph)
-        return self._ports[which]
-
-    def reads(self, which: Which) -> list[tuple[Role, int]]:
+    def reads(self, half: Half) -> list[tuple[Role, int]]:
         """The parameters, buffers and inputs that a backward reads, and where the forward takes each of them."""
-        if which not in self._reads:
-            at = {(role.kind, role.name): at for at, (role, _, _) in enumerate(self.ports("forward").takes)}
-            read = {(role.kind, role.name): role for role in self._read(which).values()}
+        if half not in self._reads:
+            takes = self.half(FORWARD).takes
+            at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
+            read = {(role.kind, role.name): role for role in half.reads.values()}
             own = self.overwritten.values()
-            self._reads[which] = [(role, at[key]) for key, role in read.items() if role.name not in own]
-        return self._reads[which]
+            self._reads[half] = [(role, at[key]) for key, role in read.items() if role.name not in own]
+        return self._reads[half]
 
     @cached_property
     def overwritten(self) -> dict[str, str]:
         """The buffers that the backward reads and the program changes, by the names of what is saved of them."""
         changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
-        read = self._read("backward")
+        read = self.half(BACKWARD).reads
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
-    def _read(self, which: Which) -> dict[str, Role]:
-        known = ir.output_node(self.graph(which).graph).meta[ir.READS]
-        return {name: known[name] for _, name, _ in self.ports(which).takes if name in known}
-
-    def _feed(self, which: str, inputs: list[Tensor]) -> list[Any]:
-        """What the graph takes, parameters as DTensors."""
+    def _feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
+        """What a half takes, parameters as DTensors."""
         given = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         census = self.census()
         feed: list[Any] = []
-        for role, _, val in self.ports(which).takes:
-            if role.kind == "param":
-                feed.append(census.parameters[role.name])
-            elif role.kind == "buffer":
-                feed.append(census.buffers[role.name])
-            elif role.kind == "coordinate":
-                feed.append(self.groups.coordinate(tuple(role.name.split(","))))
-            elif role.kind == "key":
-                feed.append(self.groups.of_first(draw_key(device=val.device)))
+        for port in half.takes:
+            if port.role.kind == "param":
+                feed.append(census.parameters[port.role.name])
+            elif port.role.kind == "buffer":
+                feed.append(census.buffers[port.role.name])
+            elif port.role.kind == "coordinate":
+                feed.append(self._coordinate(port))
+            elif port.role.kind == "key":
+                feed.append(self.groups.of_first(draw_key(device=port.example.device)))
             else:
-                feed.append(given.get(role.name, val))
+                feed.append(given.get(port.role.name, port.example))
         return feed
 
-    def local(self, which: str, feed: Sequence[Any]) -> list[Any]:
+    def _coordinate(self, port: Port) -> Any:
+        return self.groups.coordinate(tuple(port.role.name.split(",")))
+
+    def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
         """The same with each parameter's padded local tensor."""
-        takes = self.ports(which).takes
         return [
-            padded_local(x, self.storages[role.name]) if role.kind == "param" else x
-            for (role, _, _), x in zip(takes, feed, strict=True)
+            padded_local(x, self.storages[port.role.name]) if port.role.kind == "param" else x
+            for port, x in zip(half.takes, feed, strict=True)
         ]
-
-
-@dataclass(frozen=True)
-class Ports:
-    """What a local graph takes and gives.
-
-    Args:
-        takes: the role, the name and the example of each placeholder.
-        gives: the role of each output.
-    """
-
-    takes: tuple[tuple[Role, str, Any], ...]
-    gives: tuple[Role, ...]
-
-    @classmethod
-    def of(cls, graph: fx.Graph) -> Ports:
-        takes = tuple((ir.role(node), node.name, node.meta["val"]) for node in ir.placeholders(graph))
-        return cls(takes, tuple(role for role, _ in ir.outputs(graph)))
 
 
 def use_groups(graph: fx.GraphModule, groups: Groups) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
@@ -146,8 +153,26 @@ def a_fault_is_of_its_own_block() -> None:
         direct._Exchange.__init__, direct._Exchange.wait = made, wait  # type: ignore[method-assign]
 
 
+def each_graph_is_compiled_by_one_rank() -> None:
+    """Of what ranks of a machine lower alike, each graph is in Inductor's cache for all but the first that takes it."""
+    folder = [tempfile.mkdtemp(prefix="shardc_cold_") if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    counters.clear()
+    with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": str(folder[0])}), config.patch(force_disable_caches=False):
+        _, module = tower()
+        module(module.shard_inputs(rows(0))).backward()
+        (program,) = module.shardc.programs.values()
+        distinct = {each.gm for half in program.step() for each in cut(half.gm)}
+        mine, of_all = counters["inductor"]["fxgraph_cache_miss"], [0, 0]
+        dist.all_gather_object(of_all, mine)
+        dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(str(folder[0]), ignore_errors=True)
+    assert sum(of_all) == len(distinct) and all(of_all), (of_all, len(distinct))
+
+
 def test_on_two_ranks() -> None:
     run_ranks(
         2, steps_are_those_of_the_whole, gradients_are_those_of_one_device, parameters_are_watched_in_all_blocks,
-        a_fault_is_of_its_own_block,
+        a_fault_is_of_its_own_block, each_graph_is_compiled_by_one_rank,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import shardc
 from examples.models import llama
-from shardc import lower
+from shardc.lower import inductor as lower
 from tests.ranks import run_ranks
 
 DYNAMIC = {"tokens": {0: "b", 1: "t"}, "target": {0: "b", 1: "t"}}

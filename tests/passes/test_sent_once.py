@@ -16,7 +16,7 @@ from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.tally import collective_kind, tally
 from shardc.ir.verify import verify_halves
-from shardc.lower import min_cut, must_recompute, must_save
+from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.partition import Partition
 
 TOKENS, WIDTH, TP = 8 * 8192, 4096, 8

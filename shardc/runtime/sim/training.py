@@ -8,7 +8,7 @@ should be equal are checked to be.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from shardc.errors import InputError
 from shardc.ir import graph as ir
-from shardc.ir.graph import Role
+from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
@@ -24,21 +24,6 @@ from shardc.runtime.inputs import check_kinds
 from shardc.runtime.shards import same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from shardc.runtime.storage import cut, shard_tensor
-
-
-class Lowered(Protocol):
-    """What the simulation needs of a program."""
-
-    mesh: Mesh
-    inputs: tuple[tuple[str, Layout], ...]
-    outputs: tuple[Role, ...]
-    output_values: tuple[Any, ...]
-    output_spec: Any
-    forward: fx.GraphModule | None
-    backward: fx.GraphModule | None
-    inference: fx.GraphModule | None
-
-    def backward_of(self, used: frozenset[int]) -> tuple[fx.GraphModule, Any]: ...
 
 
 class Simulation:
@@ -71,18 +56,16 @@ class Simulation:
             name: [b.clone() for _ in range(self.mesh.ranks)] for name, b in module.named_buffers()
         }
         self.grads: dict[str, list[Tensor]] = {}
-        self._saved: tuple[Lowered, dict[str, PerRank]] | None = None
+        self._saved: tuple[Executable, dict[str, PerRank]] | None = None
 
     def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
         """The global outputs for global inputs; with ``grad``, `backward` may follow."""
         check_kinds(self.state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
-        program: Lowered = self.state.program_for(args, kwargs)
-        graph = program.forward if grad and program.forward is not None else program.inference
-        assert graph is not None
+        program: Executable = self.state.program_for(args, kwargs)
+        half = program.step(training=grad)[0]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}
-        feed = self._feed(graph, fed)
-        results = self.ranks.run(_tensors_only(graph), feed)
+        results = self.ranks.run(_tensors_only(half.gm), self._feed(half, fed))
         count = len(program.outputs)
         out: list[Any] = []
         for role, constant, result in zip(program.outputs, program.output_values, results[:count], strict=True):
@@ -93,9 +76,10 @@ class Simulation:
             else:
                 assert role.layout is not None
                 out.append(self.ranks.assemble(result, role.layout))
-        roles = [role for role, _ in ir.outputs(graph.graph)]
-        saved = {role.name: r for role, r in zip(roles, results, strict=True) if role.kind == "saved" and r is not None}
-        self._saved = (program, saved) if graph is program.forward else None
+        saved = {
+            role.name: r for role, r in zip(half.gives, results, strict=True) if role.kind == "saved" and r is not None
+        }
+        self._saved = (program, saved) if half.phase == FORWARD else None
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor | None) -> None:
@@ -103,7 +87,7 @@ class Simulation:
 
         Pass None for an output that the loss does not use.
         """
-        if self._saved is None or self._saved[0].backward is None:
+        if self._saved is None:
             raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
         for name, param in self.module.named_parameters():
             if param._backward_hooks or param._post_accumulate_grad_hooks:
@@ -112,25 +96,25 @@ class Simulation:
                     fix="remove it, or step the module on the ranks of a DeviceMesh",
                 )
         program, values = self._saved
-        backward = program.backward
-        assert backward is not None
+        half = program.half(BACKWARD)
         layouts = {role.index: role.layout for role in program.outputs if role.kind == "output"}
         given = iter(tangents)
         shards: dict[int, PerRank | None] = {}
-        for node in ir.placeholders(backward.graph, "tangent"):
-            layout = layouts[index := ir.role(node).index]
+        for port in half.takes:
+            if port.role.kind != "tangent":
+                continue
+            layout = layouts[index := port.role.index]
             assert layout is not None
-            whole = next(given, torch.ones(layout.shape, dtype=node.meta["val"].dtype))
+            whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype))
             shards[index] = None if whole is None else self.ranks.shard(whole, layout)
         used = frozenset(index for index, x in shards.items() if x is not None)
         if len(used) < len(shards):
-            backward, _ = program.backward_of(used)
+            half = program.half(used)
         feed: list[Any] = [
-            shards[role.index] if (role := ir.role(node)).kind == "tangent" else values[node.name]
-            for node in ir.placeholders(backward.graph)
+            shards[port.role.index] if port.role.kind == "tangent" else values[port.name] for port in half.takes
         ]
-        results = self.ranks.run(_tensors_only(backward), feed)
-        for (role, _), result in zip(ir.outputs(backward.graph), results, strict=True):
+        results = self.ranks.run(_tensors_only(half.gm), feed)
+        for role, result in zip(half.gives, results, strict=True):
             if role.kind == "grad" and result is not None and role.name in self.params:
                 before = self.grads.get(role.name)
                 added = list(result) if before is None else [a + b for a, b in zip(before, result, strict=True)]
@@ -166,17 +150,15 @@ class Simulation:
     def _whole(self, shards: Sequence[Tensor], name: str) -> Tensor:
         return cut(self.ranks.assemble(shards, self.storages[name]), self._shapes[name])
 
-    def _feed(self, graph: fx.GraphModule, inputs: dict[str, PerRank]) -> list[Any]:
+    def _feed(self, half: Half, inputs: dict[str, PerRank]) -> list[Any]:
         feed: list[Any] = []
-        for node in ir.placeholders(graph.graph):
-            role = ir.info(node).role
-            assert role is not None
+        for role, example in ((port.role, port.example) for port in half.takes):
             if role.kind == "coordinate":
                 feed.append(self.ranks.coordinate(tuple(role.name.split(","))))
             elif role.kind == "key":
                 feed.append([draw_key()] * self.mesh.ranks)
             elif role.kind == "input":
-                feed.append(inputs.get(role.name, [node.meta["val"]] * self.mesh.ranks))
+                feed.append(inputs.get(role.name, [example] * self.mesh.ranks))
             else:
                 feed.append((self.params if role.kind == "param" else self.buffers)[role.name])
         return feed

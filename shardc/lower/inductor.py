@@ -1,0 +1,142 @@
+"""One local graph through Inductor, whose cache of graphs is used from one start to the next."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor import ir as inductor
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.lowering import register_lowering
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.compiler import config
+from torch.compiler._cache import CacheArtifactManager
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+import shardc.ir.comm
+import shardc.ir.host  # noqa: F401  (the ops of both are lowered here)
+from shardc.ir.emitted import check_order
+from shardc.ir.executable import BACKWARD, INFERENCE
+from shardc.ir.graph import output_node
+from shardc.lower.few_bits import widened
+
+
+def _unlike(values: Sequence[Any]) -> list[Any]:
+    """Fake tensors like ``values``, no two of which are one: an op's operands are found by identity."""
+    mode = next((x.fake_mode for x in values if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    with mode:
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) if isinstance(x, Tensor) else x
+            for x in values
+        ]
+
+
+def lowered(gm: fx.GraphModule, kind: str) -> tuple[Any, str]:
+    """As `made`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
+    inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
+    with _graph_cache(inputs):
+        return made(gm, inputs, kind)
+
+
+def made(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
+    """What Inductor makes of ``gm``, and its code.
+
+    Args:
+        inputs: fake tensors, and numbers that may be symbolic.
+        kind: the place of the graph in a step; see `shardc.ir.executable.Half`.
+    """
+    # Its own reorderings would take the schedule apart.
+    with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False):
+        compiled = compile_fx_inner(
+            _decomposed(gm, inputs), inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE
+        )
+    # A graph without ops is not compiled, and has no source.
+    source = getattr(compiled, "source_code", "")
+    check_order(gm.graph, source)
+    return compiled, source
+
+
+@contextmanager
+def _graph_cache(inputs: Sequence[Any]) -> Iterator[None]:
+    """A block in which Inductor may cache whole graphs, under keys that the lowerings of this folder are part of."""
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    if mode.shape_env is None:
+        mode.shape_env = ShapeEnv()  # without one, Inductor caches nothing
+    with tracing(TracingContext(mode)), config.patch(cache_key_tag=_tag()):  # type: ignore[attr-defined]
+        yield
+
+
+@cache
+def _tag() -> str:
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    return f"shardc {hashlib.sha256(code).hexdigest()}"
+
+
+def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    with mode, torch.no_grad():
+        made = make_fx(gm, decomposition_table=widened(select_decomp_table()))(*inputs)
+    # Results that are not the user's Inductor may give other strides, as convolutions prefer them, but the backward
+    # half is compiled for those of the trace.
+    last = output_node(made.graph)
+    last.meta["user_visible_output_idxs"] = [at for at, x in enumerate(last.args[0]) if isinstance(x, fx.Node)]
+    return made
+
+
+def artifacts(compile_all: Callable[[], object]) -> bytes | None:
+    """Inductor's artifacts of what ``compile_all`` lowers; None if there are none."""
+    with CacheArtifactManager.with_fresh_cache(), inductor_config.patch(fx_graph_cache=True):
+        compile_all()
+        made = torch.compiler.save_cache_artifacts()
+    return None if made is None else made[0]
+
+
+def load_artifacts(data: bytes) -> None:
+    """Puts artifacts into Inductor's cache. They are unpickled: only of those whom one trusts."""
+    torch.compiler.load_cache_artifacts(data)
+
+
+def fakes(values: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Fake tensors of one mode for a graph's placeholders; a constant is itself.
+
+    Args:
+        values: ``shape``, ``stride``, ``dtype`` and ``device`` of each tensor, or ``constant``.
+    """
+    with FakeTensorMode():
+        return [
+            value["constant"]
+            if "constant" in value
+            else torch.empty_strided(value["shape"], value["stride"], dtype=value["dtype"], device=value["device"])
+            for value in values
+        ]
+
+
+def _keep_inputs(op: Any) -> None:
+    """Makes Inductor lower ``op`` as a collective, whose inputs' memory is not used again before the wait."""
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lowered(*args: Any) -> Any:
+        return pytree.tree_map(inductor.TensorBox.create, inductor._CollectiveKernel.create_out_of_place(op, *args))
+
+
+for _op in (
+    torch.ops.shardc.permute_ranks.default,
+    torch.ops.shardc.all_gather_into_tensor_coalesced.default,
+    torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
+    torch.ops.shardc.all_reduce_coalesced.default,
+    torch.ops.shardc.to_device.default,
+    torch.ops.shardc.to_host.default,
+):
+    _keep_inputs(_op)

@@ -1,0 +1,59 @@
+"""How a joint graph is cut into forward and backward: AOTAutograd's min-cut, and marks that it heeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import fx
+from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.fx.node import _side_effectful_functions
+from torch.utils.checkpoint import CheckpointPolicy
+
+c10d = torch.ops._c10d_functional
+
+
+def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Splits a joint graph by AOTAutograd's min-cut: little is saved, cheap ops run again in backward."""
+    inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
+    count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
+    primals, tangents = inputs[:count], inputs[count:]
+    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go():
+        return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
+
+
+@contextmanager
+def _nothing_draws() -> Iterator[None]:
+    """No random state is kept for what runs again: an attention kernel that drops nothing is tagged as if it drew."""
+    asked = partitioners.has_recomputable_rng_ops
+    partitioners.has_recomputable_rng_ops = lambda fx_g: False
+    try:
+        yield
+    finally:
+        partitioners.has_recomputable_rng_ops = asked
+
+
+@contextmanager
+def _unread_waits_go() -> Iterator[None]:
+    """A collective that nobody reads is dead: each half has those that it reads, and the cut does not keep the rest."""
+    waits = _side_effectful_functions & {c10d.wait_tensor, c10d.wait_tensor.default}
+    _side_effectful_functions.difference_update(waits)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.update(waits)
+
+
+def must_recompute(node: fx.Node, region: int) -> None:
+    """Marks ``node``, which does not draw, to run again in backward instead of being saved."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = region
+
+
+def must_save(node: fx.Node, region: int) -> None:
+    """Marks ``node`` to be saved for backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    node.meta["ac_graph_id"] = region

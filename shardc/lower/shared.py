@@ -1,0 +1,72 @@
+"""Graphs that several ranks of a machine lower: each is compiled by one of them, and the others find it in a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from filelock import BaseFileLock, FileLock, Timeout
+from torch import Tensor, fx
+from torch._inductor import config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from shardc.progress import steps
+
+PATIENCE = 600.0  # seconds; who waits for longer compiles the graph itself
+_POLL = 0.05  # seconds
+T = TypeVar("T")
+
+
+def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
+    """What ``make`` gives for each of ``graphs``, of whatever kind it is.
+
+    Every rank begins with another one and leaves those for later that another process has in work. So all of them
+    compile side by side, and what one has finished the others read from Inductor's cache.
+    """
+    made: dict[fx.GraphModule, T] = {}
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    shares = several and config.fx_graph_cache and not config.force_disable_caches
+    locks = {gm: FileLock(_folder() / _name(gm, kind)) for gm, kind in graphs.items()} if shares else {}
+    waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # what takes long is not begun last
+    waiting.rotate(-dist.get_rank() if shares else 0)
+    for _ in steps(range(len(graphs)), "lowering"):
+        gm = _free(waiting, locks) if shares else waiting.popleft()
+        try:
+            made[gm] = make(gm, graphs[gm])
+        finally:
+            if shares:
+                locks[gm].release()
+    return made
+
+
+def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
+    """Takes one of ``waiting`` that no other process has in work, and its lock."""
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        for _ in range(len(waiting)):
+            gm = waiting.popleft()
+            with suppress(Timeout):
+                locks[gm].acquire(timeout=0)
+                return gm
+            waiting.append(gm)
+        time.sleep(_POLL)
+    return waiting.popleft()
+
+
+def _folder() -> Path:
+    folder = Path(cache_dir()) / "shardc"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _name(gm: fx.GraphModule, kind: str) -> str:
+    """The same for graphs that are compiled alike."""
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    types = [(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x for x in values]
+    return f"{hashlib.sha256(f'{kind}{types}{gm.code}'.encode()).hexdigest()[:32]}.lock"
