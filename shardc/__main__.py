@@ -12,7 +12,7 @@ from typing import NoReturn
 from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep)
+COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep)  # by their file's name
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser("shardc", description="A sharding compiler for PyTorch.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
-        command.add_parser(commands)
+        mine = commands.add_parser(command.__name__.rpartition(".")[2], help=command.HELP)
+        command.add_arguments(mine)
+        mine.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
     # Torch logs the traceback of a failure under fake tensors, which is then raised, and said in one line.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

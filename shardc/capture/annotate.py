@@ -14,11 +14,11 @@ from torch import Tensor, fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+from shardc.ir.graph import Info, NameScope, Origin, Role
 
 PREFIX = "model."  # of what the traced module holds
 OUTPUT = ""  # name of the tag that keeps outputs apart
@@ -54,7 +54,7 @@ def annotate(
             role = _input_role(node.meta["desc"], inputs)
             name = f"d.{role.name}" if role.kind == "tangent" else role.name
             phase = "backward" if role.kind == "tangent" else "forward"
-            record = Info(names.fresh(name), _value(node), Origin(phase=phase), role)
+            record = Info(names.fresh(name), ir.value_of(node.meta.get("val")), Origin(phase=phase), role)
         else:
             phase = "backward" if backward else "forward"
             if node.target is torch.ops.shardc.tag.default:
@@ -62,7 +62,11 @@ def annotate(
             module = _module_path(node)
             stem = _stem(node) if phase == "forward" else f"d.{_stem(node, module)}"
             name = ".".join(filter(None, [module if phase == "forward" else "", stem]))
-            record = Info(names.fresh(name), _value(node), Origin(module, _source(node), phase, region=_region(node)))
+            record = Info(
+                names.fresh(name),
+                ir.value_of(node.meta.get("val")),
+                Origin(module, line_of(node), phase, region=_region(node)),
+            )
         ir.set_info(node, record)
     _cast_stored(gm.graph, stored, names)
 
@@ -175,7 +179,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:
             kind, instead = _UNCHANGED[role.kind]
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
-                source=_source(made) or None,
+                source=line_of(made) or None,
                 fix=f"compute a new tensor from it, {instead}",
             )
 
@@ -202,15 +206,6 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
         made = any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward")
         if made and node not in needed:
             return node
-    return None
-
-
-def _value(node: fx.Node) -> Value | tuple[Value | None, ...] | None:
-    val = node.meta.get("val")
-    if isinstance(val, Tensor):
-        return Value(val.dtype, tuple(val.shape))
-    if isinstance(val, (tuple, list)):
-        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
     return None
 
 
@@ -267,7 +262,3 @@ def _stem(node: fx.Node, module: str = "") -> str:
     name = getattr(target, "__name__", str(target)) if not hasattr(target, "overloadpacket") else ""
     name = name or target.overloadpacket.__name__
     return f"{module}.{name}" if module else name
-
-
-def _source(node: fx.Node) -> str:
-    return users_own(frames(node.meta.get("stack_trace") or ""))

@@ -53,10 +53,10 @@ class CaptureOnce:
         )  # fmt: skip
         for values, known in self._known.get(key, ()):
             if known.reads.values(model, loss) == values:
-                return replace(known, graph=_copy(known.graph))
+                return replace(known, graph=_copied(known.graph))
         self.count += 1
         made = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
-        copy = replace(made, graph=_copy(made.graph))
+        copy = replace(made, graph=_copied(made.graph))
         self._known.setdefault(key, []).append((made.reads.values(model, loss), copy))
         return made
 
@@ -65,12 +65,6 @@ def _described(x: Tensor) -> tuple[Any, ...]:
     return x.shape, x.stride(), x.dtype, x.requires_grad
 
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes have meta of their own; example values are shared."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    output = graph.output(graph.graph_copy(gm.graph, env))
-    output.meta = dict(ir.output_node(gm.graph).meta)
-    for node, twin in env.items():
-        twin.meta = dict(node.meta)
-    return fx.GraphModule(gm, graph)
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Its nodes have meta of their own; example values are shared."""
+    return fx.GraphModule(gm, ir.copied(gm.graph))

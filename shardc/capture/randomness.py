@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, fx
 
 import shardc.ir.random  # noqa: F401  (defines the ops)
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
+from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
 Shape = Sequence[int]
@@ -75,14 +76,14 @@ def refuse_draws(graph: fx.Graph) -> None:
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded not in tags or node.target.namespace == "shardc_random":
             continue
-        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        given = arguments_of(node)
         shares = [given[name] for name in ("dropout_p", "dropout") if name in given]
         attends = "attention" in str(node.target) or "_rnn" in str(node.target)
         if attends and not any(shares):
             continue
         raise CaptureError(
             f"{node.target} draws random numbers that would differ from rank to rank",
-            source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
+            source=line_of(node) or None,
             fix="write it with draws that do not depend on the mesh (rand, randn, bernoulli, dropout, multinomial, "
             "randint without a generator of its own), or pass the numbers in",
         )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 
 import torch
+from torch import fx
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -14,6 +15,11 @@ _NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirna
 def frames(trace: str) -> list[str]:
     """``file:line`` of each frame in a traceback's text, the innermost last."""
     return [f"{file}:{line}" for file, line in re.findall(r'File "([^"]+)", line (\d+)', trace)]
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that a traced node comes from; empty if there is none."""
+    return users_own(frames(node.meta.get("stack_trace") or ""))
 
 
 def users_own(frames: Iterable[str]) -> str:

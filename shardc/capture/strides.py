@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
+from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
 
@@ -66,7 +67,7 @@ class _Elements:
 
     def __init__(self, graph: fx.Graph, node: fx.Node, traced: fx.Node, base: fx.Node, offset: int) -> None:
         self.graph, self.node, self.base = graph, node, base
-        given = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        given = arguments_of(node)
         self.tensor, self.source = given["self"], given.get("src")
         self.size: list[int] = [int(n) for n in given["size"]]
         self.stride: list[int] = [int(n) for n in given["stride"]]
@@ -81,7 +82,7 @@ class _Elements:
             raise CaptureError(
                 f"{name} of sizes {self.size} and strides {self.stride} at {at} reads memory in which the tensor of "
                 f"shape {list(val.shape)} has no element of its own",
-                source=users_own(frames(node.meta.get("stack_trace") or "")) or None,
+                source=line_of(node) or None,
                 fix="make the tensor contiguous before, or choose its elements by slices, unfold or an index",
             )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,15 +11,15 @@ from shardc.cli import target
 from shardc.debug.bisect import TOLERANCE, bisect
 from shardc.errors import InputError
 
+HELP = "find the pass that changed a result"
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("bisect", help="find the pass that changed a result")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     target.add_passes(parser, "look at these stages only")
     parser.add_argument(
         "--tolerance", type=float, default=TOLERANCE, help=f"largest relative error, in float64 (default: {TOLERANCE})"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

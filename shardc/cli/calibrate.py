@@ -9,7 +9,6 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +26,15 @@ from shardc.runtime.wire.measure import measure_collectives, measure_compute, me
 DEFAULT_PATH = "shardc-cost.json"
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "calibrate", help="measure this machine's collectives and write a cost model"
-    )
+HELP = "measure this machine's collectives and write a cost model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, default=2, help="gloo processes to start, unless torchrun did (default: 2)"
     )
     parser.add_argument("--runs", type=int, default=10, help="timed runs of each collective and size (default: 10)")
     parser.add_argument("--out", metavar="FILE", default=DEFAULT_PATH, help=f"where to write (default: {DEFAULT_PATH})")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

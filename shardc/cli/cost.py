@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import shardc
 from shardc.cli import target
@@ -11,16 +10,14 @@ from shardc.cost import hardware
 from shardc.errors import MeshError
 from shardc.report.formulas import unrounded
 
+HELP = "communication as formulas in batch, sequence and axis sizes"
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "cost", help="communication as formulas in batch, sequence and axis sizes"
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     target.add_hardware(parser)
     target.add_fold(parser)
     parser.add_argument("--against", metavar="MESH", help="another mesh, as dp=4,tp=16: from which batch it is faster")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

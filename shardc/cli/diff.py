@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-from tabulate import tabulate
 
 from shardc.report.difference import Limit, broken, compare, load
+from shardc.report.export import plain
+
+HELP = "compare two schedules saved as JSON"
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("diff", help="compare two schedules saved as JSON")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="A", help="what `schedule --json` wrote")
     parser.add_argument("after", metavar="B", help="the same, to compare with A")
     parser.add_argument(
         "--fail-if", action="append", default=[], metavar="CONDITION", help="exit with 1: 'exposed>+5%%', 'wire.dp>+0'"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
     failed = broken(changes, limits)
     rows = [(c.metric, f"{c.before:g}", f"{c.after:g}", f"{c.relative:+.1%}") for c in changes if c.before != c.after]
     head = ("number", "before", "after", "change")
-    print(tabulate(rows, head, tablefmt="plain", disable_numparse=True) if rows else "no difference")
+    print(plain(rows, head) if rows else "no difference")
     for limit, change in failed:
         number = f"{limit.number:+.1%}" if limit.relative else f"{limit.number:{'+' if limit.change else ''}g}"
         side = "above" if limit.above else "below"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import shardc
 from shardc.cli import target
@@ -12,14 +11,15 @@ from shardc.errors import InputError
 DEFAULT_STAGE = "collectives"
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("dump", help="print the graph after a stage of the compiler")
+HELP = "print the graph after a stage of the compiler"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     parser.add_argument("--stage", help=f"the stage to print (default: {DEFAULT_STAGE})")
     target.add_passes(parser, "print the stage after the last of these, or write only these")
     parser.add_argument("--origins", action="store_true", help="end each line with its module, source and cause")
     parser.add_argument("--out", metavar="DIR", help="write the text of every stage to DIR")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

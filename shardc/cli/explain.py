@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import shardc
 from shardc.cli import target
 from shardc.cost import hardware
 from shardc.debug.explain import explain
 
+HELP = "why a tensor lies as it does, and its costs"
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("explain", help="why a tensor lies as it does, and its costs")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_arguments(parser)
     parser.add_argument("--tensor", required=True, metavar="NAME", help="a parameter, or a value as dumps name it")
     target.add_hardware(parser)
     target.add_fold(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

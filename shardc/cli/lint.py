@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
-
-from tabulate import tabulate
 
 from shardc.cli import schedule
-from shardc.report.export import milliseconds
+from shardc.report.export import milliseconds, plain
 from shardc.report.lint import SEVERITIES, merged
 
+HELP = "find communication that a plan could avoid"
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("lint", help="find communication that a plan could avoid")
-    schedule.add_arguments(parser)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    schedule.add_prediction(parser)
     parser.add_argument("--fail-on", choices=SEVERITIES, help="exit with 1 where a finding is at least this severe")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,7 +25,7 @@ def run(options: argparse.Namespace) -> int:
         for f in merged(found)
     ]
     head = ("severity", "rule", "count", "ms", "B/rank", "subject", "source", "what")
-    print(tabulate(rows, head, tablefmt="plain", disable_numparse=True) if rows else "nothing found")
+    print(plain(rows, head) if rows else "nothing found")
     changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in found)
     if changes:
         print("\n" + "\n".join(changes))

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tabulate import tabulate
 
 import shardc
 from shardc.cli import target
@@ -24,28 +23,26 @@ from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
 from shardc.errors import InputError
 from shardc.plan.resolve import check_axes
-from shardc.report.export import gigabytes, layers_of, milliseconds, shorten
+from shardc.report.export import gigabytes, layers_of, milliseconds, plain, shorten, write
 
 Plans = list[tuple[str, shardc.Mesh]]
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "measure", help="run steps on gloo ranks; compare with predicted"
-    )
-    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
+HELP = "run steps on gloo ranks; compare with predicted"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    target.add_model(parser)
     parser.add_argument("--nproc", type=int, required=True, help="gloo processes to start")
     parser.add_argument(
         "--plan", "--plans", dest="plans", metavar="PLAN", nargs="+", required=True,
         help="""a plan, as 'fsdp("dp")', or several, whose steps take turns""",
     )  # fmt: skip
     parser.add_argument("--mesh", help="axes and sizes, as dp=2,tp=2 (default: the plan's one axis)")
-    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
     parser.add_argument("--backend", default="inductor", choices=("inductor", "eager"), help="(default: inductor)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of each plan (default: 5)")
     parser.add_argument("--cost", metavar="FILE", help="what `calibrate` wrote; by default the rough description 'cpu'")
     parser.add_argument("--json", metavar="FILE", help="write the comparisons, a list")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -73,8 +70,7 @@ def run(options: argparse.Namespace) -> None:
         f"the median of {options.steps}"
     )
     if options.json is not None:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(records, indent=1) + "\n")
+        write(options.json, json.dumps(records, indent=1) + "\n")
 
 
 def _check(options: argparse.Namespace) -> Plans:
@@ -85,7 +81,7 @@ def _check(options: argparse.Namespace) -> Plans:
     made = []
     for text in options.plans:
         plan = target.plan_of(text, found, "--plan")
-        axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.axes))
+        axes = plan.axes
         if options.mesh is None and len(axes) != 1:
             raise InputError(
                 f"the plan speaks of axes {', '.join(axes) or 'none'}", fix="give their sizes: --mesh dp=2,tp=2"
@@ -133,7 +129,7 @@ def _print_one(made: Comparison) -> None:
             milliseconds(sum(p.predicted_seconds for p in of)), milliseconds(sum(p.seconds for p in of)),
         ))  # fmt: skip
     head = ("kind", "axis", "tensor", "count", "predicted B", "counted B", "predicted ms", "measured ms")
-    print(tabulate(body, head, tablefmt="plain", disable_numparse=True, stralign="left") + "\n")
+    print(plain(body, head) + "\n")
     sent, counted = made.bytes
     rows = [
         ("collectives", str(made.counts[0]), str(made.counts[1]), _off(*made.counts)),
@@ -142,7 +138,7 @@ def _print_one(made: Comparison) -> None:
         ("exposed ms", *map(milliseconds, made.exposed), _off(*made.exposed)),
         ("peak GB", *map(gigabytes, made.memory), _off(*made.memory)),
     ]
-    print(tabulate(rows, ("of a step", "predicted", "measured", "off by"), tablefmt="plain", disable_numparse=True))
+    print(plain(rows, ("of a step", "predicted", "measured", "off by")))
 
 
 def _print_all(made: list[Comparison]) -> None:
@@ -159,7 +155,7 @@ def _print_all(made: list[Comparison]) -> None:
         "plan", "step ms", "measured", "off by", "+-", "fastest", "peak GB", "measured", "off by", "bytes sent",
         "counted",
     )  # fmt: skip
-    print(tabulate(body, head, tablefmt="plain", disable_numparse=True) + "\n")
+    print(plain(body, head) + "\n")
     for at, name in enumerate(("predicted", "measured")):
         print(f"{name} order: {', '.join(one.plan for one in sorted(made, key=lambda one: one.seconds[at]))}")
     print("\n".join(order(made)))

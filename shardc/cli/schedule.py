@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import shardc
 from shardc.cli import target
 from shardc.cost import hardware
+from shardc.report.export import write
 from shardc.report.simulate import ORDERS
 
 DEFAULT_ROWS = 40
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prediction(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to predict: target, mesh, plan, hardware, order."""
     target.add_arguments(parser)
     target.add_hardware(parser)
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
-    """The program and the schedule that the arguments of `add_arguments` say."""
+    """The program and the schedule that the arguments of `add_prediction` say."""
     described = hardware.find(options.hardware)
     found, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
@@ -36,9 +36,11 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("schedule", help="predict a training step's communication")
-    add_arguments(parser)
+HELP = "predict a training step's communication"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_prediction(parser)
     parser.add_argument(
         "--rows", type=target.count_of, default=DEFAULT_ROWS, help="rows of collectives to print; 0 for all"
     )
@@ -46,7 +48,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="write a page: timeline, memory, tables, the annotated graph")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -60,8 +61,6 @@ def run(options: argparse.Namespace) -> None:
     )
     for path, text in files:
         if path is not None:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(text())
+            write(path, text())
     if options.plot is not None:
-        Path(options.plot).parent.mkdir(parents=True, exist_ok=True)
         predicted.plot(options.plot)

@@ -7,10 +7,9 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from math import prod
 from typing import Any
 
-from tabulate import tabulate
 from tqdm import tqdm
 
 import shardc
@@ -22,24 +21,23 @@ from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.report import picture
-from shardc.report.export import gigabytes, milliseconds, shorten
+from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
 from shardc.report.sweep import Row, draw
 
+HELP = "compare meshes and plans from one capture"
 
-def add_parser(commands: Any) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("sweep", help="compare meshes and plans from one capture")
-    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    target.add_model(parser)
     parser.add_argument("--ranks", required=True, help="8..16384 (doubling from the first), or 8,24,64")
     parser.add_argument(
         "--plans", required=True, nargs="+", metavar="PLAN", help="""as 'fsdp("dp") | llama_tp("tp")'"""
     )
     parser.add_argument("--set", action="append", default=[], metavar="AXIS=SIZE", help="fix the size of an axis")
-    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
     target.add_hardware(parser)
     parser.add_argument("--no-fold", action="store_true", help="analyse every one of repeated blocks")
     parser.add_argument("--plot", metavar="FILE", help="write a picture (png, svg, pdf); needs shardc[plot]")
     parser.add_argument("--json", metavar="FILE", help="write the rows as JSON")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -57,12 +55,12 @@ def run(options: argparse.Namespace) -> None:
     plans = [(text, target.plan_of(text, found, "--plans")) for text in options.plans]
     loss = None if options.loss is None else found.named(options.loss, "loss")
     for text, plan in plans:
-        if not _axes(plan):
+        if not plan.axes:
             raise InputError(f"--plans {text}: the plan speaks of no axis")
     for axis in sizes:
-        if not any(axis in _axes(plan) for _, plan in plans):
+        if not any(axis in plan.axes for _, plan in plans):
             raise InputError(f"--set {axis}: no plan speaks of axis {axis!r}")
-    cases = [(mesh, *each) for n in counts for each in plans for mesh in _meshes(_axes(each[1]), n, sizes, described)]
+    cases = [(mesh, *each) for n in counts for each in plans for mesh in _meshes(each[1].axes, n, sizes, described)]
     compile_options = shardc.Options(
         fold=not options.no_fold, verify=False, capture=CaptureOnce(), direct=described.sends or None
     )
@@ -74,10 +72,8 @@ def run(options: argparse.Namespace) -> None:
     good = [row for row in rows if not row.error]
     if not good:
         raise InputError("no combination of mesh and plan works")
-    for path in filter(None, (options.json, options.plot)):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
     if options.json is not None:
-        Path(options.json).write_text(json.dumps([asdict(row) for row in good], indent=1) + "\n")
+        write(options.json, json.dumps([asdict(row) for row in good], indent=1) + "\n")
     if options.plot is not None:
         picture.save(draw(good), options.plot)
 
@@ -107,11 +103,6 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
     return dict(target.mesh_of(",".join(texts), "--set").shape) if texts else {}
 
 
-def _axes(plan: Plan) -> list[str]:
-    """The axes that a plan speaks of, in order."""
-    return list(dict.fromkeys(axis for entry in plan.entries for axis in entry.axes))
-
-
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
     """Meshes of ``ranks``: the first axis takes what the others, by powers of two within a node, leave."""
 
@@ -126,11 +117,9 @@ def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: H
                 yield {name: size, **others}
 
     for inner in sizes(axes[1:], described.node):
-        product = 1
-        for size in inner.values():
-            product *= size
-        if ranks % product == 0 and fixed.get(axes[0], ranks // product) == ranks // product:
-            yield Mesh({axes[0]: ranks // product, **inner})
+        left, rest = divmod(ranks, prod(inner.values()))
+        if not rest and fixed.get(axes[0], left) == left:
+            yield Mesh({axes[0]: left, **inner})
 
 
 def _row(
@@ -168,7 +157,7 @@ def _print(rows: Sequence[Row], described: Hardware) -> None:
     head = ("ranks", "mesh", "plan", "step ms", "exposed ms", "exposed", "GB/rank", "fits", "MFU")
     if body:
         print(f"{described.name}, {described.memory / 1e9:g} GB a rank; one global batch, whatever the ranks\n")
-        print(tabulate(body, head, tablefmt="plain", disable_numparse=True, stralign="left"))
+        print(plain(body, head))
     for row in rows:
         if row.error:
             print(f"cannot be: {row.mesh}, {row.plan}: {row.error}")

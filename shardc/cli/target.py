@@ -44,12 +44,17 @@ class Target:
         return _attribute(self.module, name, self.name.rpartition(":")[0], what)
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which model, and which loss."""
+    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
+    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that say what to compile."""
-    parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
+    add_model(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
     parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")
-    parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:

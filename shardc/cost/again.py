@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.host import move_kind
 from shardc.ir.tally import arguments_of, collective_kind
 
@@ -29,7 +30,7 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
     for node in graph.nodes:
         if node.op != "call_function" or not (region := _region(node)) or move_kind(node) is not None:
             continue
-        if node.target is torch.ops._c10d_functional.wait_tensor.default:
+        if node.target is WAIT:
             repeated = node.args[0] in again
         elif (kind := collective_kind(node)) is not None:
             chosen = collectives == "recompute" or (collectives == "auto" and kind in _LARGE)

@@ -189,7 +189,8 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> Price
     if where.ranks == 1:
         return Price(0.0, "none", link)
     if kind in ("all_to_all", "permute_ranks", "broadcast"):
-        return Price(hardware.start + _direct(hardware, kind, where, wire_bytes), "direct", link)
+        sent = where.link(hardware).ring + wire_bytes / direct_bandwidth(hardware, kind, where)
+        return Price(hardware.start + sent, "direct", link)
     moved = wire_bytes / where.ring_bandwidth(hardware)
     rounds = 2 if kind == "all_reduce" else 1
     hops = rounds * ((where.ranks - where.nodes) * hardware.inside.ring + (where.nodes - 1) * hardware.between.ring)
@@ -201,11 +202,6 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> Price
         levels = ceil(log2(where.nodes)) * hardware.between.tree
         options.append(Price(hardware.start + levels + moved, "pat", link))
     return min(options, key=lambda option: option.seconds)
-
-
-def _direct(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> float:
-    """Seconds of messages straight to their receivers."""
-    return where.link(hardware).ring + wire_bytes / direct_bandwidth(hardware, kind, where)
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:

@@ -85,10 +85,6 @@ def is_dense(node: fx.Node) -> bool:
     return is_dense_op(node.target)
 
 
-def is_attention(node: fx.Node) -> bool:
-    return "scaled_dot_product" in str(node.target)
-
-
 def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
     """For each op the memory behind each of its results."""
     out: list[tuple[Buffer | None, ...]] = []
@@ -116,11 +112,7 @@ def _behind(op: Op, at: int, made: list[tuple[Buffer | None, ...]]) -> tuple[Buf
         return (made[op.reads[0]][index],)
     value = node.meta.get("val")
     results = value if isinstance(value, list | tuple) else (value,)
-    return tuple(Buffer(storage_bytes(x), at, at) if isinstance(x, Tensor) else None for x in results)
-
-
-def storage_bytes(x: Tensor) -> int:
-    return x.untyped_storage().nbytes()
+    return tuple(Buffer(x.untyped_storage().nbytes(), at, at) if isinstance(x, Tensor) else None for x in results)
 
 
 def tensor_bytes(x: Any) -> int:
@@ -171,7 +163,7 @@ def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[
     record = ir.info(first.node)
     return Kernel(
         run, record.name, record.origin.module, record.origin.source, first.phase,
-        operations, written + sum(reads.values()), _dtype(first.node), is_attention(first.node),
+        operations, written + sum(reads.values()), _dtype(first.node), "scaled_dot_product" in str(first.node.target),
     )  # fmt: skip
 
 

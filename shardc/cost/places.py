@@ -121,11 +121,11 @@ def common_places(src: Layout, dst: Layout) -> Places:
     if src.mesh != dst.mesh:
         raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
     if src.shape != dst.shape:
-        raise different_shapes(src, dst)
+        raise LayoutError(f"cannot go from {src} to {dst}: global shapes {src.shape} and {dst.shape} differ")
     mesh = src.mesh
     used = (*src.axes, *dst.axes)
     idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in used)]
-    here, there = _cuts(src), _cuts(dst)
+    here, there = mesh.edges(src.axes), mesh.edges(dst.axes)
     _cut_at_edges(src, dst, here, there)
     source = _located(src, here)
     target = _located(dst, there)
@@ -158,19 +158,6 @@ def common_places(src: Layout, dst: Layout) -> Places:
         clashes=clashes,
         rivals=tuple(tuple(j for j, q in enumerate(parts) if q != p and mesh.overlap(p, q)) for p in parts),
     )
-
-
-def different_shapes(src: Layout, dst: Layout) -> LayoutError:
-    return LayoutError(f"cannot go from {src} to {dst}: global shapes {src.shape} and {dst.shape} differ")
-
-
-def _cuts(layout: Layout) -> dict[str, set[int]]:
-    """For each axis name the products of sizes before which the layout cuts it."""
-    cuts: dict[str, set[int]] = {}
-    for axis in layout.axes:
-        name, pre, _ = split_part(axis)
-        cuts.setdefault(name, set()).update((pre, pre * layout.mesh.size(axis)))
-    return cuts
 
 
 def _is_chain(cuts: set[int]) -> bool:
@@ -217,21 +204,14 @@ def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int
     out: dict[str, Place | int] = {}
     for axis, place in bound_places(layout):
         high = place.high
-        for part in _parts(mesh, axis, cuts):
+        for part in mesh.parts(axis, cuts):
             low = high // mesh.size(part)
             out[part] = Place(place.dim, low, high)
             high = low
     for axis, op in layout.partial:
-        for part in _parts(mesh, axis, cuts):
+        for part in mesh.parts(axis, cuts):
             out[part] = -1 - REDUCE_OPS.index(op)
     return out
-
-
-def _parts(mesh: Mesh, axis: str, cuts: dict[str, set[int]]) -> list[str]:
-    name, pre, _ = split_part(axis)
-    end = pre * mesh.size(axis)
-    inside = sorted(cut for cut in cuts[name] if pre <= cut <= end)
-    return [mesh.part(name, lower, upper // lower) for lower, upper in pairwise(inside)]
 
 
 def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc.cost.again import runs_again
+from shardc.ir import comm, tally
 from shardc.ir import graph as ir
-from shardc.ir import tally
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.executable import BACKWARD, FORWARD, Half
 from shardc.ir.garbage import uncollected
@@ -180,13 +180,9 @@ def kind_of(node: fx.Node) -> str:
         return INPUT
     if tally.collective_kind(node) is not None or move_kind(node) is not None:
         return START
-    if is_wait(node):
+    if node.target is comm.WAIT:
         return WAIT
     return MOVE if node.target is getitem or aliased(node) is not None else COMPUTE
-
-
-def is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
@@ -251,7 +247,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             continue
         if node.op != "call_function":
             continue
-        reads = [read for read in node.all_input_nodes if not _is_coordinate(read)]
+        reads = [read for read in node.all_input_nodes if not is_coordinate(read)]
         if not reads or any(read not in alone for read in reads):
             continue
         kind = kind_of(node)
@@ -263,6 +259,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
     return whole
 
 
-def _is_coordinate(node: fx.Node) -> bool:
+def is_coordinate(node: fx.Node) -> bool:
+    """Whether ``node`` is the rank's own index along some axes."""
     role = ir.info(node).role if node.op == "placeholder" else None
     return role is not None and role.kind == "coordinate"

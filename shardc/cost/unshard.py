@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isinf, prod
+from math import inf, isinf
 
 from torch import Tensor, fx
 
@@ -12,7 +12,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.sequence import gathered_parameters
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import arguments_of, collective_kind, group_axes, wire_elements
+from shardc.ir.tally import collective_kind, group_of, wire_elements
 
 
 @dataclass
@@ -99,9 +99,7 @@ def _seconds(node: fx.Node, mesh: Mesh, cost: CostModel, bucket: int) -> float:
     kind = collective_kind(node)
     if kind is None:
         return 0.0
-    axes = group_axes(arguments_of(node)["group_name"], mesh)
-    assert axes is not None, f"{node} is over no group of {mesh}"
-    ranks = prod(map(mesh.size, axes))
+    _, ranks = group_of(node, mesh)
     sent = [x.meta["val"] for x in node.all_input_nodes]
     wire = sum(wire_elements(kind, ranks, x.numel()) * x.dtype.itemsize for x in sent)
     if not bucket:

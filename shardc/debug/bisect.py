@@ -9,7 +9,6 @@ from math import prod
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor, fx, nn
 
 from shardc._compat import pytree
@@ -17,12 +16,12 @@ from shardc.capture import loss_arity
 from shardc.debug.evaluate import MOVES, Failed, Key, Values, key_of, on_layouts, on_one_device, on_ranks, refuse
 from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.graph import Value
 from shardc.ir.verify import window
 from shardc.passes.check import Verify
 from shardc.plan.entries import Precision
-from shardc.plan.ports import batch_axes, grad_mode
+from shardc.plan.ports import batch_axes
 from shardc.program import Program
+from shardc.report.export import plain
 
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # what a tensor's largest element counts as at least
@@ -61,7 +60,7 @@ class Verdict:
     def text(self) -> str:
         """As text: a line a stage, then the verdict."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
-        shown = tabulate(rows, ("stage", "error", "worst result"), tablefmt="plain", disable_numparse=True)
+        shown = plain(rows, ("stage", "error", "worst result"))
         if self.stage is None:
             return f"{shown}\n\nevery stage computes what one device does\n"
         named = f", at %{self.node}" if self.node else ""
@@ -149,8 +148,8 @@ class _Stages:
             raise InputError("the plan computes in lower precision than one device", plan_entry=said, fix=fix)
         refuse(program.graph("capture"))
         placed = program.graph("collectives")
-        self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if _is_tensor(n)}
-        self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and _is_tensor(n)}
+        self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if ir.is_tensor(n)}
+        self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and ir.is_tensor(n)}
         self.checked: list[Checked] = []
         self.before: dict[str, Tensor | str] = {}
         self.verifier = Verify(self.mesh)
@@ -219,7 +218,7 @@ class _Stages:
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
         """Tangents for which the graph's objective, the mean of the ranks' losses, has one device's gradients."""
         plan = self.program.plan
-        reduce, scale = grad_mode(plan)
+        reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
         # The gradient of an output that is a DTensor is of one global loss already.
         axes = batch_axes(plan, self.mesh) if reduce == "mean" and not plan.setting("dtensor_outputs") else ()
         for role in self.program.outputs:
@@ -244,10 +243,6 @@ class _Stages:
                 if off > self.tolerance:
                     return node, off
         return None, 0.0
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(ir.info(node).value, Value)
 
 
 def _error(made: Tensor | str, right: Tensor) -> float:

@@ -132,8 +132,7 @@ def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Va
             return ranks.call(node.target, *args, **kwargs)
         spec = spec_of(one := call_of(node))
         assert spec is not None
-        made = ir.info(node).value
-        results = tuple(v.layout for v in (made if isinstance(made, tuple) else (made,)) if v is not None and v.layout)
+        results = tuple(value.layout for value in ir.info(node).tensors if value.layout)
         needs = ir.info(node).needs or tuple(ir.layout(x) for x in operands_of(node))
         return rule.localize(Local(ranks, one, spec, needs, results, tuple(args), dict(kwargs)))
 

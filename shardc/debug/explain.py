@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-from tabulate import tabulate
 from torch import fx
 
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.choose import priced
 from shardc.program import Program
-from shardc.report.export import milliseconds
+from shardc.report.export import milliseconds, plain
 from shardc.report.prediction import Collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.spec import Strategy
@@ -103,7 +101,7 @@ class Explanation:
         """As text: layouts, strategies, uses, collectives, a line of totals."""
         parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
         parts[0] += f"\nthe same in each of {self.alike}" if self.alike else ""
-        parts.append(_table(("", "lies as", "because"), [(d.what, d.type, d.who) for d in self.decisions]))
+        parts.append(plain([(d.what, d.type, d.who) for d in self.decisions], ("", "lies as", "because")))
         if self.alternatives:
             rows = [
                 (mark, f"{seconds * 1e6:.3f}", operands, result)
@@ -111,9 +109,9 @@ class Explanation:
                     ["chosen", *[""] * len(self.alternatives)], self.alternatives, strict=False
                 )
             ]
-            parts.append(_table(("strategy", "us", "operands", "result"), rows))
+            parts.append(plain(rows, ("strategy", "us", "operands", "result")))
         uses = [(u.phase, u.op, u.takes, u.rule or "-", _short(u.source), str(u.wire)) for u in self.uses]
-        parts.append(_table(("phase", "used by", "taken as", "rule", "source", "B/rank"), uses))
+        parts.append(plain(uses, ("phase", "used by", "taken as", "rule", "source", "B/rank")))
         moves = [
             (m.kind, m.axis, m.phase, str(m.wire), milliseconds(m.seconds),
              m.cause.entry or m.cause.reason or "-", _short(m.cause.source))
@@ -121,7 +119,7 @@ class Explanation:
         ]  # fmt: skip
         total = f"{len(moves)} collectives, {self.wire} B/rank"
         if moves:
-            parts.append(_table(("kind", "axis", "phase", "B/rank", "ms alone", "cause", "source"), moves))
+            parts.append(plain(moves, ("kind", "axis", "phase", "B/rank", "ms alone", "cause", "source")))
             alone = milliseconds(sum(m.seconds for m in self._moves()))
             total += f"; {alone} ms if each ran alone, before they share buckets and run beside compute"
         parts.append(total)
@@ -144,7 +142,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     graph, folded = program.whole("collectives"), program.folded
     by_name = {ir.info(node).name: node for node in graph.nodes if node.op != "output"}
     node = by_name.get(tensor.removeprefix("%"))
-    if node is None or not isinstance(ir.info(node).value, Value):
+    if node is None or not ir.is_tensor(node):
         near = get_close_matches(tensor, by_name, n=3)
         fix = f"did you mean {' or '.join(map(repr, near))}?" if near else "dump the stage collectives to see its names"
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
@@ -266,7 +264,3 @@ def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list
 def _short(source: str) -> str:
     """``file:line`` without its folders."""
     return source.rpartition("/")[2] or "-"
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    return tabulate(rows, head, tablefmt="plain", disable_numparse=True)

@@ -123,12 +123,11 @@ def _val(values: Sequence[Any], fit: Fit) -> Any:
 
 
 def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, ...]:
-    values = [record.value if isinstance(record.value, tuple) else (record.value,) for record in records]
     return tuple(
         tuple(fit(sizes) for sizes in zip(*(x.shape for x in each), strict=True))
         if isinstance(each[0], Value)
         else None
-        for each in zip(*values, strict=True)
+        for each in zip(*(record.values for record in records), strict=True)
     )
 
 

@@ -37,10 +37,6 @@ class Certificate:
     def text(self) -> str:
         return "\n".join([f"mesh {self.mesh}", *self.lines])
 
-    def of_group(self, axes: str) -> tuple[str, ...]:
-        """The collectives on the groups along ``axes`` (joined by commas), in order."""
-        return tuple(line for line in self.lines if f"({axes})" in line)
-
 
 def outputs_text(used: Iterable[int]) -> str:
     """The outputs that a backward is of.
@@ -61,9 +57,8 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
                 continue
             axes = group_axes(str(arguments_of(node)["group_name"]), mesh) or ()
             record = ir.info(node)
-            values = record.value if isinstance(record.value, tuple) else (record.value,)
             shapes = ", ".join(
-                f"{DTYPE_NAMES.get(v.dtype, v.dtype)}[{','.join(map(str, v.shape))}]" for v in values if v is not None
+                f"{DTYPE_NAMES.get(v.dtype, v.dtype)}[{','.join(map(str, v.shape))}]" for v in record.tensors
             )
             lines.append(f"{name}: {kind}({','.join(axes)}) {shapes} %{record.name}")
     return Certificate(mesh, tuple(lines))

@@ -15,8 +15,10 @@ gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import getitem
 
 import torch
+from torch import fx
 
 from shardc.ir.tally import GROUP_PREFIX
 
@@ -36,6 +38,17 @@ GATHER = torch.ops.shardc.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = torch.ops.shardc.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
 IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
+
+
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def waits_of(node: fx.Node) -> list[fx.Node]:
+    """The waits for what ``node``, a collective or move or one of its results, brings."""
+    out = []
+    for user in node.users:
+        out += [user] if user.target is WAIT else waits_of(user) if user.target is getitem else []
+    return out
 
 
 def _permute_ranks_fake(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:

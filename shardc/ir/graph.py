@@ -7,13 +7,13 @@ value the local tensor is a shard.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc.ir.layout import Layout
 
@@ -59,6 +59,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of a tensor of this shape."""
         return prod(self.shape) * self.itemsize
 
     def __str__(self) -> str:
@@ -121,6 +122,16 @@ class Info:
     role: Role | None = None
     needs: tuple[Layout, ...] | None = None
 
+    @property
+    def values(self) -> tuple[Value | None, ...]:
+        """``value`` as one or several."""
+        return self.value if isinstance(self.value, tuple) else (self.value,)
+
+    @property
+    def tensors(self) -> list[Value]:
+        """The tensors that the node makes."""
+        return [value for value in self.values if value is not None]
+
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
         """The same at ``layout`` (a tuple for several results)."""
         if isinstance(self.value, tuple):
@@ -147,6 +158,18 @@ def value(node: fx.Node) -> Value:
     made = node.meta[KEY].value
     assert isinstance(made, Value), f"{node} makes {made}, not one tensor"
     return made
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` makes one tensor."""
+    return isinstance(info(node).value, Value)
+
+
+def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
+    """What a node makes whose example value is ``val``: a tensor, several of them, or neither."""
+    if isinstance(val, (tuple, list)):
+        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
+    return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
 
 
 def role(node: fx.Node) -> Role:
@@ -177,6 +200,12 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
     """(role, node or None) of each output in order."""
     node = output_node(graph)
     yield from zip(node.meta[ROLES], node.args[0], strict=True)
+
+
+def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:
+    """Puts what ``change`` makes of each output that is a node in its place."""
+    made = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
+    output_node(graph).args = (tuple(made),)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

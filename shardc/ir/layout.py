@@ -16,10 +16,10 @@ side that join. Two layouts of one tensor are equal exactly when they mean the s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -337,6 +337,12 @@ def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
                 out.append(Digit(step, major))
         stride = below
     return tuple(out)
+
+
+def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]) -> Digits:
+    """``digits`` with each bound one cut into ``parts`` of its axis, which are on ``mesh``."""
+    cuts = ([digit] if digit.axis is None else [Digit(mesh.size(p), p) for p in parts(digit.axis)] for digit in digits)
+    return tuple(chain.from_iterable(cuts))
 
 
 def strides(digits: Digits) -> tuple[int, ...]:

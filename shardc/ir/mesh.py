@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 
 from shardc.errors import MeshError
@@ -100,6 +101,20 @@ class Mesh:
 
     def part(self, name: str, pre: int, size: int) -> str:
         return name if size == self._sizes[name] else f"{name}:{pre}x{size}"
+
+    def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
+        """By the name of each axis, the prefix sizes at which one of ``axes``, which may be parts, begins or ends."""
+        found: dict[str, set[int]] = {}
+        for axis in axes:
+            name, pre, _ = split_part(axis)
+            found.setdefault(name, set()).update((pre, pre * self.size(axis)))
+        return found
+
+    def parts(self, axis: str, edges: Mapping[str, Iterable[int]]) -> list[str]:
+        """``axis`` cut at ``edges`` (as `edges` gives them), major to minor; none of an axis of size 1."""
+        name, pre, _ = split_part(axis)
+        inside = sorted(edge for edge in edges[name] if pre <= edge <= pre * self.size(axis))
+        return [self.part(name, low, high // low) for low, high in pairwise(inside)]
 
     def overlap(self, one: str, other: str) -> bool:
         """Whether two axes or parts share ranks' coordinates."""

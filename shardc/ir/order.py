@@ -15,6 +15,18 @@ def places(graph: fx.Graph) -> dict[fx.Node, float]:
     return {node: float(at) for at, node in enumerate(graph.nodes)}
 
 
+def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """By node, the values that nothing after it reads."""
+    seen: set[fx.Node] = set()
+    out: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(graph.nodes):
+        for read in [*node.all_input_nodes, node]:
+            if read not in seen and read.op != "output":
+                seen.add(read)
+                out.setdefault(node, []).append(read)
+    return out
+
+
 def reorder(graph: fx.Graph, wished: Mapping[fx.Node, float]) -> None:
     """Moves every node as near to its wished place as its inputs allow; ties keep the present order.
 

@@ -217,10 +217,9 @@ def _made(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
 
 def _value(record: Info, shapes: tuple[Any, ...], number: Callable[[Any], Any]) -> Any:
     """The value of ``record`` at other sizes."""
-    values = record.value if isinstance(record.value, tuple) else (record.value,)
     made = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
-        for value, shape in zip(values, shapes, strict=True)
+        for value, shape in zip(record.values, shapes, strict=True)
     )
     return made if isinstance(record.value, tuple) else made[0]
 

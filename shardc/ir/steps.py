@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 from shardc.ir import ops
-from shardc.ir.layout import Digit, Digits, Layout
-from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.layout import Digit, Digits, Layout, cut_digits
 
 
 def broken_step(
@@ -35,7 +33,7 @@ class _Step:
 
     def __init__(self, source: Layout, made: Layout, axes: Sequence[str], reduce_op: str) -> None:
         self.mesh, self.source, self.made = source.mesh, source, made
-        self.edges = _edges(self.mesh, (*source.axes, *made.axes, *axes))
+        self.edges = self.mesh.edges((*source.axes, *made.axes, *axes))
         self.axes, self.op = ",".join(axes), reduce_op
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
@@ -117,21 +115,11 @@ class _Step:
 
     def atoms(self, axis: str) -> list[str]:
         """The atoms that ``axis`` is made of, major to minor; none of an axis of size 1."""
-        name, start, _ = split_part(axis)
-        inside = [edge for edge in self.edges[name] if start <= edge <= start * self.mesh.size(axis)]
-        return [self.mesh.part(name, low, high // low) for low, high in pairwise(inside)]
+        return self.mesh.parts(axis, self.edges)
 
-    def digits(self, digits: Digits) -> list[Digit]:
+    def digits(self, digits: Digits) -> Digits:
         """``digits`` with each bound one cut into its atoms."""
-        return [
-            cut
-            for digit in digits
-            for cut in (
-                [digit]
-                if digit.axis is None
-                else [Digit(self.mesh.size(atom), atom) for atom in self.atoms(digit.axis)]
-            )
-        ]
+        return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:
         return {digit.axis for digits in layout.dims for digit in self.digits(digits) if digit.axis is not None}
@@ -160,12 +148,3 @@ def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
                 runs.append((axis is not None, radix))
         out.append(runs)
     return out
-
-
-def _edges(mesh: Mesh, axes: Iterable[str]) -> dict[str, list[int]]:
-    """For each mesh axis the prefix sizes at which one of ``axes`` begins or ends, in order."""
-    edges: dict[str, set[int]] = {}
-    for axis in axes:
-        name, start, _ = split_part(axis)
-        edges.setdefault(name, set()).update((start, start * mesh.size(axis)))
-    return {name: sorted(found) for name, found in edges.items()}

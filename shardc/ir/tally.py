@@ -94,6 +94,13 @@ def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
     return axes if all(axis in mesh for axis in axes) else None
 
 
+def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
+    """The axes of the group that a collective of torch's is over, and how many ranks it has."""
+    axes = group_axes(arguments_of(node)["group_name"], mesh)
+    assert axes is not None, f"{node} is over no group of {mesh}"
+    return axes, prod(mesh.size(axis) for axis in axes)
+
+
 def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments of a node that calls an op of torch, by the names of its schema."""
     target: Any = node.target

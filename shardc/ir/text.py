@@ -44,7 +44,7 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
             raise VerifyError(f"the node {node.name!r} carries no Info", program=node.format_node())
-    placed = any(made.layout is not None for node in nodes[:-1] for made in tensors(info(node)))
+    placed = any(made.layout is not None for node in nodes[:-1] for made in info(node).tensors)
     unplaced = "?" if placed else ""
     out: list[Line] = [(f"mesh {mesh}".rstrip(), None)]
     if not placed:
@@ -68,12 +68,6 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
     for role, made in zip(roles, results, strict=True):
         out.append((f"  {role_text(role, '')} = {argument_text(made, iter((role.layout,)))}", nodes[-1]))
     return out
-
-
-def tensors(record: Info) -> list[Value]:
-    """The tensors that a node makes."""
-    made = record.value if isinstance(record.value, tuple) else (record.value,)
-    return [one for one in made if one is not None]
 
 
 def placeholder_text(record: Info, unplaced: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from shardc.errors import LayoutError
-from shardc.ir.layout import Digit, Layout
+from shardc.ir.layout import Layout, cut_digits
 from shardc.ir.mesh import Mesh, split_part
 
 
@@ -21,9 +21,8 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
     ('dp:1x2', 'dp:2x2', 'tp')
     """
     edges: dict[str, set[int]] = {name: {1, size} for name, size in mesh.shape}
-    for axis in {axis for layout in layouts for axis in layout.axes}:
-        name, start, _ = split_part(axis)
-        edges[name].update((start, start * mesh.size(axis)))
+    for name, used in mesh.edges({axis for layout in layouts for axis in layout.axes}).items():
+        edges[name] |= used
     for name, found in edges.items():
         for low, high in pairwise(sorted(found)):
             if high % low:
@@ -32,7 +31,7 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
                     "which have no common view",
                     fix="use sizes one of which divides the other",
                 )
-    return tuple(mesh.part(name, low, high // low) for name in mesh for low, high in _steps(edges[name]))
+    return tuple(part for name in mesh for part in mesh.parts(name, edges) or [name])
 
 
 def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
@@ -54,7 +53,7 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
         name, start, size = _place(seen, mesh)
         places.setdefault(name, []).append((start, start * size, seen))
 
-    def cut(axis: str) -> list[str]:
+    def parts(axis: str) -> list[str]:
         name, start, _ = split_part(axis)
         end = start * mesh.size(axis)
         found = [place for place in places.get(name, ()) if start <= place[0] and place[1] <= end and place[0] < end]
@@ -64,20 +63,8 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
             )
         return [seen for *_, seen in found]
 
-    dims = [
-        [
-            each
-            for digit in digits
-            for each in ([digit] if digit.axis is None else [Digit(view.size(seen), seen) for seen in cut(digit.axis)])
-        ]
-        for digits in layout.dims
-    ]
-    return Layout(view, dims, [(seen, op) for axis, op in layout.partial for seen in cut(axis)])
-
-
-def _steps(edges: set[int]) -> list[tuple[int, int]]:
-    """From each edge to the next; an axis of size 1 has one step."""
-    return list(pairwise(sorted(edges))) or [(1, 1)]
+    dims = [cut_digits(view, digits, parts) for digits in layout.dims]
+    return Layout(view, dims, [(seen, op) for axis, op in layout.partial for seen in parts(axis)])
 
 
 def _place(seen: str, mesh: Mesh) -> tuple[str, int, int]:

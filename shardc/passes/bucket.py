@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from operator import getitem
 from typing import Any
 
@@ -151,4 +150,4 @@ class _Open:
 
 def _wire_size(node: fx.Node) -> int:
     """Bytes of the collective's larger side."""
-    return max(prod(v.shape) * v.itemsize for v in (ir.value(node), ir.value(node.args[0])))
+    return max(ir.value(node).nbytes, ir.value(node.args[0]).nbytes)

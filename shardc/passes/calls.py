@@ -9,6 +9,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
+from shardc.ir.tally import arguments_of
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec
@@ -19,13 +20,11 @@ VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 def call_of(node: fx.Node) -> Call:
     """The call of an aten (or custom) op node: global shapes, no layouts."""
-    made = ir.info(node).value
-    results = made if isinstance(made, tuple) else (made,)
     return Call(
         target=node.target,
         args=tuple(_plain(a) for a in node.args),
         kwargs=tuple(sorted((k, _plain(a)) for k, a in node.kwargs.items())),
-        results=tuple(v and Value(v.dtype, v.shape) for v in results),
+        results=tuple(v and Value(v.dtype, v.shape) for v in ir.info(node).values),
     )
 
 
@@ -33,13 +32,12 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensor operands of ``node`` in schema order, a list's items one by one: as `Call.operands`."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return [x for x in node.all_input_nodes if isinstance(ir.info(x).value, Value)]
-    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
-    out = []
+        return [x for x in node.all_input_nodes if ir.is_tensor(x)]
+    given, out = arguments_of(node), []
     for argument in schema.arguments:
         item = given.get(argument.name)
         for x in item if isinstance(item, (list, tuple)) else (item,):
-            if isinstance(x, fx.Node) and isinstance(ir.info(x).value, Value):
+            if isinstance(x, fx.Node) and ir.is_tensor(x):
                 out.append(x)
     return out
 

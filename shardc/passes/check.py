@@ -7,7 +7,6 @@ from functools import lru_cache
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import SPECS, broken, halves, verify, verify_half
@@ -84,9 +83,7 @@ def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | N
     """
     if operands is None:
         operands = tuple(ir.layout(x) for x in operands_of(node))
-    made = ir.info(node).value
-    values = made if isinstance(made, tuple) else (made,)
-    results = tuple(value.layout for value in values if isinstance(value, Value) and value.layout is not None)
+    results = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
     if node.target in region.OPS:
         strategy = region.strategy_of(node, results[0].mesh)
         same = (strategy.operands, strategy.results) == (operands, results)

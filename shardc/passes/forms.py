@@ -8,10 +8,10 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.graph import Info, NameScope
 from shardc.ir.padding import Padding, Run, Runs, is_padded, places
 
 aten = torch.ops.aten
@@ -135,7 +135,7 @@ class Forms:
         node.meta["val"] = val
         short = getattr(target, "overloadpacket", target).__name__
         name = self.names.fresh(f"{self.record.name}.{short}")
-        return ir.set_info(node, replace(self.record, name=name, value=value_of(node), role=None, needs=None))
+        return ir.set_info(node, replace(self.record, name=name, value=ir.value_of(val), role=None, needs=None))
 
     def vals(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, self.val)
@@ -168,12 +168,3 @@ def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
         return filling > 0
     info = torch.iinfo(dtype)
     return int(min(max(filling, info.min), info.max))
-
-
-def value_of(node: fx.Node) -> Value | tuple[Value | None, ...] | None:
-    val = node.meta["val"]
-    if isinstance(val, Tensor):
-        return Value(val.dtype, tuple(val.shape))
-    if isinstance(val, tuple | list):
-        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
-    return None

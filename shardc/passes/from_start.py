@@ -6,18 +6,14 @@ is a count of the targets. Buckets and the schedule may take such a collective t
 
 from __future__ import annotations
 
-from math import prod
-
-import torch
 from torch import fx
 
 from shardc.cost.kernels import is_dense
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Value, output_node
 from shardc.ir.host import move_kind
 from shardc.passes.starts import is_start, result_bytes
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 # Below this an op costs its launch and no more, and what it makes may lie about.
 SMALL = 1 << 16  # bytes
@@ -46,7 +42,7 @@ def from_start(graph: fx.Graph) -> frozenset[fx.Node]:
             if ops is not None and move_kind(node) == "to_device" and output not in node.users:
                 free.add(node)
                 early.add(node)
-        elif node.target is _WAIT:
+        elif node.target is WAIT:
             if output not in node.users:
                 free.add(node)
                 early.add(node)
@@ -84,4 +80,4 @@ def pull(graph: fx.Graph, free: frozenset[fx.Node], wished: dict[fx.Node, float]
 def _bytes(node: fx.Node) -> int | None:
     """The size of what a local op makes; None where it is not one tensor."""
     made = ir.info(node).value
-    return prod(made.shape) * made.itemsize if isinstance(made, Value) else None
+    return made.nbytes if isinstance(made, Value) else None

@@ -21,7 +21,6 @@ from shardc.cost import redistribute
 from shardc.errors import LayoutError, RuleError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
@@ -124,7 +123,7 @@ class _Sweep:
         self._decide(node, chosen)
         if node.target in VIEWS and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
-        if operands[0] in self.pinned and (spec.moves or _casts(node)):
+        if operands[0] in self.pinned and (spec.moves or node.target is torch.ops.aten._to_copy.default):
             self.pinned.add(node)
 
     def _decide(self, node: fx.Node, strategy: Strategy) -> None:
@@ -205,7 +204,7 @@ class _Sweep:
             ir.set_info(node, ir.info(node).at(base.replace(partial=pending)))
 
     def _grad_outputs(self) -> None:
-        tensors = [n for n in ir.placeholders(self.graph, "input") if isinstance(ir.info(n).value, Value)]
+        tensors = [n for n in ir.placeholders(self.graph, "input") if ir.is_tensor(n)]
         inputs = {ir.role(node).index: ir.layout(node) for node in tensors}
         for role, node in ir.outputs(self.graph):
             if role.kind == "grad" and isinstance(node, fx.Node):
@@ -220,7 +219,7 @@ class _Sweep:
         """Computes sliced what every consumer wants sliced."""
         for node in reversed(self.graph.nodes):
             needs = ir.info(node).needs if node.op == "call_function" else None
-            if needs is None or node.target is ops.pad or not isinstance(ir.info(node).value, Value):
+            if needs is None or node.target is ops.pad or not ir.is_tensor(node):
                 continue
             target = self._wanted_slice(node)
             spec = spec_of(call_of(node))
@@ -275,7 +274,7 @@ class _Sweep:
             if needs is None or target in [w for x, w in zip(operands_of(user), needs, strict=True) if x is node]:
                 continue
             spec = spec_of(call_of(user)) if hasattr(user.target, "_schema") else None
-            if spec is None or not isinstance(ir.info(user).value, Value):
+            if spec is None or not ir.is_tensor(user):
                 return None
             operands = operands_of(user)
             layouts = tuple(target if x is node else want for x, want in zip(operands, needs, strict=True))
@@ -300,10 +299,6 @@ def _last(node: fx.Node) -> fx.Node:
     return node if user.op == "output" else _last(user)
 
 
-def _casts(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten._to_copy.default
-
-
 def _fitting(node: fx.Node, call: Call) -> Spec | None:
     """The factors of ``node``; an error of its op's rule names the line that calls it."""
     try:
@@ -322,7 +317,7 @@ def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) ->
     }
     out: dict[fx.Node, Layout | None] = {}
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or len(node.users) != 1 or not isinstance(ir.info(node).value, Value):
+        if node.op != "call_function" or len(node.users) != 1 or not ir.is_tensor(node):
             continue
         (user,) = node.users
         if user.op == "output":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from operator import getitem
 from typing import Any
 
@@ -16,7 +17,8 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+from shardc.ir.comm import group_name
+from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
@@ -88,9 +90,7 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     call = call_of(node)
     spec = spec_of(call)
     assert spec is not None
-    made = ir.info(node).value
-    values = made if isinstance(made, tuple) else (made,)
-    layouts = tuple(v.layout for v in values if v is not None and v.layout is not None)
+    layouts = tuple(value.layout for value in ir.info(node).tensors if value.layout is not None)
     operands = tuple(ir.layout(x) for x in operands_of(node))
     return rule.localize(Local(emitter, call, spec, operands, layouts, args, kwargs, partial(_true_size, node)))
 
@@ -167,10 +167,7 @@ class Emitter:
         return tuple(x.meta["val"].shape)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        size = 1
-        for axis in axes:
-            size *= self.mesh.size(axis)
-        return size, "shardc:" + ",".join(axes)
+        return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
     # --- the frame
 
@@ -213,19 +210,11 @@ class Emitter:
         return self.graph
 
     def _record(self, node: fx.Node, name: str, like: Info) -> None:
-        ir.set_info(node, replace(like, name=self.names.fresh(name), value=_value(node.meta["val"])))
+        ir.set_info(node, replace(like, name=self.names.fresh(name), value=ir.value_of(node.meta["val"])))
 
 
 def _fakes(arguments: Any) -> Any:
     return fx.map_arg(arguments, lambda n: n.meta["val"])
-
-
-def _value(val: Any) -> Value | tuple[Value | None, ...] | None:
-    if isinstance(val, Tensor):
-        return Value(val.dtype, tuple(val.shape))
-    if isinstance(val, (tuple, list)):
-        return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
-    return None
 
 
 def _short(target: Any) -> str:

@@ -54,15 +54,15 @@ class Objective:
             for user in users:
                 user.replace_input_with(tangent, scaled)
         output = ir.output_node(graph)
-        given = {ir.role(node).name: ir.layout(node) for node in ir.placeholders(graph, "input") if _is_tensor(node)}
-        results = list(output.args[0])
-        for at, (role, node) in enumerate(ir.outputs(graph)):
-            if role.kind != "grad" or not isinstance(node, fx.Node) or role.name not in given:
-                continue
+        given = {ir.role(node).name: ir.layout(node) for node in ir.placeholders(graph, "input") if ir.is_tensor(node)}
+
+        def scaled_back(role: ir.Role, node: fx.Node) -> fx.Node:
+            if role.kind != "grad" or role.name not in given:
+                return node
             scale = unit(given[role.name], losses, self.reduce) / self.grad_scale
-            if scale != 1.0:
-                results[at] = self._scaled(graph, output, node, scale, names)
-        output.args = (tuple(results),)
+            return node if scale == 1.0 else self._scaled(graph, output, node, scale, names)
+
+        ir.change_outputs(graph, scaled_back)
         return gm
 
     def _scaled(self, graph: fx.Graph, before: fx.Node, node: fx.Node, scale: float, names: NameScope) -> fx.Node:
@@ -93,7 +93,3 @@ def unit_of(plan_axes: Collection[str], reduce: str, own: bool, outputs: Iterabl
 
 def _size(layout: Layout, axes: Collection[str]) -> int:
     return prod(layout.mesh.size(axis) for axis in axes)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(ir.info(node).value, ir.Value)

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Info, NameScope
 from shardc.ir.host import HOST
 
 _TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,13 @@ class Offload:
             if ir.info(param).name in self.entries:
                 self._fetch(param, names)
         output = ir.output_node(graph)
-        results = list(output.args[0])
-        for at, (role, grad) in enumerate(ir.outputs(graph)):
-            moves = role.kind == "grad" and role.name in self.entries and role.name not in self.pending
-            if moves and isinstance(grad, fx.Node):
-                results[at] = self._move(grad, output, _TO_HOST, (grad,), self.entries[role.name], names)
-        output.args = (tuple(results),)
+
+        def moved(role: ir.Role, grad: fx.Node) -> fx.Node:
+            if role.kind != "grad" or role.name not in self.entries or role.name in self.pending:
+                return grad
+            return self._move(grad, output, _TO_HOST, (grad,), self.entries[role.name], names)
+
+        ir.change_outputs(graph, moved)
         graph.lint()
         return gm
 
@@ -76,7 +77,7 @@ class Offload:
         kind, there = ("to_host", "host") if to_host else ("to_device", "device")
         with x.graph.inserting_before(before):
             start = x.graph.call_function(op, args)
-            wait = x.graph.call_function(_WAIT, (start,))
+            wait = x.graph.call_function(WAIT, (start,))
         with self.fake_mode:
             start.meta["val"] = wait.meta["val"] = torch.empty(
                 value.shape, dtype=value.dtype, device=HOST if to_host else self.device

@@ -22,7 +22,7 @@ from torch import fx
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.graph import Info, NameScope
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.padding import (
@@ -38,7 +38,7 @@ from shardc.ir.padding import (
     unpadded,
 )
 from shardc.passes.calls import VIEWS, call_of, operands_of, with_operands
-from shardc.passes.forms import Forms, Padded, value_of
+from shardc.passes.forms import Forms, Padded
 from shardc.passes.neutral import neutral
 from shardc.rules import find_rule, linalg, pointwise, random, spec_of
 from shardc.rules.rule import Call, Local
@@ -118,7 +118,7 @@ class _Padder(Forms):
         return self.graph.node_copy(node, self.without)
 
     def _inputs(self) -> None:
-        tensors = [node for node in ir.placeholders(self.old, "input") if isinstance(ir.info(node).value, Value)]
+        tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]
         for at, (layout, cause) in self.options.inputs.items():
             node = tensors[at]
             self.record = replace(ir.info(node), role=None)
@@ -127,7 +127,9 @@ class _Padder(Forms):
             grown = self.grown(self.plain[node], padding)
             placed = self.graph.call_function(ops.reshard, (grown,))
             placed.meta["val"] = grown.meta["val"]
-            record = replace(self.record, name=self.names.fresh(f"{self.record.name}.placed"), value=value_of(grown))
+            record = replace(
+                self.record, name=self.names.fresh(f"{self.record.name}.placed"), value=ir.value_of(grown.meta["val"])
+            )
             origin = replace(record.origin, cause=cause)
             ir.set_info(placed, replace(record.at(layout), origin=origin))
             self.padded[node] = Padded(placed, padding, 0)
@@ -177,7 +179,7 @@ class _Padder(Forms):
         before = self.at(source, have)
         made = self.graph.call_function(ops.tag, (before,), dict(node.kwargs))
         made.meta["val"] = self.val(before)
-        ir.set_info(made, replace(self.record, value=value_of(made)))
+        ir.set_info(made, replace(self.record, value=ir.value_of(made.meta["val"])))
         self._keep(node, made, have, self.padded[source].filling if source in self.padded else 0)
 
     def _op(self, node: fx.Node) -> None:
@@ -272,7 +274,8 @@ class _Padder(Forms):
         if not fills and find_rule(call.target) in linalg.TABLE.values():
             name = [name for name, _ in call.named_operands()][at]
             fills = {1 if name in linalg.PIVOTS else 0}  # a matrix that every kernel takes
-        if not fills and not value.dtype.is_floating_point and not spec.moves and not _is_pointwise(call):
+        elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
+        if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
         filling = next(iter(fills), None)
         assert len(fills) <= 1, f"{call.name} reduces in two ways"
@@ -319,7 +322,3 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], kept: Mapping[str, Run
 def _alone(spec: Spec, factor: str) -> bool:
     """Whether ``factor`` makes up every dim in which it stands."""
     return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)
-
-
-def _is_pointwise(call: Call) -> bool:
-    return find_rule(call.target) in pointwise.TABLE.values()

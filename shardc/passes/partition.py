@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from shardc.cost.again import runs_again
+from shardc.cost.sequence import is_coordinate
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Role
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 
@@ -99,7 +101,7 @@ def _moved(param: fx.Node) -> list[fx.Node]:
         node = work.pop()
         if node in seen or not (_is_collective(node) or node.target in _CHAIN):
             continue
-        if any(x not in seen and not _is_coordinate(x) for x in node.all_input_nodes):
+        if any(x not in seen and not is_coordinate(x) for x in node.all_input_nodes):
             continue
         seen.add(node)
         chain.append(node)
@@ -141,7 +143,7 @@ def _drop_dead(graph: fx.Graph) -> None:
 def _wait_once(graph: fx.Graph) -> None:
     """One wait on each collective: the cut makes one of equal ones (two biases of one sum), but not of their waits."""
     for node in [node for node in graph.nodes if _is_collective(node) and len(node.users) > 1]:
-        waits = [user for user in node.users if user.target is torch.ops._c10d_functional.wait_tensor.default]
+        waits = [user for user in node.users if user.target is WAIT]
         for wait in waits[1:]:
             wait.replace_all_uses_with(waits[0])
             graph.erase_node(wait)
@@ -150,10 +152,6 @@ def _wait_once(graph: fx.Graph) -> None:
 def _is_collective(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective, or a move between host and device, or waits for it."""
     return getattr(node.target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
-
-
-def _is_coordinate(node: fx.Node) -> bool:
-    return node.op == "placeholder" and (role := ir.info(node).role) is not None and role.kind == "coordinate"
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.sequence import aliased, is_wait
+from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, waits_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
-from shardc.ir.tally import arguments_of, group_axes
-from shardc.passes.starts import is_start, waits_of
+from shardc.ir.tally import group_of
+from shardc.passes.starts import is_start
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class PlanMemory:
         for at, node in enumerate(gm.graph.nodes):
             if node.target in IN_MESSAGES:
                 made = self._slots(node, at)
-                node.args = (*node.args[: len(node.target._schema.arguments) - 1], range_of(len(slots), len(made)))
+                numbers = list(range(len(slots), len(slots) + len(made)))
+                node.args = (*node.args[: len(node.target._schema.arguments) - 1], numbers)
                 slots += made
         ir.output_node(gm.graph).meta[PLAN] = _plan(gm.graph, slots)
         gm.recompile()
@@ -52,11 +53,9 @@ class PlanMemory:
 
     def _slots(self, node: fx.Node, at: int) -> list[Slot]:
         """The slots of one collective, in use at its start alone; their order is `results_of`'s, then the wire's."""
-        results = [val for val in node.meta["val"]]
+        results = node.meta["val"]
         names = _names(node)
-        axes = group_axes(arguments_of(node)["group_name"], self.mesh)
-        assert axes is not None, f"{node} is over no group of {self.mesh}"
-        ranks = prod(self.mesh.size(axis) for axis in axes)
+        _, ranks = group_of(node, self.mesh)
         if node.target is ALL_REDUCE and ranks != 2:
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
         made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
@@ -72,10 +71,6 @@ class PlanMemory:
                 for way, count in (("comes", ranks - 1), ("goes", goes))
             ]
         return made + wires
-
-
-def range_of(first: int, count: int) -> list[int]:
-    return list(range(first, first + count))
 
 
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
@@ -121,7 +116,7 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
 
 def _is_view(node: fx.Node) -> bool:
     """Whether what ``node`` makes lies, in part or whole, in its operands' memory."""
-    if is_wait(node) or node.target is getitem or aliased(node) is not None:
+    if node.target is WAIT or node.target is getitem or aliased(node) is not None:
         return True
     if node.target is torch.ops.aten.reshape.default:
         return False  # one that copies

@@ -44,11 +44,13 @@ class Precision:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         graph, names = gm.graph, NameScope.of(gm.graph)
         output = ir.output_node(graph)
-        results, before = list(output.args[0]), list(ir.outputs(graph))
-        for at, (role, node) in enumerate(before):
-            if role.kind == "grad" and isinstance(node, fx.Node) and role.name in self.stored:
-                results[at] = self._reduced(graph, output, node, role.name, names)
-        output.args = (tuple(results),)
+        before = list(ir.outputs(graph))
+
+        def reduced(role: ir.Role, node: fx.Node) -> fx.Node:
+            asked = role.kind == "grad" and role.name in self.stored
+            return self._reduced(graph, output, node, role.name, names) if asked else node
+
+        ir.change_outputs(graph, reduced)
         for _, node in before:
             if isinstance(node, fx.Node) and not node.users:  # a cast that another took the place of
                 graph.erase_node(node)

@@ -28,11 +28,7 @@ class Reshard:
         made: dict[tuple[fx.Node, Layout], fx.Node] = {}
         for node in list(gm.graph.nodes):
             if node.op == "output":
-                results = [
-                    _at(gm.graph, names, made, x, role.layout, None, role.name) if isinstance(x, fx.Node) else x
-                    for role, x in ir.outputs(gm.graph)
-                ]
-                node.args = (tuple(results),)
+                ir.change_outputs(gm.graph, lambda role, x: _at(gm.graph, names, made, x, role.layout, None, role.name))
             elif node.op == "call_function" and (needs := ir.info(node).needs) is not None:
                 operands = operands_of(node)
                 cause = ir.info(node).name

@@ -8,10 +8,11 @@ from itertools import accumulate
 
 from torch import fx
 
+from shardc.ir.comm import waits_of
 from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
-from shardc.passes.starts import is_start, leaving, result_bytes, waits_of
+from shardc.passes.starts import is_start, leaving, result_bytes
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ class Schedule:
         collectives = [node for node in starts if move_kind(node) is None]
         self._prefetch([node for node in collectives if _always_ready(node, free)], uses, wished, -1.0)
         pull(gm.graph, free, wished)
-        self._prefetch(fetches, {node: _first_wait(node, wished) for node in fetches}, wished, -2.0)
+        awaited = {node: min((wished[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
+        self._prefetch(fetches, awaited, wished, -2.0)
         _drain(gm.graph, collectives, free, wished, self.max_in_flight)
         reorder(gm.graph, wished)
         gm.recompile()
@@ -123,10 +125,6 @@ def _drain(
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
     return all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
-
-
-def _first_wait(node: fx.Node, wished: dict[fx.Node, float]) -> float:
-    return min((wished[wait] for wait in waits_of(node)), default=float("inf"))
 
 
 def _first_use(node: fx.Node, wished: dict[fx.Node, float]) -> float:

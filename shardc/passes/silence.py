@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import NameScope
 from shardc.ir.tally import collective_kind
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Silence:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         names = NameScope.of(gm.graph)
         for node in list(gm.graph.nodes):
-            if node.target is c10d.wait_tensor.default:
+            if node.target is WAIT:
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
             elif collective_kind(node) is not None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from math import prod
 from operator import getitem
 
 import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 
-aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+aten = torch.ops.aten
 
 # What may stand between a collective and the output, or the next collective on the way there.
 _FINISHING = {
-    c10d.wait_tensor.default, getitem, aten.reshape.default, aten.view.default, aten.permute.default, aten.t.default,
+    WAIT, getitem, aten.reshape.default, aten.view.default, aten.permute.default, aten.t.default,
     aten.transpose.int, aten.clone.default, aten.slice.Tensor, aten.index_select.default, aten.constant_pad_nd.default,
     aten.sum.dim_IntList, aten.div.Tensor, aten._to_copy.default,
 }  # fmt: skip
@@ -25,23 +25,13 @@ def is_start(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and getattr(node.target, "namespace", "") in ("_c10d_functional", "shardc")
-        and node.target is not c10d.wait_tensor.default
+        and node.target is not WAIT
     )
-
-
-def waits_of(node: fx.Node) -> list[fx.Node]:
-    """The waits on what ``node`` starts, through the items of a coalesced collective."""
-    out = []
-    for user in node.users:
-        out += [user] if user.target is c10d.wait_tensor.default else waits_of(user)
-    return out
 
 
 def result_bytes(node: fx.Node) -> int:
     """Bytes of what the collective or move ``node`` makes."""
-    made = ir.info(node).value
-    values = made if isinstance(made, tuple) else (made,)
-    return sum(prod(v.shape) * v.itemsize for v in values if v is not None)
+    return sum(value.nbytes for value in ir.info(node).tensors)
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:

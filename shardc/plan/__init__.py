@@ -5,13 +5,11 @@ from shardc.plan.from_hsdp import hsdp_plan
 from shardc.plan.ports import (
     ActivationPin,
     batch_axes,
-    grad_mode,
     resolve_activations,
     resolve_inputs,
     resolve_outputs,
 )
 from shardc.plan.resolve import ParamPlan, resolve_params
-from shardc.plan.spec import to_layout
 from shardc.plan.value import Plan, ddp, fsdp, hsdp, offload, precision, tp
 
 __all__ = [
@@ -21,7 +19,6 @@ __all__ = [
     "batch_axes",
     "ddp",
     "fsdp",
-    "grad_mode",
     "hsdp",
     "hsdp_plan",
     "offload",
@@ -31,6 +28,5 @@ __all__ = [
     "resolve_inputs",
     "resolve_outputs",
     "resolve_params",
-    "to_layout",
     "tp",
 ]

@@ -11,7 +11,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.plan.entries import Precision
 from shardc.plan.forms import Form
-from shardc.plan.ports import ActivationPin, InputPlan, batch_axes, grad_mode
+from shardc.plan.ports import ActivationPin, InputPlan, batch_axes
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
@@ -50,13 +50,13 @@ class BoundPlan:
 
     @property
     def reduce(self) -> str:
-        """What gradients are of the ranks' losses: "mean" or "sum"."""
-        return grad_mode(self.plan)[0]
+        """What gradients are of the ranks' losses, where no loss is in the graph: "mean" or "sum"."""
+        return str(self.plan.setting("reduce"))
 
     @property
     def grad_scale(self) -> float:
         """A factor on parameters' gradients."""
-        return grad_mode(self.plan)[1]
+        return float(self.plan.setting("grad_scale"))
 
     @property
     def own_losses(self) -> bool:

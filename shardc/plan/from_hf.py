@@ -102,8 +102,8 @@ def hf_plan(model: nn.Module) -> dict[str, str]:
 
 def _of_modules(glob: str, style: str, found: Sequence[nn.Module], axis: str) -> list[Entry]:
     if style == "sequence_parallel":
-        return [_pin(f"{glob}:{where}", axis, Shard(1)) for where in ("input", "output")]
-    gathered: list[Entry] = [_pin(f"{glob}:output", axis, Replicate())] if style in GATHERED else []
+        return [pin(f"{glob}:{where}", axis, Shard(1)) for where in ("input", "output")]
+    gathered: list[Entry] = [pin(f"{glob}:output", axis, Replicate())] if style in GATHERED else []
     splits = HF_STYLES[style]
     if splits in ("output", "input") and any(_parameter(module, "weight") is not None for module in found):
         embedding = all(isinstance(module, nn.Embedding) for module in found)
@@ -143,5 +143,6 @@ def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
     return [Param(glob, OnAxes(((axis, placements[splits]),)))] if splits in placements else []
 
 
-def _pin(target: str, axis: str, placement: Placement) -> Activation:
+def pin(target: str, axis: str, placement: Placement) -> Activation:
+    """What ``target`` reads lies so on ``axis``."""
     return Activation(target, OnAxes(((axis, placement),)))

@@ -19,9 +19,9 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import PlanError
 from shardc.plan.calls import in_order
-from shardc.plan.entries import Activation, Entry
-from shardc.plan.forms import OnAxes, quote
-from shardc.plan.from_hf import split_module
+from shardc.plan.entries import Entry
+from shardc.plan.forms import quote
+from shardc.plan.from_hf import pin, split_module
 from shardc.plan.match import by_part, matching
 
 At = int | str
@@ -69,14 +69,14 @@ def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -
             embedding = model is not None and _embeddings(glob, model)
             usual = style.output_layouts == (Shard(-1),)
             split = split_module(glob, "output", embedding, axis)
-            return split if usual else [*split, _pin(f"{glob}:output", axis, style.output_layouts[0])]
+            return split if usual else [*split, pin(f"{glob}:output", axis, style.output_layouts[0])]
         case RowwiseParallel():
             whole = style.input_layouts == (Replicate(),)
             split = split_module(glob, "input", whole if model is None else _embeddings(glob, model), axis)
             usual = style.output_layouts == (Replicate(),)
-            return split if usual else [*split, _pin(f"{glob}:output", axis, style.output_layouts[0])]
+            return split if usual else [*split, pin(f"{glob}:output", axis, style.output_layouts[0])]
         case SequenceParallel():
-            return [_pin(f"{glob}:{where}", axis, style.sequence_sharding[0]) for where in ("input", "output")]
+            return [pin(f"{glob}:{where}", axis, style.sequence_sharding[0]) for where in ("input", "output")]
         case PrepareModuleInput():
             return _prepared_input(glob, style, axis)
         case PrepareModuleOutput():
@@ -106,8 +106,4 @@ def _prepared(
     target: str, axis: str, pairs: Iterable[tuple[At, tuple[Placement | None, Placement | None]]]
 ) -> list[Entry]:
     """A pin for each tensor that the style takes in hand (the first of the pair) and wants somewhere (the second)."""
-    return [_pin(f"{target}[{at}]", axis, wanted) for at, (given, wanted) in pairs if given and wanted]
-
-
-def _pin(target: str, axis: str, placement: Placement) -> Activation:
-    return Activation(target, OnAxes(((axis, placement),)))
+    return [pin(f"{target}[{at}]", axis, wanted) for at, (given, wanted) in pairs if given and wanted]

@@ -46,11 +46,6 @@ def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
 
 
-def grad_mode(plan: Plan) -> tuple[str, float]:
-    """("mean" or "sum", factor): how gradients reduce over the batch axes where no loss is in the graph."""
-    return plan.setting("reduce"), float(plan.setting("grad_scale"))
-
-
 def precision_of(plan: Plan, training: bool) -> Precision:
     """The precision that a model in this mode is traced in."""
     return Precision() if plan.precision.full_precision_eval and not training else plan.precision

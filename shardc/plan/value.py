@@ -157,6 +157,11 @@ class Plan:
         return said.get(name, DEFAULTS[name])
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes that the plan speaks of, in order."""
+        return tuple(dict.fromkeys(axis for entry in self.entries for axis in entry.axes))
+
+    @property
     def precision(self) -> Precision:
         """The dtypes that the plan gives; all None if it gives none."""
         return cast(Precision, self.setting("precision"))

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.sequence import aliased, is_wait
+from shardc.cost.kernels import tensor_bytes
+from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
-from shardc.ir.tally import arguments_of, collective_kind, group_axes
+from shardc.ir.tally import collective_kind, group_of
 
 aten = torch.ops.aten
 
@@ -67,7 +67,8 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
         if collective_kind(node) is not None:
             found += _of_collective(node, mesh)
         elif node.target in _MOVES and not _is_view(node) and (node in sent or node in came):
-            found.append(Copy(ir.info(node).name, RECEIVED if node in came else TO_SEND, _bytes(node.meta["val"])))
+            reason = RECEIVED if node in came else TO_SEND
+            found.append(Copy(ir.info(node).name, reason, tensor_bytes(node.meta["val"])))
     return found
 
 
@@ -83,18 +84,16 @@ def table(found: list[Copy]) -> str:
 
 def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
     kind, name, made = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
-    axes = group_axes(arguments_of(node)["group_name"], mesh)
-    assert axes is not None, f"{node} is over no group of {mesh}"
-    ranks = prod(mesh.size(axis) for axis in axes)
+    _, ranks = group_of(node, mesh)
     for read in node.all_input_nodes:
         val = read.meta["val"]
         if isinstance(val, Tensor) and not val.is_contiguous():
-            yield Copy(ir.info(read).name, CONTIGUOUS, _bytes(val))
+            yield Copy(ir.info(read).name, CONTIGUOUS, tensor_bytes(val))
     if kind == "all_gather":
         for user, x in _named(node, made):
-            yield Copy(user, OWN_SHARD, _bytes(x) // ranks)
+            yield Copy(user, OWN_SHARD, tensor_bytes(x) // ranks)
     elif node.target is ALL_REDUCE and ranks != 2:
-        yield Copy(name, TOGETHER, sum(map(_bytes, made)))
+        yield Copy(name, TOGETHER, sum(map(tensor_bytes, made)))
         return
     if node.target not in IN_MESSAGES or ranks == 1:
         return
@@ -130,12 +129,8 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _ends(node: fx.Node, backward: bool) -> bool:
-    return collective_kind(node) is not None if backward else node.op == "call_function" and is_wait(node)
+    return collective_kind(node) is not None if backward else node.target is WAIT
 
 
 def _tensors(val: Any) -> list[Tensor]:
     return [x for x in (val if isinstance(val, list | tuple) else [val]) if isinstance(x, Tensor)]
-
-
-def _bytes(x: Tensor) -> int:
-    return prod(x.shape) * x.dtype.itemsize

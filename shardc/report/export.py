@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
@@ -24,16 +25,16 @@ def table(schedule: Prediction, rows: int | None) -> str:
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
     parts = [
         "\n".join([f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order", *schedule.notes]),
-        _text(body, HEAD),
+        plain(body, HEAD),
     ]
     if rows is not None and len(shown) > rows:
         parts[-1] += f"\n... and {len(shown) - rows} more rows"
     for by in TOTALS:
         parts.append(_totals(by, schedule.totals(by)))
     held = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
-    parts.append(_text([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
+    parts.append(plain([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
     if schedule.memory.host:
-        parts.append(_text([(owner, gigabytes(size)) for owner, size in schedule.memory.host], ("on the host", "GB")))
+        parts.append(plain([(owner, gigabytes(size)) for owner, size in schedule.memory.host], ("on the host", "GB")))
     parts.append(summary(schedule))
     return "\n\n".join(parts) + "\n"
 
@@ -47,6 +48,12 @@ def summary(schedule: Prediction) -> str:
         f"memory peak {gigabytes(schedule.memory.peak.total)} GB at {schedule.memory.peak_op}: {fits} in "
         f"{schedule.hardware.memory / 1e9:g} GB"
     )
+
+
+def write(path: str | Path, text: str) -> None:
+    """Writes ``text`` to a file; makes its folder."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text)
 
 
 def milliseconds(seconds: float) -> str:
@@ -85,11 +92,12 @@ def _totals(by: str, totals: dict[str, Total]) -> str:
         (shorten(key, 60) or "-", str(t.count), str(t.wire), milliseconds(t.seconds), milliseconds(t.exposed))
         for key, t in totals.items()
     ]
-    return _text(body, (by, "count", "B/rank", "ms", "exposed"))
+    return plain(body, (by, "count", "B/rank", "ms", "exposed"))
 
 
-def _text(rows: Sequence[tuple[str, ...]], head: tuple[str, ...]) -> str:
-    return tabulate(rows, head, tablefmt="plain", disable_numparse=True, stralign="left")
+def plain(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+    """A table without lines, its columns aligned at the left."""
+    return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
 
 
 def record(schedule: Prediction) -> dict[str, Any]:

@@ -25,11 +25,12 @@ EXPOSED = "#e03131"
 
 
 def save(picture: Any, path: str | Path) -> None:
-    """Writes a matplotlib figure; the ending of ``path`` says as what (png, svg, pdf).
+    """Writes a matplotlib figure, and makes its folder; the ending of ``path`` says as what (png, svg, pdf).
 
     Raises:
         InputError: matplotlib knows no such ending.
     """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         picture.savefig(path, dpi=120)
     except ValueError as error:

@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,21 +160,18 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
     """What a collective, or a copy between host and device, moves."""
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
-        size = torch.Size(value.shape).numel() * value.itemsize
-        return _Moved(copy, (HOST,), 1, ir.DTYPE_NAMES.get(value.dtype, str(value.dtype)), size, size, 0)
+        name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))
+        return _Moved(copy, (HOST,), 1, name, value.nbytes, value.nbytes, 0)
     kind = tally.collective_kind(node)
-    axes = tally.group_axes(tally.arguments_of(node)["group_name"], mesh)
-    assert kind is not None and axes is not None, f"{node} is no collective over a group of {mesh}"
+    axes, ranks = tally.group_of(node, mesh)
+    assert kind is not None, f"{node} is no collective"
     operands: Any = node.args[0]
     values = [ir.value(x) for x in (operands if isinstance(operands, list | tuple) else [operands])]
-    ranks = 1
-    for axis in axes:
-        ranks *= mesh.size(axis)
-    sizes, rows = [torch.Size(v.shape).numel() for v in values], rows_of(node, ranks)
+    rows = rows_of(node, ranks)
     return _Moved(
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
-        sum(n * v.itemsize for n, v in zip(sizes, values, strict=True)),
-        sum(tally.wire_elements(kind, ranks, n) * v.itemsize for n, v in zip(sizes, values, strict=True)),
+        sum(v.nbytes for v in values),
+        sum(tally.wire_elements(kind, ranks, prod(v.shape)) * v.itemsize for v in values),
         Packing.of(rows).messages(len(rows)) * (ranks - 1),
     )  # fmt: skip
 

@@ -21,7 +21,6 @@ from shardc.rules import (
     factory,
     indexing,
     linalg,
-    normalisation,
     pieces,
     pointwise,
     random,
@@ -46,7 +45,6 @@ FAMILIES = (
     attention,
     convolution,
     scan,
-    normalisation,
     linalg,
     factory,
     random,
@@ -130,17 +128,4 @@ def register_rule(
     return made
 
 
-__all__ = [
-    "FAMILIES",
-    "RULES",
-    "Call",
-    "Local",
-    "Rule",
-    "Spec",
-    "find_rule",
-    "is_registered",
-    "register_rule",
-    "rule",
-    "spec_of",
-    "table",
-]
+__all__ = ["RULES", "find_rule", "is_registered", "register_rule", "rule", "spec_of"]

@@ -10,7 +10,7 @@ from shardc.ir.layout import Layout
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
-from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.rule import Call, Local, each, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -30,15 +30,13 @@ class Indexed:
         at = indexed_dims(call)
         indices = [call["indices"][dim].shape for dim in at]
         together = torch.broadcast_shapes(*indices)
-        free = {i: loops.dim(f"d{i}", n) for i, n in enumerate(shape) if i not in at}
-        entries = tuple(loops.dim(f"b{i}", n, over) for i, n in enumerate(together))
-        self.x: Dims = tuple(
-            free[i] if i in free else loops.indexed(f"v{i}", n, looked_up) for i, n in enumerate(shape)
-        )
+        entries = loops.dims("b", together, over)
+        found = {i: loops.indexed(f"v{i}", shape[i], looked_up) for i in at}
+        self.x = loops.dims("d", shape, but=found)
         self.indices: list[Dims] = [_right(entries, one) for one in indices]
         # Indices that stand side by side leave their dims in place; others put them first.
         self.before = at[0] if at and at[-1] - at[0] == len(at) - 1 else 0
-        rest = list(free.values())
+        rest = [factors for i, factors in enumerate(self.x) if i not in at]
         self.picked: Dims = (*rest[: self.before], *entries, *rest[self.before :])
         self.after = len(rest) - self.before
 
@@ -120,17 +118,11 @@ def _index_put_local(local: Local) -> Any:
 
 
 TABLE = table(
-    *(
-        Rule(f"aten.{op}", _index, "v d, k -> k d    v: sum    linear in self", _index_local)
-        for op in ("index.Tensor", "_unsafe_index.Tensor")
-    ),
-    *(
-        Rule(
-            f"aten.{op}",
-            _index_put,
-            "v d, k, k d -> v d    k: sum where accumulating, else whole    linear in self and values",
-            _index_put_local,
-        )
-        for op in ("index_put", "_unsafe_index_put")
+    each("index.Tensor _unsafe_index.Tensor", _index, "v d, k -> k d    v: sum    linear in self", _index_local),
+    each(
+        "index_put _unsafe_index_put",
+        _index_put,
+        "v d, k, k d -> v d    k: sum where accumulating, else whole    linear in self and values",
+        _index_put_local,
     ),
 )

@@ -78,9 +78,9 @@ _KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention",
 _TEXT = "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k e f: whole; q: whole where causal"
 
 TABLE = table(
-    *(Rule(f"aten._scaled_dot_product_{kernel}", _forward, _TEXT) for kernel in _KERNELS),
-    *(
+    [Rule(f"aten._scaled_dot_product_{kernel}", _forward, _TEXT) for kernel in _KERNELS],
+    [
         Rule(f"aten._scaled_dot_product_{kernel}_backward", _backward, f"backward of {_TEXT}    g r q: sum")
         for kernel in _KERNELS
-    ),
+    ],
 )

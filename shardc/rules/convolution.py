@@ -7,7 +7,7 @@ from typing import Any
 
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.rule import Call, Local, Rule, each, sized, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -66,16 +66,12 @@ def windowed(ops: str, places: int, linear: bool = False) -> list[Rule]:
         return mixed(call, range(-places, 0), linear=[{0}] if linear else ())
 
     said = "... x -> ... y    x y: whole" + ("    linear in operand 0" if linear else "")
-    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
-
-
-def _resize_backward_local(local: Local) -> Any:
-    return local.same(input_size=list(local.results[0].local_shape))
+    return each(ops, spec, said)
 
 
 def _resize_backward(ops: str, places: int) -> list[Rule]:
     """As `windowed`; the op is told the shape of its result."""
-    return [replace(rule, localize=_resize_backward_local) for rule in windowed(ops, places, linear=True)]
+    return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, places, linear=True)]
 
 
 def _sampled(call: Call) -> Spec:
@@ -98,7 +94,7 @@ def _columns(call: Call) -> Spec:
     """Windows of an image as columns ``n (c k) l``, or the other way round."""
     loops = Loops(call)
     columns, image = loops.shapes[0], loops.made[0]
-    if "output_size" not in {a.name for a in call.target._schema.arguments}:
+    if "output_size" not in call:
         columns, image = image, columns
     lead = loops.dims("n", image[:-3])
     c = loops.dim("c", image[-3])
@@ -115,15 +111,11 @@ _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
 TABLE = table(
     Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
-    *(
-        Rule(f"aten.grid_sampler_{k}d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input")
-        for k in (2, 3)
-    ),
-    *(
-        Rule(
-            f"aten.grid_sampler_{k}d_backward", _sampled, "n c y, n c x, n y e -> n c x, n y e    c: sum; x y e: whole"
-        )
-        for k in (2, 3)
+    each("grid_sampler_2d grid_sampler_3d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input"),
+    each(
+        "grid_sampler_2d_backward grid_sampler_3d_backward",
+        _sampled,
+        "n c y, n c x, n y e -> n c x, n y e    c: sum; x y e: whole",
     ),
     Rule("aten.im2col", _columns, "n c x -> n (c k) l    x k l: whole    linear"),
     Rule("aten.col2im", _columns, "n (c k) l -> n c x    x k l: whole    linear"),

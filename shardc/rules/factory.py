@@ -9,7 +9,7 @@ import torch
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import positions, split
-from shardc.rules.rule import Call, Local, Rule, sized, table
+from shardc.rules.rule import Call, Local, Rule, each, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -18,9 +18,8 @@ aten = torch.ops.aten
 def _constant(call: Call) -> Spec:
     """Every element alike: any part of it is as good as another."""
     loops = Loops(call)
-    return loops.spec(
-        [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)], [loops.dims("d", loops.made[0])]
-    )
+    given = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]
+    return loops.spec(given, [loops.dims("d", loops.made[0])])
 
 
 def _arange(call: Call) -> Spec:
@@ -34,9 +33,8 @@ def _arange_local(local: Local) -> Any:
     layout = local.results[0]
     if not split(layout, 0):
         return local.same()
-    named = {a.name for a in local.call.target._schema.arguments}
-    start, step = (local.call["start"] if "start" in named else 0), (local.call["step"] if "step" in named else 1)
-    value = local.call.results[0]
+    asked, value = local.call, local.call.results[0]
+    start, step = (asked["start"] if "start" in asked else 0), (asked["step"] if "step" in asked else 1)
     assert value is not None
     call = local.builder.call
     at = positions(local, layout, 0, local.call["device"])
@@ -55,11 +53,8 @@ def _strided_local(local: Local) -> Any:
 
 
 TABLE = table(
-    *(
-        Rule(f"aten.{op}", _constant, "-> ...", sized())
-        for op in ("full", "zeros", "ones", "empty.memory_format", "empty_permuted")
-    ),
-    *(Rule(f"aten.{op}", _constant, "-> ...", sized()) for op in ("new_full", "new_zeros", "new_ones", "new_empty")),
+    each("full zeros ones empty.memory_format empty_permuted", _constant, "-> ...", sized()),
+    each("new_full new_zeros new_ones new_empty", _constant, "-> ...", sized()),
     Rule("aten.empty_strided", _constant, "-> ...", _strided_local),
     Rule("aten.scalar_tensor", _constant, "-> "),
     Rule("aten.arange", _arange, "-> n", _arange_local),

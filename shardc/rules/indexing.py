@@ -153,9 +153,8 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     """The dims of the tensor, of the index and of the slices that the index is about."""
     loops = Loops(call)
     dim = _dim(call)
-    x = tuple(
-        loops.indexed("v", n, looked_up) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(loops.shapes[0])
-    )
+    shape = loops.shapes[0]
+    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)} if shape else None)
     index = loops.dims("k", loops.shapes[1], over)
     return loops, x, index, (*x[:dim], *(index or ((),)), *x[dim + 1 :]) if x else ()
 

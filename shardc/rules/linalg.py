@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE, rule
-from shardc.rules.rule import Call, Rule, table
+from shardc.rules.rule import Call, Rule, each, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -22,14 +22,12 @@ def matrices(ops: str) -> list[Rule]:
         lead = lead if len(batches) == 1 else 0
 
         def dims(name: str, shape: Sequence[int]) -> Dims:
-            return tuple(
-                loops.dim(f"b{i}", n) if i < lead else loops.dim(f"{name}{i}", n, WHOLE) for i, n in enumerate(shape)
-            )
+            return loops.dims(name, shape, WHOLE, but=dict(enumerate(loops.dims("b", shape[:lead]))))
 
         operands = [dims(f"x{at}.", shape) for at, shape in enumerate(loops.shapes)]
         return loops.spec(operands, [dims(f"y{at}.", shape) for at, shape in enumerate(loops.made)])
 
-    return [Rule(f"aten.{op}", spec, "b... x... -> b... y...    x y: whole") for op in ops.split()]
+    return each(ops, spec, "b... x... -> b... y...    x y: whole")
 
 
 def transforms(ops: str) -> list[Rule]:
@@ -38,16 +36,7 @@ def transforms(ops: str) -> list[Rule]:
     def spec(call: Call) -> Spec:
         return mixed(call, call["dim"], linear=[{0}])
 
-    return [Rule(f"aten.{op}", spec, "... x -> ... y    x y: whole    linear in self") for op in ops.split()]
-
-
-def _parts(call: Call) -> Spec:
-    """A complex number as two real ones at the end, or the other way round."""
-    loops = Loops(call)
-    few = min(loops.shapes[0], loops.made[0], key=len)
-    dims, pair = loops.dims("d", few), loops.dim("parts", 2, WHOLE)
-    x, y = (dims if len(shape) == len(few) else (*dims, pair) for shape in (loops.shapes[0], loops.made[0]))
-    return loops.spec([x], [y], linear=[{0}])
+    return each(ops, spec, "... x -> ... y    x y: whole    linear in self")
 
 
 def _trilinear(call: Call) -> Spec:
@@ -76,8 +65,9 @@ TABLE = table(
         "linalg_matrix_exp linalg_qr linalg_solve_triangular lu_unpack triangular_solve"
     ),
     transforms("_fft_c2c _fft_r2c _fft_c2r"),
-    *(Rule(f"aten.{op}", _parts, "... -> ... 2    2: whole") for op in ("view_as_real", "view_as_real_copy")),
-    *(Rule(f"aten.{op}", _parts, "... 2 -> ...    2: whole") for op in ("view_as_complex", "view_as_complex_copy")),
+    # A complex number as two real ones at the end, and the other way round.
+    [rule(op, "... -> ... parts", parts="whole", linear="0") for op in ("view_as_real", "view_as_real_copy")],
+    [rule(op, "... parts -> ...", parts="whole", linear="0") for op in ("view_as_complex", "view_as_complex_copy")],
     rule("_cdist_forward", "... i k, ... j k -> ... i j", k="whole", flops=3),
     rule("_cdist_backward", "... i j, ... i k, ... j k, ... i j -> ... i k", j="sum", linear="0", flops=3),
     Rule("aten._trilinear", _trilinear, "... a, ... b, o a b -> ... o    a b: sum    linear in each"),

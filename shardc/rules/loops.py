@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import gcd, prod
 
 from shardc.rules.notation import WHOLE
@@ -42,9 +42,12 @@ class Loops:
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
-    def dims(self, prefix: str, shape: Sequence[int], kind: str = FREE) -> Dims:
-        """One factor a dim: ``prefix0``, ``prefix1``, ..."""
-        return tuple(self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape))
+    def dims(
+        self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
+    ) -> Dims:
+        """One factor a dim: ``prefix0``, ``prefix1``, ...; dims in ``but`` have those there."""
+        given = but or {}
+        return tuple(given[i] if i in given else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape))
 
     def blocks(self, name: str, size: int, block: int, shared: str = "block") -> Factors:
         """A dim of ``size`` cut into blocks: their count is whole and its own, the block is the ``shared`` factor."""
@@ -114,9 +117,7 @@ def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = 
     whole = {d % ndim for d in dims} if ndim else set()
 
     def one(shape: Sequence[int]) -> Dims:
-        return tuple(
-            loops.dim(f"x{i}.{n}", n, WHOLE) if i in whole else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
-        )
+        return loops.dims("d", shape, but={i: loops.dim(f"x{i}.{shape[i]}", shape[i], WHOLE) for i in whole})
 
     operands, results = [one(shape) for shape in loops.shapes], [one(shape) for shape in loops.made]
     return loops.spec(operands, results, linear=linear, moves=moves)

@@ -14,7 +14,7 @@ from shardc.ir.layout import Layout
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import owned_at, split, zero_unless
-from shardc.rules.rule import Call, Local, Rule, SpecOf, table
+from shardc.rules.rule import Call, Local, Rule, SpecOf, each, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -30,9 +30,7 @@ def _taken(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     block = reduce(gcd, [*starts, *(made[dim] for made in loops.made)], shape[dim])
 
     def dims(name: str, size: int) -> Dims:
-        return tuple(
-            loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
-        )
+        return loops.dims("d", shape, but={dim: loops.blocks(name, size, block)})
 
     return loops.spec(
         [dims("x", shape[dim])], [dims(f"y{i}", made[dim]) for i, made in enumerate(loops.made)], moves=True
@@ -95,7 +93,7 @@ def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
     """The dims of operand 0, where ``dim`` is the factor ``n`` of ``kind``, and those without it."""
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
-    x = tuple(loops.indexed("n", n, kind) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(loops.shapes[0]))
+    x = loops.dims("d", loops.shapes[0], but={dim: loops.indexed("n", loops.shapes[0][dim], kind)})
     return loops, x, (*x[:dim], *x[dim + 1 :])
 
 
@@ -135,9 +133,7 @@ def _slice_scatter(call: Call) -> Spec:
     block = reduce(gcd, [start, src[dim], shape[dim]]) if step == 1 else 0
 
     def dims(name: str, size: int) -> Dims:
-        return tuple(
-            loops.blocks(name, size, block) if i == dim else loops.dim(f"d{i}", n) for i, n in enumerate(shape)
-        )
+        return loops.dims("d", shape, but={dim: loops.blocks(name, size, block)})
 
     x = dims("x", shape[dim])
     return loops.spec([x, dims("y", src[dim])], [x], linear=[{0, 1}])
@@ -173,11 +169,9 @@ def _cat(call: Call) -> Spec:
     dim = call["dim"] % len(shape)
     # A one-dim tensor without elements may stand among tensors of any rank.
     block = reduce(gcd, [one[dim] for one in loops.shapes if len(one) == len(shape)])
-    rest = [loops.dim(f"d{i}", n) if i != dim else () for i, n in enumerate(shape)]
 
     def dims(name: str, size: int) -> Dims:
-        pieces = loops.blocks(name, size, block if size else 0)
-        return tuple(pieces if i == dim else factors for i, factors in enumerate(rest))
+        return loops.dims("d", shape, but={dim: loops.blocks(name, size, block if size else 0)})
 
     operands = [
         dims(f"x{i}", one[dim]) if len(one) == len(shape) else loops.dims(f"x{i}.", one, WHOLE)
@@ -214,7 +208,7 @@ def _stack(call: Call) -> Spec:
     loops = Loops(call)
     shape = loops.made[0]
     dim = call["dim"] % len(shape)
-    made = tuple(loops.dim(f"d{i}", n, WHOLE if i == dim else FREE) for i, n in enumerate(shape))
+    made = loops.dims("d", shape, but={dim: loops.dim(f"d{dim}", shape[dim], WHOLE)})
     one = (*made[:dim], *made[dim + 1 :])
     return loops.spec([one for _ in loops.shapes], [made], linear=[range(len(loops.shapes))])
 
@@ -232,13 +226,15 @@ def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> Spe
 _BLOCKS = "(m r) -> (n r)    m n: whole"
 
 TABLE = table(
-    *(Rule(f"aten.{op}", _slice, _BLOCKS, _slice_local) for op in ("slice.Tensor", "slice_copy.Tensor")),
-    *(
-        Rule(f"aten.{op}", _split, "(m r) -> (n r), ...    m n: whole", _split_local)
-        for op in ("split", "split_copy", "split_with_sizes", "split_with_sizes_copy", "chunk")
+    each("slice.Tensor slice_copy.Tensor", _slice, _BLOCKS, _slice_local),
+    each(
+        "split split_copy split_with_sizes split_with_sizes_copy chunk",
+        _split,
+        "(m r) -> (n r), ...    m n: whole",
+        _split_local,
     ),
-    *(Rule(f"aten.{op}", _select, "n ... -> ...    n: sum", _select_local) for op in ("select.int", "select_copy.int")),
-    *(Rule(f"aten.{op}", _unbind, "n ... -> ..., ...    n: whole") for op in ("unbind", "unbind_copy")),
+    each("select.int select_copy.int", _select, "n ... -> ...    n: sum", _select_local),
+    each("unbind unbind_copy", _unbind, "n ... -> ..., ...    n: whole"),
     Rule(
         "aten.slice_scatter",
         _slice_scatter,
@@ -253,12 +249,9 @@ TABLE = table(
     Rule(
         "aten.roll", _moved(lambda call, ndim: call["dims"] or range(ndim), moves=True), "rolled dims: whole    linear"
     ),
-    *(
-        Rule(
-            f"aten.{op}",
-            _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False),
-            "... a b -> ... a b    a b: whole    linear",
-        )
-        for op in ("tril", "triu")
+    each(
+        "tril triu",
+        _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False),
+        "... a b -> ... a b    a b: whole    linear",
     ),
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardc.rules.loops import Loops
-from shardc.rules.rule import Call, Rule, table
+from shardc.rules.rule import Call, Rule, each, table
 from shardc.rules.spec import Spec
 
 
@@ -22,7 +22,7 @@ def pointwise(ops: str, linear: str = "", *, moves: bool = False) -> list[Rule]:
         return pointwise_spec(call, named_sets(call, linear), moves)
 
     said = "... -> ..." if not linear else f"... -> ...    linear in {linear}"
-    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+    return each(ops, spec, said)
 
 
 def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Rule, table
+from shardc.rules.rule import Call, Rule, each, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -16,7 +16,7 @@ def reduction(ops: str, kind: str) -> list[Rule]:
     def spec(call: Call) -> Spec:
         return reduction_spec(call, kind)
 
-    return [Rule(f"aten.{op}", spec, f"... n -> ...    n: {kind}") for op in ops.split()]
+    return each(ops, spec, f"... n -> ...    n: {kind}")
 
 
 def reduction_spec(call: Call, kind: str) -> Spec:
@@ -30,8 +30,7 @@ def reduction_spec(call: Call, kind: str) -> Spec:
 
 
 def reduced_dims(call: Call, ndim: int) -> frozenset[int]:
-    names = {argument.name for argument in call.target._schema.arguments}
-    dim = call["dim"] if "dim" in names else None
+    dim = call["dim"] if "dim" in call else None
     dims = (dim,) if isinstance(dim, int) else dim
     return frozenset(d % max(ndim, 1) for d in dims) if dims else frozenset(range(ndim))
 
@@ -43,10 +42,8 @@ def _kept(operand: Dims, dims: frozenset[int], keepdim: bool) -> Dims:
 
 TABLE = table(
     reduction("sum nansum count_nonzero", "sum"),
-    reduction("amax", "max"),
-    reduction("amin", "min"),
-    reduction("any", "max"),
-    reduction("all", "min"),
+    reduction("amax any", "max"),
+    reduction("amin all", "min"),
     reduction("prod", "product"),
     # Which index wins, or a value that needs all elements at once: the reduced dim is gathered first.
     reduction(

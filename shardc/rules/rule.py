@@ -178,6 +178,11 @@ def sized(argument: str = "size") -> Localize:
     return localize
 
 
+def each(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
+    """The same rule for each of ``ops``, which are aten's."""
+    return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
+
+
 def table(*rules: Rule | Sequence[Rule]) -> dict[str, Rule]:
     """Rules by op; raises where one op has two."""
     out: dict[str, Rule] = {}

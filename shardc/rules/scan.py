@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shardc.rules.loops import Loops, mixed
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Rule, SpecOf, table
+from shardc.rules.rule import Call, Rule, SpecOf, each, table
 from shardc.rules.spec import Spec
 
 
@@ -17,7 +17,7 @@ def along(ops: str, *, linear: bool = False) -> list[Rule]:
         return mixed(call, [call["dim"]], linear=[{0}] if linear else ())
 
     said = "... n -> ... m    n m: whole" + ("    linear in self" if linear else "")
-    return [Rule(f"aten.{op}", spec, said) for op in ops.split()]
+    return each(ops, spec, said)
 
 
 def _counted(fixed: Callable[[Call], bool]) -> SpecOf:

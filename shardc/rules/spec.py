@@ -15,8 +15,8 @@ from itertools import product
 from math import prod
 
 from shardc.errors import RuleError
-from shardc.ir.layout import Digit, Digits, Layout, canonical, refine, strides
-from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.layout import Digit, Digits, Layout, canonical, cut_digits, refine, strides
+from shardc.ir.mesh import Mesh
 
 Factors = tuple[str, ...]
 Dims = tuple[Factors, ...]
@@ -249,7 +249,9 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     bound = [axis for one in proposals for digits in one.values() for _, axis in digits if axis is not None]
     parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
     if any(len(cut) > 1 for cut in parts.values()):
-        proposals = [{factor: _cut(mesh, digits, parts) for factor, digits in one.items()} for one in proposals]
+        proposals = [
+            {factor: cut_digits(mesh, digits, parts.__getitem__) for factor, digits in one.items()} for one in proposals
+        ]
     options: dict[str, list[tuple[str, object]]] = {}
     for at, proposal in enumerate(proposals):
         for factor, digits in proposal.items():
@@ -319,21 +321,5 @@ def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:
 
 def atoms(mesh: Mesh, axes: Sequence[str]) -> dict[str, list[str]]:
     """Each of ``axes`` as parts of it, such that any two parts of any of them are equal or disjoint."""
-    edges: dict[str, set[int]] = {}
-    for axis in axes:
-        name, pre, _ = split_part(axis)
-        edges.setdefault(name, set()).update((pre, pre * mesh.size(axis)))
-    found = {}
-    for axis in axes:
-        name, pre, _ = split_part(axis)
-        inside = [e for e in sorted(edges[name]) if pre <= e <= pre * mesh.size(axis)]
-        found[axis] = [mesh.part(name, a, b // a) for a, b in zip(inside, inside[1:], strict=False)]
-    return found
-
-
-def _cut(mesh: Mesh, digits: Digits, parts: Mapping[str, list[str]]) -> Digits:
-    return tuple(
-        cut
-        for digit in digits
-        for cut in ([digit] if digit.axis is None else [Digit(mesh.size(p), p) for p in parts[digit.axis]])
-    )
+    edges = mesh.edges(axes)
+    return {axis: mesh.parts(axis, edges) for axis in axes}

@@ -9,7 +9,7 @@ import torch
 
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Local, Localize, Rule, SpecOf, sized, table
+from shardc.rules.rule import Call, Local, Localize, Rule, SpecOf, each, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -132,14 +132,11 @@ def _shuffle(call: Call, *, shrink: bool) -> Spec:
 
 def _copies(op: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
     """The rule of a view and of its form that copies."""
-    return [Rule(f"aten.{name}", spec, text, localize) for name in (op, f"{op}_copy")]
+    return each(f"{op} {op}_copy", spec, text, localize)
 
 
 TABLE = table(
-    *(
-        Rule(f"aten.{op}", _view, "factors shared by both shapes", _reshape_local)
-        for op in ("view.default", "view_copy.default", "reshape", "_unsafe_view")
-    ),
+    each("view.default view_copy.default reshape _unsafe_view", _view, "factors shared by both shapes", _reshape_local),
     _copies("squeeze", _view, "dims of size 1 go", _squeezed),
     _copies("unsqueeze", _view, "... -> ... 1"),
     _copies("t", _reordered(lambda _, ndim: range(ndim)[::-1]), "a b -> b a"),

@@ -19,12 +19,13 @@ from torch import Tensor, fx
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, OUTSIDE, MemoryPlan, Slot
+from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.executable import Half
-from shardc.ir.tally import collective_kind
+from shardc.ir.order import last_uses
+from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.text import op_line
 
 ON_ITS_WAY, THERE, RELEASED = "on its way", "there", "released"
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _FIX = "this is a fault of a pass, not of the model: report the half's text, program.text('plan_memory')"
 
 
@@ -142,7 +143,7 @@ class _Run:
         self.behind: dict[fx.Node, dict[int, Any]] = {}  # by storage, the result that lies there
         self.waits: dict[fx.Node, int] = {}  # of each collective, how many are still to come
         self.results: Sequence[Any] = ()
-        feed, last = list(inputs), _last_uses(gm.graph)
+        feed, last = list(inputs), last_uses(gm.graph)
         inputs.clear()
         feed.reverse()
         due: dict[int, list[int]] = {}
@@ -167,7 +168,7 @@ class _Run:
         name = "the output" if node.op == "output" else ir.info(node).name
         for read in node.all_input_nodes:
             for key in self.behind.get(read, {}).values():
-                if node.target is _WAIT:
+                if node.target is WAIT:
                     self.ledger.arrive(key)
                 if node.target is not getitem:
                     self._read(key, name, node)
@@ -194,7 +195,7 @@ class _Run:
         if node.op == "output":
             self.results = args[0]
             return
-        if node.target is _WAIT:
+        if node.target is WAIT:
             self._arrived(node)
         target: Any = node.target
         made = self.values[node] = target(*args, **kwargs)
@@ -202,7 +203,7 @@ class _Run:
         if collective_kind(node) is not None:
             for sent in {k for read in node.all_input_nodes for k in self.behind.get(read, {}).values()}:
                 self.ledger.send(sent, ir.info(node).name)
-            self.waits[node] = _waits_on(node)
+            self.waits[node] = len(waits_of(node))
             self.behind[node] = {}
             numbers: Any = _slots_of(node)
             for at, x in enumerate(tensors):
@@ -218,15 +219,7 @@ class _Run:
 
 def _slots_of(node: fx.Node) -> list[int]:
     """The slots of a planned collective; none of torch's own."""
-    target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
-    numbers: Any = node.args[-1]
-    return list(numbers) if names[-1] == "slots" and len(node.args) == len(names) else []
-
-
-def _waits_on(node: fx.Node) -> int:
-    """How many waits there are on what the collective ``node`` starts, through the items of one of several results."""
-    return sum(1 if user.target is _WAIT else _waits_on(user) for user in node.users if user.target in (_WAIT, getitem))
+    return list(arguments_of(node).get("slots") or ())
 
 
 def _storage(x: Tensor) -> int:
@@ -238,15 +231,3 @@ def _share(one: Slot | None, other: Slot | None) -> bool:
     if one is None or other is None or one.region != other.region or one.region == OUTSIDE:
         return False
     return one.offset < other.offset + other.size and other.offset < one.offset + one.size
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, the values that nobody reads after it."""
-    seen: set[fx.Node] = set()
-    out: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for read in [*node.all_input_nodes, node]:
-            if read not in seen and read.op != "output":
-                seen.add(read)
-                out.setdefault(node, []).append(read)
-    return out

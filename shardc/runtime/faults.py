@@ -16,6 +16,7 @@ from torch import fx
 
 from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
 from shardc.ir.emitted import collective_at
 from shardc.ir.segments import Segment
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
@@ -88,7 +89,7 @@ def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None 
 def _start(node: fx.Node) -> fx.Node | None:
     """The collective that ``node`` starts, or waits for."""
     while collective_kind(node) is None:
-        waits = node.target in (torch.ops._c10d_functional.wait_tensor.default, getitem)
+        waits = node.target in (WAIT, getitem)
         if not waits or not isinstance(node.args[0], fx.Node):
             return None
         node = node.args[0]

@@ -26,6 +26,7 @@ from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
 from shardc.runtime.agreement import Agreement
+from shardc.runtime.shards import flat_index
 from shardc.runtime.wire.listen import interrupt
 
 Axes = tuple[str, ...]
@@ -137,10 +138,7 @@ class Groups:
         """
         place = torch.device(device or self._device_mesh.device_type)
         if (axes, place) not in self._coordinates:
-            index = 0
-            for axis in axes:
-                index = index * self.mesh.size(axis) + self.mesh.index(axis, self.rank)
-            self._coordinates[axes, place] = torch.tensor([index], device=place)
+            self._coordinates[axes, place] = torch.tensor([flat_index(self.mesh, axes, self.rank)], device=place)
         return self._coordinates[axes, place]
 
     def _ordered(self, axes: Axes) -> Axes:

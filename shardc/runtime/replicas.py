@@ -12,6 +12,7 @@ from shardc.ir.layout import Layout
 from shardc.runtime.acts import SAME, Act
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.groups import Groups
+from shardc.runtime.shards import flat_index
 
 Sources = dict[str, tuple[int, int]]  # parameter -> fingerprints of the whole that it was cut of, and of the cut
 
@@ -69,7 +70,7 @@ def compare_values(
 
 def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, param: Tensor) -> None:
     """Notes what parameter ``param`` was cut of, if it was."""
-    if any(storage.dim_axes(dim) for dim in range(storage.ndim)):
+    if storage.bound:
         assert isinstance(param, DTensor)
         sources[name] = fingerprint(whole), fingerprint(param._local_tensor)
 
@@ -86,11 +87,6 @@ def _first(storage: Layout | None, groups: Groups) -> int:
     """The first rank of the mesh that holds the same part as this one."""
     if storage is None:
         return 0
-    mesh = storage.mesh
-    axes = [axis for dim in range(storage.ndim) for axis in storage.dim_axes(dim)]
-
-    def part(rank: int) -> list[int]:
-        return [mesh.index(axis, rank) for axis in axes]
-
-    mine = part(groups.rank)
-    return next(rank for rank in range(mesh.ranks) if part(rank) == mine)
+    parts = (flat_index(storage.mesh, storage.bound, rank) for rank in range(storage.mesh.ranks))
+    mine = flat_index(storage.mesh, storage.bound, groups.rank)
+    return next(rank for rank, part in enumerate(parts) if part == mine)

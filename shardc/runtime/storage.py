@@ -26,6 +26,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
 from shardc.runtime import strided_checkpoint
+from shardc.runtime.shards import flat_index
 
 # On a DTensor's local tensor: the padded buffer that it views.
 _PADDED = "shardc_padded"
@@ -40,9 +41,7 @@ def held(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence
     if all(digit.axis is not None for digit in digits[:-1]):
         # Axes, then at most one local digit: one block, at the index that the axes' digits spell.
         block = storage.shape[dim] // prod(storage.mesh.size(axis) for axis in storage.dim_axes(dim))
-        at = 0
-        for axis in storage.dim_axes(dim):
-            at = at * storage.mesh.size(axis) + storage.mesh.index(axis, rank)
+        at = flat_index(storage.mesh, storage.dim_axes(dim), rank)
         return range(min(at * block, size), min((at + 1) * block, size))
     index = storage.local_index(dim, rank)
     return index[: bisect_left(index, size)]

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import shardc
-from shardc.passes.starts import is_start, result_bytes, waits_of
+from shardc.ir.comm import waits_of
+from shardc.passes.starts import is_start, result_bytes
 
 WIDTH, LAYERS = 32, 6
 SHARD = 4 * WIDTH * WIDTH // 2  # bytes of a reduced gradient

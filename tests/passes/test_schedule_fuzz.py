@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.certificate import certify
+from shardc.ir.comm import waits_of
 from shardc.ir.graph import Info, NameScope, Role, Value
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
@@ -21,7 +22,7 @@ from shardc.passes.bucket import Bucket
 from shardc.passes.from_start import from_start
 from shardc.passes.plan_memory import PlanMemory
 from shardc.passes.schedule import Schedule
-from shardc.passes.starts import is_start, result_bytes, waits_of
+from shardc.passes.starts import is_start, result_bytes
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
 aten, c10d, host = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 import shardc
 from shardc import Mesh, fsdp, hsdp, precision, tp
 from shardc.ir import graph as ir
-from shardc.passes.starts import is_start, result_bytes, waits_of
+from shardc.ir.comm import waits_of
+from shardc.passes.starts import is_start, result_bytes
 
 WIDTH, LAYERS = 256, 6
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import shardc.plan
 from shardc.errors import PlanError
-from shardc.plan import Plan, ddp, fsdp, grad_mode, hsdp, parse_plan, precision, tp
+from shardc.plan import Plan, ddp, fsdp, hsdp, parse_plan, precision, tp
 
 NAMES = {name: getattr(shardc.plan, name) for name in ("ddp", "fsdp", "hsdp", "tp", "precision", "Plan")} | {
     "torch": torch,
@@ -107,8 +107,9 @@ def test_a_plan_is_empty_or_not() -> None:
 
 
 def test_settings() -> None:
-    assert grad_mode(Plan()) == ("mean", 1.0)
-    assert grad_mode(Plan(reduce="sum", grad_scale=3) | Plan(grad_scale=0.5)) == ("sum", 0.5)
+    joined = Plan(reduce="sum", grad_scale=3) | Plan(grad_scale=0.5)
+    assert [Plan().setting(name) for name in ("reduce", "grad_scale")] == ["mean", 1.0]
+    assert [joined.setting(name) for name in ("reduce", "grad_scale")] == ["sum", 0.5]
     assert Plan().setting("dtensor_outputs") is False and Plan(dtensor_outputs=True).setting("dtensor_outputs") is True
 
 

@@ -11,8 +11,8 @@ from shardc.ir.mesh import Mesh
 from shardc.rules import RULES
 from shardc.rules.fallback import fallback_rule
 from shardc.rules.proof import Sample, prove
-from shardc.rules.samples import samples
 from shardc.runtime.sim.lockstep import Lockstep
+from tests.rules.samples import samples
 
 aten = torch.ops.aten
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))

@@ -17,7 +17,7 @@ from shardc.ir.flops import is_dense
 from shardc.passes.calls import call_of
 from shardc.rules import RULES, spec_of
 from shardc.rules.proof import Sample
-from shardc.rules.samples import samples
+from tests.rules.samples import samples
 
 DENSE = sorted({op for op in RULES if any(is_dense(sample.op) for sample in samples(op))})
 

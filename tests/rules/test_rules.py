@@ -14,9 +14,9 @@ from shardc.ir.mesh import Mesh
 from shardc.rules import RULES, find_rule, rule, spec_of
 from shardc.rules.proof import Sample, prove
 from shardc.rules.rule import Call, Local, Rule
-from shardc.rules.samples import samples
 from shardc.rules.spec import strategies
 from shardc.runtime.sim.lockstep import Lockstep
+from tests.rules.samples import samples
 
 MESHES = (Mesh(x=2), Mesh(x=2, y=2))
 aten = torch.ops.aten

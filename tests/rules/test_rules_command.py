@@ -1,4 +1,4 @@
-"""``python -m shardc rules``: the table, the totals and the coverage of core ATen."""
+"""``python -m shardc rules``: the table, its totals and the coverage of core ATen."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from shardc.__main__ import main
 from shardc.rules import RULES
 
 
-def test_it_proves_the_ops_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_lists_the_ops_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rules", "--op", "aten.mm"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [re.sub(r" {2,}", "  ", line) for line in lines if not line.startswith("-")][:3] == [
-        "op  rule  source  tried  right",
-        "aten.mm  i k, k j -> i j  k: sum  own  55  55",
-        "1 own rules for 2 aten overloads; 55 strategies tried, 55 right",
+        "op  rule  source",
+        "aten.mm  i k, k j -> i j  k: sum  own",
+        "1 own rules for 2 aten overloads",
     ]
 
 
 def test_our_rules_cover_core_aten(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["rules", "--no-proof"]) == 0
+    assert main(["rules"]) == 0
     out = capsys.readouterr().out
-    rows = [line.split()[0] for line in out.splitlines() if " own " in line]
+    rows = [line.split()[0] for line in out.splitlines() if line.endswith(" own")]
     assert set(RULES) <= set(rows)
     overloads = int(re.search(r"own rules for (\d+) aten overloads", out)[1])  # type: ignore[index]
     covered, total = map(int, re.search(r"core ATen: (\d+) of (\d+)", out).groups())  # type: ignore[union-attr]

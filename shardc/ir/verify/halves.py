@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.ir import grammar, text
+from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
-from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
 from shardc.ir.graph import Role, info, outputs
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.identity import digest, known
-from shardc.ir.verify.sent import waits
 from shardc.ir.verify.subject import Broken, Subject
 
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 Computed = dict[tuple[str, str, int], bytes]
 
 
@@ -49,7 +47,7 @@ def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Compu
 
 def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
     """The fingerprint of what ``node`` makes; a list of them where a collective makes several."""
-    if node.target is _WAIT:
+    if node.target is WAIT:
         return found[node.args[0]]
     if node.target is getitem and isinstance(made := found[node.args[0]], list):
         return made[node.args[1]]
@@ -94,7 +92,7 @@ def slots(subject: Subject) -> Broken:
     used: dict[int, tuple[int, int]] = {}
     for at, node in enumerate(subject.nodes):
         read = frozenset().union(*(lies.get(x, frozenset()) for x in node.all_input_nodes))
-        sent = waits(node) if collective_kind(node) is not None else []
+        sent = waits_of(node) if collective_kind(node) is not None else []
         until = max((subject.place[wait] for wait in sent), default=at)
         for number in read:
             used[number] = used[number][0], max(used[number][1], until)
@@ -104,7 +102,7 @@ def slots(subject: Subject) -> Broken:
         if node.target in IN_MESSAGES:
             numbers: Any = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)
-            results = len(text.tensors(info(node)))  # what comes and goes in one message is behind them
+            results = len(info(node).tensors)  # what comes and goes in one message is behind them
             for k, number in enumerate(numbers):
                 maker[number], used[number] = node, (at, at if k < results else max(at, arrived))
             lies[node] = frozenset(numbers[:results])
@@ -121,7 +119,7 @@ def slots(subject: Subject) -> Broken:
 
 def _lends(node: fx.Node) -> bool:
     """Whether what ``node`` makes may lie in its operands' memory, by its schema."""
-    if node.target is _WAIT or node.target is getitem:
+    if node.target is WAIT or node.target is getitem:
         return True
     schema = getattr(node.target, "_schema", None)
     copies = node.target is torch.ops.aten.reshape.default

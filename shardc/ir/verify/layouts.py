@@ -6,7 +6,7 @@ import operator
 
 from torch import fx
 
-from shardc.ir import ops, text
+from shardc.ir import ops
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.steps import broken_step
 from shardc.ir.verify.subject import Broken, Subject
@@ -28,7 +28,7 @@ def pins(subject: Subject) -> Broken:
 def present(subject: Subject) -> Broken:
     """Every tensor has a layout of its shape on the mesh."""
     for node in subject.nodes[:-1]:
-        for value in text.tensors(info(node)):
+        for value in info(node).tensors:
             if value.layout is None:
                 yield node, f"{value} has no layout"
 
@@ -36,7 +36,7 @@ def present(subject: Subject) -> Broken:
 def shapes(subject: Subject) -> Broken:
     """A layout that is there is on the mesh and has its value's shape."""
     for node in subject.nodes[:-1]:
-        for value in text.tensors(info(node)):
+        for value in info(node).tensors:
             if value.layout is not None and value.layout.mesh != subject.mesh:
                 yield node, f"its layout is on the mesh {value.layout.mesh}, not on {subject.mesh}"
             elif value.layout is not None and value.layout.shape != value.shape:

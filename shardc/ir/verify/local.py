@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from math import prod
 
-import torch
 from torch import fx
 
-from shardc.ir import grammar, text
+from shardc.ir import grammar
+from shardc.ir.comm import WAIT
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.host import move_kind
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
@@ -18,7 +18,7 @@ from shardc.ir.verify.subject import Broken, Subject
 def types(subject: Subject) -> Broken:
     """Shapes are local: no tensor has a layout, and what is stored and what comes back have one shape."""
     for node in subject.nodes[:-1]:
-        for one in text.tensors(info(node)):
+        for one in info(node).tensors:
             if one.layout is not None:
                 yield node, f"a local tensor has a layout: {one}"
     for role, made in outputs(subject.gm.graph):
@@ -33,15 +33,15 @@ def places(subject: Subject) -> Broken:
     """Only moves between host and device read or make what lies on the host: parameters, and their gradients."""
     for node in subject.calls:
         kind = move_kind(node)
-        reads = {value.host for x in node.all_input_nodes for value in text.tensors(info(x))}
-        makes = {value.host for value in text.tensors(info(node))}
+        reads = {value.host for x in node.all_input_nodes for value in info(x).tensors}
+        makes = {value.host for value in info(node).tensors}
         if kind is not None:
             if (reads, makes) != ({kind == "to_device"}, {kind == "to_host"}):
                 yield (
                     node,
                     f"it does not move {'from the host to the device' if kind == 'to_device' else 'to the host'}",
                 )
-        elif node.target is torch.ops._c10d_functional.wait_tensor.default:
+        elif node.target is WAIT:
             if reads != makes:
                 yield node, "a wait moves nothing between host and device"
         elif True in reads | makes:
@@ -84,6 +84,6 @@ def waits(subject: Subject) -> Broken:
             if not users:
                 yield result, "nothing waits for it"
             for user in users:
-                if user.target is not torch.ops._c10d_functional.wait_tensor.default:
+                if user.target is not WAIT:
                     shown = "the outputs" if user.op == "output" else grammar.name_text(info(user).name)
                     yield result, f"{shown} uses it before it is waited on"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir import grammar
+from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.graph import info, outputs
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.subject import Broken, Subject
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def read(subject: Subject) -> Broken:
@@ -44,7 +42,7 @@ def kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
     }
     for node in backward.graph.nodes:
         if collective_kind(node) is not None:
-            for wait in waits(node):
+            for wait in waits_of(node):
                 if info(wait).name in held:
                     yield node, f"forward keeps what it brings, {_name(wait)}"
 
@@ -59,24 +57,16 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
     return [(value, said) for value in (values if isinstance(values, list | tuple) else [values])]
 
 
-def waits(node: fx.Node) -> list[fx.Node]:
-    """The waits for what ``node``, a collective or one of its results, brings."""
-    out = []
-    for user in node.users:
-        out += [user] if user.target is _WAIT else waits(user) if user.target is operator.getitem else []
-    return out
-
-
 def _brought(x: fx.Node) -> fx.Node:
     """The wait that ``x`` is a view of, or ``x``."""
     here = x
-    while here.op == "call_function" and here.target is not _WAIT:
+    while here.op == "call_function" and here.target is not WAIT:
         schema = getattr(here.target, "_schema", None)
         viewed = schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
         if not viewed and here.target is not torch.ops.aten.reshape.default:
             return x
         here = here.all_input_nodes[0]
-    return here if here.target is _WAIT else x
+    return here if here.target is WAIT else x
 
 
 def _name(node: fx.Node) -> str:

@@ -64,8 +64,7 @@ def types(subject: Subject) -> Broken:
             yield node, f"its value is {grammar.value_text(record.value, '')}, the op makes {type(val).__name__}"
             continue
         vals = val if many else (val,)
-        values = record.value if isinstance(record.value, tuple) else (record.value,)
-        for one, value in zip(vals, values, strict=True):
+        for one, value in zip(vals, record.values, strict=True):
             made = Value(one.dtype, tuple(one.shape)) if isinstance(one, torch.Tensor) else None
             if made is not None and (value is None or (value.dtype, value.shape) != (made.dtype, made.shape)):
                 yield node, f"its value is {grammar.value_text(value, '')}, the op makes {made}"

@@ -22,6 +22,7 @@ from shardc.ir.comm import group_name
 from shardc.ir.host import MOVES
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.order import last_uses
 from shardc.ir.random import draw_key
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, group_axes
 from shardc.runtime import shards
@@ -92,7 +93,7 @@ class Lockstep:
         """
         values: dict[fx.Node, Any] = {}
         feed = iter(inputs)
-        dead = _last_uses(gm.graph)
+        dead = last_uses(gm.graph)
         for node in gm.graph.nodes:
             if node.op == "placeholder":
                 values[node] = PerRank(next(feed))
@@ -158,15 +159,3 @@ def _by_group(function: Callable[..., Any], x: PerRank, options: Sequence[Any], 
 @lru_cache(maxsize=1024)
 def _groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
     return tuple(dict.fromkeys(mesh.group(axes, rank) for rank in range(mesh.ranks)))
-
-
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that nothing after it reads."""
-    seen: set[fx.Node] = set()
-    last: dict[fx.Node, list[fx.Node]] = {}
-    for node in reversed(graph.nodes):
-        for read in (node, *node.all_input_nodes):
-            if read not in seen:
-                seen.add(read)
-                last.setdefault(node, []).append(read)
-    return last

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.samples.values import Draw, Sample
+from tests.rules.samples.values import Draw, Sample
 
 aten = torch.ops.aten
 BATCH, KEYS, WIDTH = 2, 8, 4

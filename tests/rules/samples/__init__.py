@@ -6,7 +6,7 @@ from shardc.rules import contraction, convolution, reduction
 from shardc.rules.attention import TABLE as ATTENTION
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
-from shardc.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
+from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
 
 
 def samples(op: str) -> list[Sample]:

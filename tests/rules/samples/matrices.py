@@ -1,4 +1,4 @@
-"""Samples of scans, norms and matrix functions."""
+"""Samples of scans and matrix functions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.samples.values import Draw, Sample, overloads
+from tests.rules.samples.values import Draw, Sample, overloads
 
 aten = torch.ops.aten
 f64 = torch.float64
 
 
 def samples(op: str) -> list[Sample]:
-    """The samples of a rule of scan, normalisation or linalg."""
+    """The samples of a rule of scan or linalg."""
     name, draw = op.split(".")[1], Draw(op)
-    for table in (_scans, _norms, _matrices):
+    for table in (_scans, _matrices):
         calls = table(draw)
         if name in calls:
             return [Sample(*_fitting(overload, call)) for overload in overloads(op) for call in calls[name]]
@@ -43,32 +43,13 @@ def _fitting(overload: Any, given: Arguments) -> tuple[Any, tuple[Any, ...], Arg
 def _scans(d: Draw) -> dict[str, list[Arguments]]:
     x = d.normal(4, 8, 2)
     along = [{"self": x, "dim": 1}, {"self": x, "dim": -1}, {"self": x, "dim": 0}]
-    names = "cumsum cumprod cummax cummin logcumsumexp sort argsort _softmax _log_softmax _safe_softmax".split()
-    grads = [{"grad_output": d.normal(4, 8), "output": d.normal(4, 8).softmax(1), "dim": 1, "input_dtype": f64}]
     return {
-        **{name: [{"half_to_float": False, **call} for call in along] for name in names},
-        "_softmax_backward_data": grads,
-        "_log_softmax_backward_data": grads,
+        **dict.fromkeys("cumsum cumprod cummax cummin logcumsumexp sort argsort".split(), along),
         "topk": [{"k": 2, **call} for call in along],
         "msort": [{"self": x}],
         "linalg_cross": [{"self": d.normal(4, 3), "other": d.normal(4, 3), "dim": -1}],
         "histc": [{"self": x, "bins": 4, "min": -1, "max": 1}, {"self": x, "bins": 4}],
         "bincount": [{"self": d.below(4, 8)}, {"self": d.below(4, 8), "weights": d.normal(8)}],
-    }
-
-
-def _norms(d: Draw) -> dict[str, list[Arguments]]:
-    x, grad, weight, bias = d.normal(4, 2, 8), d.normal(4, 2, 8), d.normal(8), d.normal(8)
-    norm = {"input": x, "normalized_shape": [8], "weight": weight, "bias": bias, "eps": 1e-5}
-    mean, rstd = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, correction=0).add(1e-5).rsqrt()
-    back = {"grad_out": grad, "mean": mean, "rstd": rstd, **norm}
-    return {
-        "native_layer_norm": [norm, {**norm, "weight": None, "bias": None}],
-        "_fused_rms_norm": [norm],
-        "native_layer_norm_backward": [
-            {**back, "output_mask": [True, True, True]},
-            {**back, "weight": None, "bias": None, "output_mask": [True, False, False]},
-        ],
     }
 
 

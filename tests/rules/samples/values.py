@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.cli.rules import functional, overloads
 from shardc.rules.proof import Sample
 
 
@@ -35,21 +34,6 @@ class Draw:
     def order(self, *shape: int) -> Tensor:
         """A permutation of ``range(shape[-1])`` in every row: indices without duplicates."""
         return torch.rand(shape, generator=self._generator).argsort(-1)
-
-
-def overloads(op: str) -> Iterator[Any]:
-    """The functional overloads of a rule's op."""
-    namespace, name, *one = op.split(".")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    yield from filter(functional, (getattr(packet, overload) for overload in one or packet.overloads()))
-
-
-def functional(overload: Any) -> bool:
-    """Whether an overload makes new tensors from tensors and numbers, and from nothing else."""
-    schema = overload._schema
-    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
-    tensors = all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns)
-    return not writes and tensors and "Dimname" not in str(schema) and "Generator" not in str(schema)
 
 
 __all__ = ["Draw", "Sample", "functional", "overloads"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardc.rules.samples.values import Draw, Sample, overloads
+from tests.rules.samples.values import Draw, Sample, overloads
 
 aten = torch.ops.aten
 

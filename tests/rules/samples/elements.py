@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardc.rules.samples.values import Draw, Sample
+from tests.rules.samples.values import Draw, Sample
 
 aten = torch.ops.aten
 f64 = torch.float64

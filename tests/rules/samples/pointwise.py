@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.samples.values import Draw, Sample, overloads
+from tests.rules.samples.values import Draw, Sample, overloads
 
 INTEGER = "bitwise_not bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift gcd lcm".split()
 LOGICAL = "logical_not logical_and logical_or logical_xor".split()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardc.rules.samples.values import Draw, Sample, overloads
+from tests.rules.samples.values import Draw, Sample, overloads
 
 aten = torch.ops.aten
 

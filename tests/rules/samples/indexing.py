@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardc.rules.samples.values import Draw, Sample
+from tests.rules.samples.values import Draw, Sample
 
 aten = torch.ops.aten
 
