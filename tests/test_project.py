@@ -66,8 +66,6 @@ FLOORS = (
     {"cli"},
     {"__main__"},
 )
-# Imports for type checkers that still run upwards.
-UPWARDS = {("runtime/autograd", "runtime/step")}
 
 
 def unit(path: Path) -> str:
@@ -134,7 +132,7 @@ def arrows() -> set[tuple[str, str]]:
         for path in SOURCES
         for name in imported(path)
         if name.split(".")[0] == "shardc"
-    } - UPWARDS
+    }
 
 
 def test_no_import_runs_upwards() -> None:

@@ -4,24 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, Half
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Half
 from shardc.ir.layout import Layout
+from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
-
-if TYPE_CHECKING:
-    from shardc.runtime.step import Runner
 
 Feed = Sequence[Any]  # what the forward takes, parameters as DTensors
 _PLURAL = {"param": "parameter"}
+
+
+def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
+    """What the program gives for local inputs, by its forward and for autograd where gradients are asked for."""
+    watch_optimizers()
+    program = runner.program
+    train = torch.is_grad_enabled() and program.trains
+    half = runner.half(FORWARD if train else INFERENCE)
+    feed = runner.feed(half, inputs)
+    if train:
+        results = list(Step.apply(runner, len(program.outputs), *feed))
+    else:
+        with torch.no_grad():
+            results = list(runner.run(half, runner.local(half, feed)))
+    out = []
+    for role, constant, result in zip(program.outputs, program.output_values, results, strict=False):
+        if role.kind == "buffer":
+            with torch.no_grad():
+                runner.census().buffers[role.name].copy_(result)
+        elif role.kind == "output":
+            out.append(result if isinstance(result, Tensor) else constant)
+    return pytree.tree_unflatten(out, program.output_spec)
 
 
 class Step(torch.autograd.Function):

@@ -16,7 +16,7 @@ from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
 from shardc.runtime import changes
 from shardc.runtime.acts import call_act
-from shardc.runtime.autograd import check_units
+from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_kinds, local_input, shard_input
 from shardc.runtime.norm import clip_grad_norm_
@@ -78,7 +78,7 @@ class ShardedModule(nn.Module):
                 mine.register_hook(partial(torch.div, other=state.unit(program.outputs, layout)))
         runner = state.runner(program)
         check_units(runner, local, layouts)
-        outputs = runner(local)
+        outputs = run_step(runner, local)
         if not state.dtensor_outputs:
             return outputs
         roles = [role for role in program.outputs if role.kind == "output"]

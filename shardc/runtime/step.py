@@ -6,13 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from shardc import _compat
 from shardc.ir.arena import MemoryPlan
-from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Port, certificate_of
+from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -20,7 +18,6 @@ from shardc.ir.random import draw_key
 from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
 from shardc.runtime.acts import program_act
-from shardc.runtime.autograd import Step, watch_optimizers
 from shardc.runtime.census import Census
 from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
@@ -76,25 +73,6 @@ class Runner:
         self._compiled: dict[Half, Compiled] = {}
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._reductions: dict[tuple[Any, ...], Half] = {}
-        watch_optimizers()
-
-    def __call__(self, inputs: list[Tensor]) -> Any:
-        train = torch.is_grad_enabled() and self.program.trains
-        half = self.half(FORWARD if train else INFERENCE)
-        feed = self._feed(half, inputs)
-        if train:
-            results = list(Step.apply(self, len(self.program.outputs), *feed))
-        else:
-            with torch.no_grad():
-                results = list(self.run(half, self.local(half, feed)))
-        out = []
-        for role, constant, result in zip(self.program.outputs, self.program.output_values, results, strict=False):
-            if role.kind == "buffer":
-                with torch.no_grad():
-                    self.census().buffers[role.name].copy_(result)
-            elif role.kind == "output":
-                out.append(result if isinstance(result, Tensor) else constant)
-        return pytree.tree_unflatten(out, self.program.output_spec)
 
     def backward_of(self, used: frozenset[int]) -> Half:
         """The backward for a loss that uses these outputs."""
@@ -186,7 +164,7 @@ class Runner:
         read = self.half(BACKWARD).reads
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
-    def _feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
+    def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
         """What a half takes, parameters as DTensors."""
         given = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         census = self.census()
