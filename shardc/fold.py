@@ -55,7 +55,7 @@ def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]
                 bound = replace(joint.bound, params=asked.params, stored=stored, deferred=asked.deferred)
                 reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, asked.loss))
                 program = make(joint, Folded(tuple(repeats), keep, _unfolds(joint, repeats, keep), bound, reads))
-                _ = program.forward or program.inference
+                program.step()
             return program
         except NotPeriodic as error:
             why = error

@@ -18,7 +18,7 @@ from shardc.cost.sequence import of_halves, of_joint
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import verify
-from shardc.ir.executable import BACKWARD, INFERENCE, REDUCTION, Executable, Half, Phase
+from shardc.ir.executable import FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, Kept
@@ -109,18 +109,15 @@ class Program(Executable):
         """The joint graph at local shapes."""
         return self.joint.local if self.folded is None else self.folded.joint(self.joint.local)
 
-    def made(self, phase: Phase) -> fx.GraphModule | None:
+    def make(self, phase: Phase) -> fx.GraphModule | None:
         if phase == INFERENCE:
-            return self._inference
-        if isinstance(phase, str):
-            return self._halves[phase == BACKWARD]
-        _, second = self._cut
-        return None if second is None else self._scheduled(passes.Absent(phase)(untied(second)))
-
-    @cached_property
-    def _inference(self) -> fx.GraphModule:
-        made = passes.inference(self.joint.local)
-        return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
+            made = passes.inference(self.joint.local)
+            return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
+        first, second = self._cut
+        if second is None:
+            return None
+        half = untied(first if phase == FORWARD else second)
+        return self._scheduled(half if isinstance(phase, str) else passes.Absent(phase)(half))
 
     @cached_property
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
@@ -130,12 +127,6 @@ class Program(Executable):
         if self.options.verify:
             verify.verify_halves(first, second, self.mesh, local.graph)
         return (first, second) if self.folded is None else self.folded.halves(first, second)
-
-    @cached_property
-    def _halves(self) -> tuple[fx.GraphModule | None, fx.GraphModule | None]:
-        """The forward and the backward, or two None where nothing needs a gradient."""
-        first, second = self._cut
-        return (None, None) if second is None else (self._scheduled(untied(first)), self._scheduled(untied(second)))
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """``half`` bucketed and scheduled."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -18,10 +21,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardc.runtime.groups  # noqa: F401  (implements the collectives)
 from shardc.errors import VerifyError
 from shardc.ir.emitted import check_order, collective_at, of_graph, of_source
-from shardc.ir.executable import FORWARD, INFERENCE, Half
+from shardc.ir.executable import FORWARD, INFERENCE, Compiled, Half
 from shardc.ir.flops import is_dense
 from shardc.ir.mesh import Mesh
-from shardc.lower import Compiled, lower
+from shardc.lower import lower, shared
 from shardc.lower.inductor import _decomposed
 
 aten, c10d, direct = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
@@ -161,3 +164,32 @@ def test_lines_tell_their_collective() -> None:
     assert [collective_at(lines, at) for at in starts] == [0, 1, 2]
     (product,) = {collective_at(lines, at + 1) for at, line in enumerate(lines) if "extern_kernels.mm(" in line}
     assert product is None
+
+
+def test_nobody_waits_for_a_graph_that_cannot_be_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank compiled and could not leave in the cache, another compiles too, while others have it in work."""
+    with FakeTensorMode():
+        gm = make_fx(lambda x: x + 1)(torch.empty(4))
+    waited: list[float] = []
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(shared.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(shared.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(shared.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(shared, "_POLL", 0.0)
+
+    def compiled(gm: fx.GraphModule, kind: str) -> str:
+        counters["inductor"]["fxgraph_cache_bypass"] += 1
+        return kind
+
+    def other_is_done(seconds: float) -> None:
+        waited.append(seconds)
+        lock.release()
+
+    monkeypatch.setattr(shared.time, "sleep", other_is_done)
+    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
+        lock = FileLock(shared._folder() / shared._name(gm, FORWARD))
+        lock.acquire()
+        assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
+        lock.acquire()
+        assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
+        lock.release()

@@ -163,19 +163,10 @@ class SizedProgram(Program):
         self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
         self.outputs = self.step()[0].gives[: len(like.outputs)]
 
-    def made(self, phase: Phase) -> fx.GraphModule | None:
+    def make(self, phase: Phase) -> fx.GraphModule | None:
+        """The graph of a phase at the sizes, with memory planned for them."""
         if phase in (FORWARD, BACKWARD) and not self.family.programs[0].trains:
             return None
-        if phase not in self._sized:
-            self._sized[phase] = self._at_sizes(phase)
-        return self._sized[phase]
-
-    @cached_property
-    def _sized(self) -> dict[Phase, fx.GraphModule]:
-        return {}
-
-    def _at_sizes(self, phase: Phase) -> fx.GraphModule:
-        """The graph of a phase at the sizes, with memory planned for them."""
         try:
             half = self.family.half(phase)
         except Differs:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Reads
+from shardc.ir.segments import Segment
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"
 
@@ -91,6 +93,53 @@ class Half:
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """A lowered half: code for each of its segments, which run in order.
+
+    Args:
+        half: what was lowered.
+        segments, codes: alike segments have the same code, which takes a list of local tensors (emptied by the call)
+            and gives a list of results.
+        plan: where the results of its collectives lie, at the lines of the code where there is some.
+        source_code: what Inductor made, of all segments that differ; "" of no code.
+    """
+
+    half: Half
+    segments: tuple[Segment, ...]
+    codes: tuple[Callable[[list[Any]], Sequence[Any]], ...]
+    plan: MemoryPlan
+    source_code: str = ""
+
+    def __call__(self, inputs: list[Any], enter: Callable[[Segment], None] = lambda _: None) -> Sequence[Any]:
+        """Runs it on ``inputs``, which are emptied; ``enter`` is called in front of each segment."""
+        if len(self.segments) == 1:
+            return self.codes[0](inputs)
+        values = self._constants | dict(zip(self.takes, inputs, strict=True))
+        inputs.clear()
+        for segment, code in zip(self.segments, self.codes, strict=True):
+            enter(segment)
+            given = [values.pop(name) if name in segment.done else values[name] for name in segment.takes]
+            values.update(zip(segment.gives, code(given), strict=True))
+        return [values[x] if isinstance(x, str) else x for x in self.gives]
+
+    @cached_property
+    def takes(self) -> tuple[str, ...]:
+        """The names of the half's placeholders."""
+        return tuple(port.name for port in self.half.takes)
+
+    @cached_property
+    def gives(self) -> tuple[Any, ...]:
+        """What it returns: names of values, or constants."""
+        return tuple(x.name if isinstance(x, fx.Node) else x for _, x in ir.outputs(self.half.graph))
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """The tensors that the half holds, by name."""
+        held = self.half.graph.find_nodes(op="get_attr")
+        return {node.name: attrgetter(str(node.target))(self.half.gm) for node in held}
+
+
 class Executable(ABC):
     """A compiled step, which a runtime, a simulation or a report can take.
 
@@ -118,8 +167,8 @@ class Executable(ABC):
     causes: Mapping[str, str]
 
     @abstractmethod
-    def made(self, phase: Phase) -> fx.GraphModule | None:
-        """The graph of a phase; None of a forward or backward where nothing needs a gradient."""
+    def make(self, phase: Phase) -> fx.GraphModule | None:
+        """Makes the graph of a phase; None of a forward or backward where nothing needs a gradient."""
 
     @abstractmethod
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
@@ -134,16 +183,21 @@ class Executable(ABC):
         """Why a collective is there; see `shardc.report.causes.Cause`."""
 
     @cached_property
-    def _known(self) -> dict[Phase, Half]:
+    def _made(self) -> dict[Phase, Half | None]:
         return {}
+
+    def find(self, phase: Phase) -> Half | None:
+        """The half of a phase; None of a forward or backward where nothing needs a gradient."""
+        if phase not in self._made:
+            gm = self.make(phase)
+            self._made[phase] = None if gm is None else Half(phase, gm, self.mesh)
+        return self._made[phase]
 
     def half(self, phase: Phase) -> Half:
         """The half of a phase, which this step has."""
-        if phase not in self._known:
-            made = self.made(phase)
-            assert made is not None, f"there is no {phase}: nothing needs a gradient"
-            self._known[phase] = Half(phase, made, self.mesh)
-        return self._known[phase]
+        found = self.find(phase)
+        assert found is not None, f"there is no {phase}: nothing needs a gradient"
+        return found
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
         """The halves of a training step in the order in which they run, or that of an evaluation."""
@@ -154,17 +208,19 @@ class Executable(ABC):
     @property
     def trains(self) -> bool:
         """Whether something needs a gradient."""
-        return self.forward is not None
+        return self.find(FORWARD) is not None
 
     @property
     def forward(self) -> fx.GraphModule | None:
         """The graph that runs first in training, or None where nothing needs a gradient."""
-        return self.made(FORWARD)
+        found = self.find(FORWARD)
+        return None if found is None else found.gm
 
     @property
     def backward(self) -> fx.GraphModule | None:
         """The graph that computes the gradients, or None where nothing needs one."""
-        return self.made(BACKWARD)
+        found = self.find(BACKWARD)
+        return None if found is None else found.gm
 
     @property
     def inference(self) -> fx.GraphModule:

@@ -43,13 +43,13 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
 
 
 def lowered(gm: fx.GraphModule, kind: str) -> tuple[Any, str]:
-    """As `made`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
+    """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
     inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
     with _graph_cache(inputs):
-        return made(gm, inputs, kind)
+        return lowered_for(gm, inputs, kind)
 
 
-def made(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
+def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
     """What Inductor makes of ``gm``, and its code.
 
     Args:

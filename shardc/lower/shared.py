@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, Timeout
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -27,7 +28,8 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     """What ``make`` gives for each of ``graphs``, of whatever kind it is.
 
     Every rank begins with another one and leaves those for later that another process has in work. So all of them
-    compile side by side, and what one has finished the others read from Inductor's cache.
+    compile side by side, and what one has finished the others read from Inductor's cache. What that cannot hold every
+    rank compiles, and nobody waits for it.
     """
     made: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -37,8 +39,11 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
         gm = _free(waiting, locks) if shares else waiting.popleft()
+        before = _uncached()
         try:
             made[gm] = make(gm, graphs[gm])
+            if shares and _uncached() > before:
+                _alone(locks[gm]).touch()
         finally:
             if shares:
                 locks[gm].release()
@@ -46,17 +51,29 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
 
 
 def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
-    """Takes one of ``waiting`` that no other process has in work, and its lock."""
+    """Takes one of ``waiting`` that no other process has in work, and its lock where it can be shared."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         for _ in range(len(waiting)):
             gm = waiting.popleft()
+            if _alone(locks[gm]).exists():
+                return gm
             with suppress(Timeout):
                 locks[gm].acquire(timeout=0)
                 return gm
             waiting.append(gm)
         time.sleep(_POLL)
     return waiting.popleft()
+
+
+def _uncached() -> int:
+    """How many graphs of this process Inductor's cache could not hold."""
+    return int(counters["inductor"]["fxgraph_cache_bypass"])
+
+
+def _alone(lock: BaseFileLock) -> Path:
+    """The file that says that the cache cannot hold what ``lock`` is for."""
+    return Path(lock.lock_file).with_suffix(".alone")
 
 
 def _folder() -> Path:

@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from shardc.ir.executable import Half
 from shardc.ir.sized import SIZED, At
-from shardc.lower.inductor import made
+from shardc.lower.inductor import lowered_for
 
 
 def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[Any]], str] | None:
@@ -31,7 +31,7 @@ def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[
         symbols = {name: _symbol(env, name, unit) if unit > 1 else unit for name, unit in units.items()}
         with mode:
             inputs = at.graph.inputs(symbols)
-        compiled = made(at.graph.symbolic(half.gm), inputs, half.kind)
+        compiled = lowered_for(at.graph.symbolic(half.gm), inputs, half.kind)
         at.graph.compiled.append((partial(_holds, env, symbols), compiled))
     code, source = compiled
     given = list(units.values())

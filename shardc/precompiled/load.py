@@ -27,24 +27,14 @@ from shardc.passes import Absent, PlanMemory
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed
 from shardc.precompiled.identity import Identity, check_same, signature_of
-from shardc.precompiled.record import (
-    AGAIN,
-    ARTIFACTS,
-    RECORD,
-    Held,
-    Record,
-    TensorType,
-    constants,
-    read,
-    read_record,
-)
+from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
 from shardc.precompiled.save import untied
 from shardc.precompiled.spec import spec_from_json
 from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked
 
 _MOST_RANKS = 1 << 20
-_ORDER = (INFERENCE, FORWARD, BACKWARD)
+_ORDER = (BACKWARD, FORWARD, INFERENCE)  # the backward first: by its names the forward says what it saves
 
 
 class Precompiled(Executable):
@@ -74,11 +64,10 @@ class Precompiled(Executable):
         self.output_spec = spec_from_json(record.output_spec, "the outputs")
         self._halves: dict[Phase, fx.GraphModule] = {}
         names: dict[str, str] = {}  # of what the backward takes, in the record and now
-        for half in reversed(sorted(record.halves, key=_ORDER.index)):
-            gm, now = self._half(half, record, names)
+        for half in sorted(record.halves, key=_ORDER.index):
+            self._halves[half], now = self._half(half, record, names)
             names = now if half == BACKWARD else names
-            self._halves[half] = gm
-        given = [(role, x) for role, x in ir.outputs(self.inference.graph)]
+        given = list(ir.outputs(self.inference.graph))
         self.outputs: tuple[Role, ...] = tuple(role for role, _ in given)
         self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in given)
         results = sum(role.kind == "output" for role in self.outputs)
@@ -88,7 +77,7 @@ class Precompiled(Executable):
         if [name for name, _ in self.inputs] != taken:
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {taken}")
 
-    def made(self, phase: Phase) -> fx.GraphModule | None:
+    def make(self, phase: Phase) -> fx.GraphModule | None:
         if not isinstance(phase, str):
             return PlanMemory(self.mesh)(Absent(phase)(untied(self._halves[BACKWARD])))
         return self._halves.get(phase)
@@ -101,16 +90,14 @@ class Precompiled(Executable):
         """
         said = record.halves[half]
         gm = parse(read(self.folder, record, f"{half}.txt").decode())
-        for node, (_, value) in zip(ir.placeholders(gm.graph), said.placeholders, strict=True):
+        values = fakes([vars(value) for _, value in said.placeholders])
+        for node, (_, value), fake in zip(ir.placeholders(gm.graph), said.placeholders, values, strict=True):
             made = ir.info(node).value
             if isinstance(value, TensorType) and (not isinstance(made, Value) or made.shape != value.shape):
                 raise PrecompiledError(
                     f"the input {node} of {half} is {made}, of shape {list(value.shape)} in {RECORD}"
                 )
-        for node, value in zip(
-            ir.placeholders(gm.graph), fakes([vars(value) for _, value in said.placeholders]), strict=True
-        ):
-            node.meta["val"] = value
+            node.meta["val"] = fake
         verify(gm, self.mesh, "partition")
         check(gm, self.mesh, half, (allowed,))
         if said.constants:
@@ -128,8 +115,7 @@ class Precompiled(Executable):
         )
         if not now.keys() >= {name for name, _, _ in said.reads}:
             raise PrecompiledError(f"{half} reads what it does not take")
-        reads = {now[name]: Role(kind, of) for name, kind, of in said.reads}
-        end.meta[ir.READS] = reads
+        end.meta[ir.READS] = {now[name]: Role(kind, of) for name, kind, of in said.reads}
         return gm, now
 
     def cause(self, collective: fx.Node) -> Cause:

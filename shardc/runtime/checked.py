@@ -8,7 +8,7 @@ run without it, and the arenas of `shardc.runtime.wire.buffers` give nothing awa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -20,8 +20,9 @@ from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, OUTSIDE, MemoryPlan, Slot
 from shardc.ir.comm import WAIT, waits_of
-from shardc.ir.executable import Half
+from shardc.ir.executable import Compiled, Half
 from shardc.ir.order import last_uses
+from shardc.ir.segments import whole
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.text import op_line
 
@@ -114,26 +115,21 @@ def poison(made: Tensor) -> None:
         torch.empty(0, dtype=torch.uint8, device=made.device).set_(storage).fill_(0xFF)
 
 
-class Checked:
-    """A local graph as a callable, as `shardc.lower.Compiled` is one."""
+def check_halves(*halves: Half) -> list[Compiled]:
+    """Halves of a step as something that runs with its buffers checked.
 
-    def __init__(self, half: Half) -> None:
-        self.gm, self.plan = half.gm, half.plan
-
-    def __call__(self, inputs: list[Tensor], enter: Any = None) -> Sequence[Any]:
-        """The results; ``inputs`` are emptied.
-
-        Raises:
-            VerifyError: a result of a collective that is used before it is there or after its release, or a slot that
-                is given away or released while it is not free or not in use.
-        """
-        with torch.no_grad():
-            return _Run(self.gm, self.plan, inputs).results
+    A call raises VerifyError where a result of a collective is used before it is there or after its release, or a slot
+    is given away or released while it is not free or not in use.
+    """
+    return [Compiled(half, whole(half.gm), (_checked(half),), half.plan) for half in halves]
 
 
-def check_halves(*halves: Half) -> list[Checked]:
-    """Halves of a step as something that runs with its buffers checked."""
-    return [Checked(half) for half in halves]
+def _checked(half: Half) -> Callable[[list[Any]], Sequence[Any]]:
+    @torch.no_grad()
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        return _Run(half.gm, half.plan, inputs).results
+
+    return run
 
 
 class _Run:

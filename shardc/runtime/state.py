@@ -26,14 +26,12 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
 from shardc.runtime.replicas import Sources, compare_values
 from shardc.runtime.signature import Signature
-from shardc.runtime.step import Compiled, Runner
+from shardc.runtime.step import Lower, Runner
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
 from shardc.runtime.variants import Variants
 from shardc.runtime.watch import Watch
 from shardc.runtime.wire.buffers import Buffers, MemoryUse
-
-Lower = Callable[..., Sequence[Compiled]]
 
 
 class Build(Protocol):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, fx
 
 from shardc import _compat
-from shardc.ir.arena import MemoryPlan
-from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Executable, Half, Port, certificate_of
+from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -28,14 +27,7 @@ from shardc.runtime.sync import Key, Sync
 from shardc.runtime.wire.buffers import Buffers
 from shardc.runtime.wire.direct import prepare
 
-
-class Compiled(Protocol):
-    """A lowered half, and where the results of its collectives lie."""
-
-    @property
-    def plan(self) -> MemoryPlan: ...
-
-    def __call__(self, inputs: list[Tensor], enter: Callable[[Segment], None]) -> Sequence[Any]: ...
+Lower = Callable[..., Sequence[Compiled]]  # makes halves callable
 
 
 class Runner:
@@ -63,7 +55,7 @@ class Runner:
         census: Callable[[], Census],
         storages: dict[str, Layout],
         groups: Groups,
-        lower: Callable[..., Sequence[Compiled]],
+        lower: Lower,
         sync: Sync,
         buffers: Buffers,
     ) -> None:

@@ -13,9 +13,10 @@ import shardc
 from shardc.errors import ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.executable import FORWARD, Compiled, Half
+from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment, cut
 from shardc.ir.tally import collective_kind
-from shardc.lower import Code, Compiled
 
 WIDTH, DEPTH = 8, 12
 
@@ -59,11 +60,8 @@ def inputs(gm: fx.GraphModule) -> list[Any]:
 
 def compiled(gm: fx.GraphModule, segments: tuple[Segment, ...]) -> Compiled:
     """As `shardc.lower.lower` puts segments together, op by op."""
-    taken = tuple(node.name for node in ir.placeholders(gm.graph))
-    given = tuple(x.name if isinstance(x, fx.Node) else x for x in ir.output_node(gm.graph).args[0])
-    codes = tuple(Code(fx.Interpreter(segment.gm).boxed_run) for segment in segments)
-    held = {node.name: getattr(gm, str(node.target)) for node in gm.graph.find_nodes(op="get_attr")}
-    return Compiled(segments, codes, ir.output_node(gm.graph).meta["shardc_memory"], taken, given, held)
+    half = Half(FORWARD, gm, Mesh(dp=2))
+    return Compiled(half, segments, tuple(fx.Interpreter(segment.gm).boxed_run for segment in segments), half.plan)
 
 
 @pytest.mark.parametrize("half", [0, 1])

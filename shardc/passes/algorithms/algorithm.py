@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.cost.model import CostModel
-from shardc.ir.graph import NameScope, Value, info, set_info
+from shardc.ir.graph import NameScope, Value, info, set_info, value
 from shardc.ir.tally import wire_elements
+
+aten = torch.ops.aten
+# The op that reduces along the first dim, its dims, and what else it takes.
+_REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
+    "sum": lambda dtype: (aten.sum.dim_IntList, [0], {"dtype": dtype}),
+    "avg": lambda dtype: (aten.mean.dim, [0], {}),
+    "max": lambda dtype: (aten.amax.default, [0], {}),
+    "min": lambda dtype: (aten.amin.default, [0], {}),
+    "product": lambda dtype: (aten.prod.dim_int, 0, {"dtype": dtype}),
+}
 
 
 class Algorithm(ABC):
@@ -82,6 +94,11 @@ class Spelling:
     def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node in front of the wait."""
         return self._emit(self.wait, target, args, kwargs)
+
+    def reduced(self, pieces: fx.Node) -> fx.Node:
+        """What the ranks' ``pieces``, one below the other, come to as the collective reduces; in front of the wait."""
+        target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
+        return self.rest(target, pieces, dims, **kwargs)
 
     def behind(self) -> Spelling:
         """For a second collective, which starts when the first has arrived."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -12,14 +9,6 @@ from shardc.ir.graph import Value, value
 from shardc.passes.algorithms.algorithm import Algorithm, Group, Spelling
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-
-REDUCE: dict[str, Callable[[Any, torch.dtype], tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
-    "sum": lambda x, dtype: (aten.sum.dim_IntList, (x, [0]), {"dtype": dtype}),
-    "avg": lambda x, dtype: (aten.mean.dim, (x, [0]), {}),
-    "max": lambda x, dtype: (aten.amax.default, (x, [0]), {}),
-    "min": lambda x, dtype: (aten.amin.default, (x, [0]), {}),
-    "product": lambda x, dtype: (aten.prod.dim_int, (x, 0), {"dtype": dtype}),
-}
 
 
 class ExchangedScatter(Algorithm):
@@ -35,9 +24,7 @@ class ExchangedScatter(Algorithm):
         each = [shape[0] // ranks] * ranks
         pieces = at.start(c10d.all_to_all_single.default, x, each, each, at.group.name)
         pieces = at.rest(c10d.wait_tensor.default, pieces)
-        pieces = at.rest(aten.reshape.default, pieces, [ranks, each[0], *shape[1:]])
-        target, args, kwargs = REDUCE[at.op](pieces, value(x).dtype)
-        return at.rest(target, *args, **kwargs)
+        return at.reduced(at.rest(aten.reshape.default, pieces, [ranks, each[0], *shape[1:]]))
 
 
 class ExchangedGather(Algorithm):
