@@ -147,9 +147,9 @@ def compile(
     )
     for program in (saved := _loaded(precompiled)):
         program.check(abstract, plan, described(template, loss), device)
-    if plan.precision.grads is not None:
-        for param in sharded.parameters():
-            param.grad_dtype = plan.precision.grads
+    for name, param in sharded.named_parameters():
+        if (kept := plan.precision.of_param(name).grads) is not None:
+            param.grad_dtype = kept
     subclass(sharded, ShardedModule)
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)

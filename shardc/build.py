@@ -24,7 +24,7 @@ from shardc.lower import lower
 from shardc.lower.inductor import artifacts
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
-from shardc.plan.ports import precision_of, resolve_activations, resolve_inputs
+from shardc.plan.ports import resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, load
@@ -127,7 +127,7 @@ class Build:
             loss, model = self.loss if with_loss else None, template()
             pins = resolve_activations(self.plan, [name for name, _ in model.named_modules()])
             tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
-            dtypes = Dtypes.of(precision_of(self.plan, model.training))
+            dtypes = Dtypes.of(model, self.plan.precision.mode(model.training).of)
 
             def captured(hints: Mapping[str, int]) -> SymbolicCapture:
                 given, named = at(hints)

@@ -19,9 +19,9 @@ from shardc.capture import Dtypes, find_repeats, shortened
 from shardc.errors import ShardcWarning
 from shardc.ir.garbage import uncollected
 from shardc.ir.reads import Lookup, Read, Reads
-from shardc.ir.repeat import Repeat
+from shardc.ir.repeat import Repeat, short_name
 from shardc.joint import Joint, Request, build_joint
-from shardc.passes.folded import Folded, short_name
+from shardc.passes.folded import Folded
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.ports import ActivationPin
@@ -73,6 +73,7 @@ def _of_few(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
         asked,
         params={name: found for name, found in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
+        traced_in=asked.dtypes.shortened(repeats, keep),
         deferred=frozenset(n for each in asked.deferred if (n := short_name(each, repeats, keep)) is not None),
     )
 
@@ -127,14 +128,13 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 def _repeats(asked: Request, keep: int) -> list[Repeat]:
     """The runs of blocks that do the same and of which the plan says the same."""
-    precision, pins = asked.precision, asked.activations()
-    dtypes = Dtypes(precision.param, precision.buffers, precision.output)
+    pins, dtypes = asked.activations(), asked.dtypes
     found = find_repeats(
         asked.model, asked.args, asked.kwargs, device=asked.device, keep=keep, loss=asked.loss, dtypes=dtypes
     )
     out = []
     for each in found:
-        said = [_said(name, asked.params, pins) for name in each.names()]
+        said = [_said(name, asked.params, pins, dtypes) for name in each.names()]
         starts = [0, *(at for at in range(1, each.count) if said[at] != said[at - 1]), each.count]
         runs = [Repeat(each.path, each.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
         longest = max(runs, key=lambda run: run.count)
@@ -143,7 +143,7 @@ def _repeats(asked: Request, keep: int) -> list[Repeat]:
     return out
 
 
-def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin]) -> Any:
+def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], dtypes: Dtypes) -> Any:
     """What the plan says of what is in ``block``, in terms of names within it."""
     inside = f"{block}."
     return (
@@ -153,4 +153,5 @@ def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[Activation
             for pin in pins
             if pin.module == block or pin.module.startswith(inside)
         ],
+        dtypes.within(block),
     )

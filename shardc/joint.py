@@ -21,7 +21,7 @@ from shardc.passes.check import Verify
 from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.bound import BoundPlan
-from shardc.plan.entries import Precision
+from shardc.plan.entries import Policies
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
 
@@ -84,6 +84,7 @@ class Request:
         deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
         keep_stages: keep a copy of the graph after each stage, for people who look.
         pins: what the plan says of activations; by default resolved against the model's modules.
+        traced_in: the dtypes of the model's modules; by default those that the plan gives them.
     """
 
     model: nn.Module
@@ -98,10 +99,16 @@ class Request:
     deferred: frozenset[str] = frozenset()
     keep_stages: bool = True
     pins: Sequence[ports.ActivationPin] | None = None
+    traced_in: Dtypes | None = None
 
     @property
-    def precision(self) -> Precision:
-        return ports.precision_of(self.plan, self.model.training)
+    def precision(self) -> Policies:
+        return self.plan.precision.mode(self.model.training)
+
+    @property
+    def dtypes(self) -> Dtypes:
+        """What the model's modules are traced in."""
+        return self.traced_in or Dtypes.of(self.model, self.precision.of)
 
     def activations(self) -> Sequence[ports.ActivationPin]:
         """What the plan says of activations."""
@@ -124,7 +131,7 @@ def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
     if captured is None:
         take = options.capture or capture
-        captured = take(model, args, kwargs, device=device, loss=asked.loss, tags=tags, dtypes=Dtypes.of(precision))
+        captured = take(model, args, kwargs, device=device, loss=asked.loss, tags=tags, dtypes=asked.dtypes)
     ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
     leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]

@@ -1,10 +1,11 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
+from shardc.capture.dtypes import Dtypes
 from shardc.capture.once import CaptureOnce
 from shardc.capture.repeats import find_repeats, shortened
 from shardc.capture.symbolic import SymbolicCapture, capture_symbolic
 from shardc.capture.tags import Tag
-from shardc.capture.trace import Captured, Dtypes, capture, decompositions, input_names, loss_arity
+from shardc.capture.trace import Captured, capture, decompositions, input_names, loss_arity
 
 __all__ = [
     "CaptureOnce",

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardc.capture.annotate import PREFIX
+from shardc.capture.dtypes import Dtypes
 from shardc.capture.strides import fake_like
-from shardc.capture.trace import Dtypes, Loss, _faked, _Root
+from shardc.capture.trace import Loss, _faked, _Root
 
 # Constants that are compared by value; any other object is only like itself.
 PLAIN = (
@@ -164,13 +165,14 @@ def record_calls(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    root = _Root(model, flat, spec, loss, dtypes)
+    root = _Root(model, flat, spec, loss)
     record = Record()
     writer = Writer(record, again)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_faked(root, mode, device, dtypes))
         stack.callback(lambda: [handle.remove() for handle in handles])
+        stack.enter_context(dtypes.cast(model))
         stack.enter_context(mode)
         stack.enter_context(torch.no_grad())
         fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]
@@ -221,7 +223,7 @@ def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list
         calls[-1].exit, calls[-1].gives = len(writer.record.events), writer.freeze(output)[0]
 
     return [
-        block.register_forward_pre_hook(enter, with_kwargs=True),
+        block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
         block.register_forward_hook(leave, with_kwargs=True),
     ]
 

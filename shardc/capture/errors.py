@@ -30,9 +30,17 @@ LOSS_GAVE = "what is traced gave "
 
 
 def capture_error(
-    model: nn.Module, error: Exception, loss: Any = None, inputs: Sequence[tuple[str, Tensor]] = ()
+    model: nn.Module,
+    error: Exception,
+    loss: Any = None,
+    inputs: Sequence[tuple[str, Tensor]] = (),
+    uncast: tuple[str, str] = ("", ""),
 ) -> CaptureError:
-    """``error``, raised while ``model`` was traced for such inputs, in terms of the model."""
+    """``error``, raised while ``model`` was traced for such inputs, in terms of the model.
+
+    Args:
+        uncast: what `Dtypes.uncast` says of the model.
+    """
     text = str(error)
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
         if loss is None:
@@ -48,10 +56,12 @@ def capture_error(
     stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
     for form in _FAILED:
         if failed := re.search(form, text, re.DOTALL):
+            kept, fix = uncast if "dtype" in failed[2] else ("", "")
+            said = f"{failed[1]} says: {failed[2]}{kept and '; '}{kept}"
             return CaptureError(
-                f"{type(model).__name__} does not run on {_shown(inputs)}: {failed[1]} says: {failed[2]}",
+                f"{type(model).__name__} does not run on {_shown(inputs)}: {said}",
                 source=users_own(stack) or None,
-                fix="pass inputs that it runs on uncompiled, of the same shapes and dtypes",
+                fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
@@ -82,16 +92,17 @@ def check_result(out: Any, is_loss: bool) -> None:
         raise ValueError(f"{LOSS_GAVE}nothing")
 
 
-def check_dtypes(graph: fx.Graph) -> None:
+def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
     """Raises CaptureError for a product of several dtypes, which fake tensors let pass and no kernel takes."""
     for node in graph.nodes:
         if node.target in _PRODUCTS:
             found = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
             if len(found) > 1:
+                kept, fix = uncast
                 given = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
                 raise CaptureError(
                     f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in found)}; the inputs "
-                    f"are {_shown(given)}",
+                    f"are {_shown(given)}{kept and '; '}{kept}",
                     source=info(node).origin.source or None,
-                    fix="pass inputs of the parameters' dtype, or cast where the model multiplies",
+                    fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )

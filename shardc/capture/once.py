@@ -10,8 +10,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from shardc.capture.dtypes import Dtypes
 from shardc.capture.tags import Tag
-from shardc.capture.trace import Captured, Dtypes, Loss, capture
+from shardc.capture.trace import Captured, Loss, capture
 from shardc.ir import graph as ir
 from shardc.ir.reads import Values
 

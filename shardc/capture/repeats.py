@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from shardc.capture.calls import Block, Record, Token, numbered_containers, record_calls
-from shardc.capture.trace import Dtypes, Loss
+from shardc.capture.dtypes import Dtypes
+from shardc.capture.trace import Loss
 from shardc.ir.repeat import Repeat
 
 # Functions that draw; dropouts do where one of their arguments, ``training``, is true.
@@ -60,14 +61,14 @@ def find_repeats(
         keep: the least number of blocks that stand for all.
     """
 
-    def record() -> Record:
+    def record(dtypes: Dtypes) -> Record:
         made = record_calls(model, args, kwargs, device, loss, dtypes, again=True)
         return record_calls(model, args, kwargs, device, loss, dtypes, again=False) if made.changed else made
 
     containers = [(path, size) for path, size in numbered_containers(model) if size > keep]
     if not containers:
         return []
-    whole = record()
+    whole = record(dtypes)
     found: list[Repeat] = []
     for path, size in containers:
         if not any(f"{path}.".startswith(f"{block}.") for each in found for block in each.names()):
@@ -76,7 +77,7 @@ def find_repeats(
                 found.append(run)
     while found:
         with shortened(model, found, keep):
-            short = record()
+            short = record(dtypes.shortened(found, keep))
         mine = [Repeat(each.path, each.first, keep) for each in found]
         if _outside(whole, found) == _outside(short, mine):
             break

@@ -8,7 +8,7 @@ with numbers in the place of symbols.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -19,8 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils import _pytree as pytree
 
+from shardc.capture.dtypes import Dtypes
 from shardc.capture.tags import Tag
-from shardc.capture.trace import Captured, Dtypes, Loss, Traced, trace
+from shardc.capture.trace import Captured, Loss, Traced, trace
 from shardc.errors import CaptureError
 
 Sizes = Mapping[str, int]
@@ -81,11 +82,7 @@ class SymbolicCapture:
             if made is not None:
                 with mode:
                     copy.meta["val"] = pytree.tree_map(lambda x: _at(x, values), made)
-        concrete = Traced(
-            fx.GraphModule(traced.graph, graph), traced.inputs, traced.input_spec, traced.constants,
-            traced.output_spec, mode, traced.reads, traced.names, traced.stored, traced.dynamo,
-        )  # fmt: skip
-        return concrete.annotated()
+        return replace(traced, graph=fx.GraphModule(traced.graph, graph), fake_mode=mode).annotated()
 
 
 def capture_symbolic(

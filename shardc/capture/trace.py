@@ -24,8 +24,9 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc.capture.annotate import OUTPUT, annotate
+from shardc.capture.annotate import OUTPUT, PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
+from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
@@ -64,36 +65,14 @@ class Captured:
     reads: Reads
 
 
-@dataclass(frozen=True)
-class Dtypes:
-    """Floating-point dtypes to trace in; None leaves what it is.
-
-    Args:
-        param: of parameters and of the model's floating-point inputs.
-        buffers, output: of buffers, and of what the model returns (to the loss, if there is one).
-    """
-
-    param: torch.dtype | None = None
-    buffers: torch.dtype | None = None
-    output: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, precision: Any) -> Dtypes:
-        """Those of a plan's precision."""
-        return cls(precision.param, precision.buffers, precision.output)
-
-
 class _Root(nn.Module):
     """What is traced: ``model``, then ``loss(output, *extra)`` if there is one, as a function of tensors alone.
 
     The other leaves of the arguments are bound to their values. The loss's own tensors are constants.
     """
 
-    def __init__(
-        self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None, dtypes: Dtypes
-    ) -> None:
+    def __init__(self, model: nn.Module, flat: Sequence[Any], spec: pytree.TreeSpec, loss: Loss | None) -> None:
         super().__init__()
-        self._dtypes = dtypes
         self.model, self._flat, self._spec = model, [None if isinstance(x, Tensor) else x for x in flat], spec
         self._places = [at for at, x in enumerate(flat) if isinstance(x, Tensor)]
         self._loss = None if loss is None else (loss,)  # in a tuple: its tensors are not the model's
@@ -101,7 +80,7 @@ class _Root(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         args, kwargs, extra = self.arguments(tensors)
-        out = _floats_to(self._dtypes.output, self.model(*args, **kwargs))
+        out = self.model(*args, **kwargs)
         if self._loss is not None:
             out = self._loss[0](out, *extra)
         check_result(out, self._loss is not None)
@@ -115,13 +94,7 @@ class _Root(nn.Module):
             flat[at] = x
         args, kwargs = pytree.tree_unflatten(flat, self._spec)
         at = len(args) - self._extra
-        return *_floats_to(self._dtypes.param, (args[:at], kwargs)), args[at:]
-
-
-def _floats_to(dtype: torch.dtype | None, tree: Any) -> Any:
-    if dtype is None:
-        return tree
-    return pytree.tree_map_only(Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+        return args[:at], kwargs, args[at:]
 
 
 def loss_arity(loss: Loss) -> int:
@@ -150,18 +123,20 @@ class Traced(Captured):
         names: every name of each parameter and buffer -> the first of its names.
         stored: dtype of each parameter and buffer.
         dynamo: the fake mode that Dynamo ran the model in.
+        uncast: what `Dtypes.uncast` says of the model.
     """
 
     names: dict[str, str]
     stored: dict[str, torch.dtype]
     dynamo: FakeTensorMode
+    uncast: tuple[str, str]
 
     def annotated(self) -> Captured:
         """The captured model; ``graph`` becomes its graph."""
         without_strides(self.graph.graph, self.fake_mode)
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
-        check_dtypes(self.graph.graph)
+        check_dtypes(self.graph.graph, self.uncast)
         return Captured(*(getattr(self, field.name) for field in fields(Captured)))
 
 
@@ -173,7 +148,7 @@ def capture(
     device: torch.device,
     loss: Loss | None = None,
     tags: Sequence[Tag] = (),
-    dtypes: Dtypes = Dtypes(),
+    dtypes: Dtypes = AS_THEY_ARE,
 ) -> Captured:
     """Traces ``loss(model(*args), ...)`` to one joint graph; ``model`` is as before afterwards.
 
@@ -183,7 +158,7 @@ def capture(
         device: the device that the program is for; it decides which kernels are traced.
         loss: called on the output and the last ``loss_arity(loss)`` of ``args``.
         tags: module inputs and outputs to mark.
-        dtypes: what to trace parameters, buffers, inputs and outputs in.
+        dtypes: what to trace modules' parameters, buffers, inputs and outputs in.
 
     Raises:
         CaptureError: a graph break or an op that cannot be traced, with Dynamo's reason and the line; a parameter,
@@ -214,10 +189,11 @@ def trace(
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
     refuse_hooks(model)
-    root = _Root(model, flat, input_spec, loss, dtypes)
+    root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         stack.enter_context(_faked(root, mode, device, dtypes))
+        stack.enter_context(dtypes.cast(model))  # before what a plan names: its layout is that of the cast tensor
         stack.enter_context(tagged(root, tags))
         stack.enter_context(torch._dynamo.config.patch(_settings()))
         stack.enter_context(other_layers(root))
@@ -236,7 +212,7 @@ def trace(
         except ShardcError:
             raise
         except Exception as error:  # of Dynamo, of torch's fake kernels, of the model
-            raise capture_error(model, error, loss, named) from error
+            raise capture_error(model, error, loss, named, dtypes.uncast(model)) from error
         messages = [str(warning.message) for warning in said]
         with mode:
             changes = side_effects(messages, model, lambda: root(*fakes))
@@ -254,6 +230,7 @@ def trace(
         names=_first_names(root),
         stored={name: x.dtype for name, x in (*root.named_parameters(), *root.named_buffers())},
         dynamo=traced.meta["fake_mode"],
+        uncast=dtypes.uncast(model),
     )
 
 
@@ -293,8 +270,10 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
     """Every parameter and buffer of ``root`` fake on ``device``; what is one tensor is one fake, at all its places."""
     saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
     made: dict[int, Tensor] = {}
+    said = dict(dtypes.modules)
     try:
-        for module in root.modules():
+        for path, module in root.named_modules():
+            module_dtypes = said.get(path.removeprefix(PREFIX), ModuleDtypes()) if path else ModuleDtypes()
             both: list[dict[str, Any]] = [module._parameters, module._buffers]
             for held in both:
                 saved.append((held, dict(held)))
@@ -305,7 +284,8 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
                         is_param = isinstance(tensor, nn.Parameter)
                         like = tensor.detach()
                         with mode:
-                            fake = fake_like(like, device, dtypes.param if is_param else dtypes.buffers)
+                            dtype = module_dtypes.param if is_param else module_dtypes.buffers
+                            fake = fake_like(like, device, dtype)
                             if is_param:
                                 fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
                         made[id(tensor)] = fake

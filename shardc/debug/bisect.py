@@ -18,7 +18,6 @@ from shardc.errors import InputError, VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.verify import window
 from shardc.passes.check import Verify
-from shardc.plan.entries import Precision
 from shardc.plan.ports import batch_axes
 from shardc.program import Program
 from shardc.report.export import plain
@@ -142,8 +141,8 @@ class _Stages:
         self.feed, self.wanted = dict(feed), wanted
         if program.folded is not None:
             raise InputError("a folded program has no graph of all blocks to run", fix="lower it without fold")
-        if program.plan.precision != Precision():
-            said = next((str(entry) for entry in program.plan.entries if "precision" in entry.settings), None)
+        if program.plan.precision.entries:
+            said = str(program.plan.precision.entries[0])
             fix = "leave precision(...) out of the plan"
             raise InputError("the plan computes in lower precision than one device", plan_entry=said, fix=fix)
         refuse(program.graph("capture"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -31,3 +32,15 @@ class Repeat:
     def __str__(self) -> str:
         blocks = self.names()
         return f"{blocks[0]} to {blocks[-1]}"
+
+
+def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
+    """What ``name`` is called in the shortened model; None for what is in a block that it does without."""
+    for each in repeats:
+        number, dot, rest = name.removeprefix(each.prefix).partition(".")
+        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep:
+            continue
+        if int(number) < each.first + each.count:
+            return None
+        name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
+    return name

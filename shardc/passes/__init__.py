@@ -69,10 +69,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # It needs the layouts of tangents, and adds none of its own.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
-            Precision(
-                plan.stored, plan.storages, plan.precision.reduce or plan.precision.param,
-                plan.precision.keep_low_precision_grads, plan.deferred,
-            ),
+            Precision(plan.storages, plan.reduced, plan.gradients, plan.deferred),
             # Disagreements become nodes,
             Reshard(),
             # and fewer of them, while they are still whole changes of layout.

@@ -12,7 +12,7 @@ from shardc.cost.kernels import flops_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.reads import Reads
-from shardc.ir.repeat import Repeat
+from shardc.ir.repeat import Repeat, short_name
 from shardc.passes.settle import Settle
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
@@ -107,15 +107,3 @@ def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
         if inside and each.first + keep <= int(number) < each.first + each.count:
             name = f"{each.prefix}{each.first}{dot}{rest}"
     return short_name(name, repeats, keep) or name
-
-
-def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
-    """What ``name`` is called in the shortened model; None for what is in a block that it does without."""
-    for each in repeats:
-        number, dot, rest = name.removeprefix(each.prefix).partition(".")
-        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep:
-            continue
-        if int(number) < each.first + each.count:
-            return None
-        name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
-    return name

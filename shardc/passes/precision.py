@@ -19,7 +19,7 @@ REDUCED_IN = "the dtype that gradients are reduced in"
 
 @dataclass(frozen=True)
 class Precision:
-    """Casts each parameter's gradient to ``reduce``, reduces it, and casts it to the parameter's own dtype.
+    """Casts each parameter's gradient to what it is reduced in, reduces it, and casts it to what it is kept in.
 
     The order is fixed: cast, reduce (over the shard axes, then the replicate axes), cast. What scales a gradient
     stands before all of it, in the gradient of the output; see `Objective`.
@@ -27,17 +27,15 @@ class Precision:
     Takes: a graph with layouts. Guarantees: a pending sum of a gradient stays pending up to the cast.
 
     Args:
-        stored: dtype of each parameter, by name.
         layouts: storage layout of each parameter, by name.
-        reduce: None reduces each in its parameter's own dtype.
-        keep: leave what was reduced in ``reduce``.
-        deferred: parameters whose gradients are reduced later: these are only cast to ``reduce``.
+        reduced: the dtype in which each parameter's gradient is reduced.
+        kept: the dtype in which it is kept.
+        deferred: parameters whose gradients are reduced later: these are only cast to what they are reduced in.
     """
 
-    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     layouts: Mapping[str, Layout] = field(default_factory=dict)
-    reduce: torch.dtype | None = None
-    keep: bool = False
+    reduced: Mapping[str, torch.dtype] = field(default_factory=dict)
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     deferred: frozenset[str] = frozenset()
     name = "precision"
 
@@ -47,7 +45,7 @@ class Precision:
         before = list(ir.outputs(graph))
 
         def reduced(role: ir.Role, node: fx.Node) -> fx.Node:
-            asked = role.kind == "grad" and role.name in self.stored
+            asked = role.kind == "grad" and role.name in self.kept
             return self._reduced(graph, output, node, role.name, names) if asked else node
 
         ir.change_outputs(graph, reduced)
@@ -59,9 +57,8 @@ class Precision:
     def _reduced(self, graph: fx.Graph, before: fx.Node, grad: fx.Node, name: str, names: NameScope) -> fx.Node:
         # What was computed in another dtype than the parameter's ends in a cast to it.
         node = grad.args[0] if grad.target is torch.ops.aten._to_copy.default else grad
-        stored, computed = self.stored[name], ir.value(node).dtype
-        reduce = self.reduce or stored
-        if stored == computed == reduce:
+        kept, computed, reduce = self.kept[name], ir.value(node).dtype, self.reduced[name]
+        if node is grad and kept == computed == reduce:
             return grad
         stem, layout = ir.info(node).name, self.layouts[name]
         origin = ir.info(node).origin
@@ -73,9 +70,7 @@ class Precision:
             record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), origin=origin, needs=None).at(layout)
             with graph.inserting_before(before):
                 node = ir.set_info(graph.call_function(ops.reshard, (node,)), record)
-        return (
-            node if reduce == stored or self.keep else _cast(graph, before, node, stored, names.fresh(f"{stem}.stored"))
-        )
+        return node if reduce == kept else _cast(graph, before, node, kept, names.fresh(f"{stem}.stored"))
 
 
 def _cast(

@@ -9,7 +9,7 @@ import torch
 
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.entries import Precision
+from shardc.plan.entries import Policies
 from shardc.plan.forms import Form
 from shardc.plan.ports import ActivationPin, InputPlan, batch_axes
 from shardc.plan.resolve import ParamPlan
@@ -28,7 +28,7 @@ class BoundPlan:
         inputs: of each tensor input, in order.
         pins: of each tagged activation, by the tag's name.
         outputs: of tensor outputs, by flat position: what it says and the entry.
-        precision: the dtypes to compute and to reduce in.
+        precision: the dtypes to compute and to reduce in, by module.
         stored: dtype of each parameter.
         deferred: parameters whose gradients are left unreduced.
     """
@@ -39,7 +39,7 @@ class BoundPlan:
     inputs: tuple[InputPlan, ...]
     pins: Mapping[str, ActivationPin]
     outputs: Mapping[int, tuple[Form, str]]
-    precision: Precision
+    precision: Policies
     stored: Mapping[str, torch.dtype]
     deferred: frozenset[str] = frozenset()
 
@@ -89,9 +89,15 @@ class BoundPlan:
         return {name: p.host for name, p in self.params.items() if p.host}
 
     @property
+    def reduced(self) -> dict[str, torch.dtype]:
+        """The dtype in which each parameter's gradient is reduced."""
+        of = {name: self.precision.of_param(name) for name in self.stored}
+        return {name: of[name].reduce or of[name].param or dtype for name, dtype in self.stored.items()}
+
+    @property
     def gradients(self) -> dict[str, torch.dtype]:
         """The dtype in which each parameter's gradient is kept."""
-        return {name: self.precision.grads or dtype for name, dtype in self.stored.items()}
+        return {name: self.precision.of_param(name).grads or dtype for name, dtype in self.stored.items()}
 
     def pinned(self, tag: str, base: Layout) -> tuple[Layout, str]:
         """(layout, plan entry) of a tagged activation that comes in ``base``."""

@@ -14,7 +14,6 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.entries import Precision
 from shardc.plan.forms import Form, freeze
 from shardc.plan.spec import to_layout
 from shardc.plan.uneven import grown_layout
@@ -44,11 +43,6 @@ def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     """The axes over which dim 0 of the inputs is split, in the mesh's order (else replicate before shard axes)."""
     axes = [axis for entry in plan.entries for axis in entry.batch]
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
-
-
-def precision_of(plan: Plan, training: bool) -> Precision:
-    """The precision that a model in this mode is traced in."""
-    return Precision() if plan.precision.full_precision_eval and not training else plan.precision
 
 
 @dataclass(frozen=True)

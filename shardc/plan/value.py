@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call
-from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Precision, Setting, Tp, distinct
+from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Setting, Tp, distinct
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
@@ -154,7 +154,7 @@ class Plan:
     def setting(self, name: str) -> Any:
         """The value of a setting, or its default."""
         said = {key: value for entry in self.entries for key, value in entry.settings.items()}
-        return said.get(name, DEFAULTS[name])
+        return said.get(name, Setting.DEFAULTS[name])
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -162,9 +162,9 @@ class Plan:
         return tuple(dict.fromkeys(axis for entry in self.entries for axis in entry.axes))
 
     @property
-    def precision(self) -> Precision:
-        """The dtypes that the plan gives; all None if it gives none."""
-        return cast(Precision, self.setting("precision"))
+    def precision(self) -> Policies:
+        """The dtypes that the plan gives modules."""
+        return Policies(tuple(entry for entry in self.entries if isinstance(entry, Precision)))
 
     # --- text
 
@@ -296,13 +296,25 @@ def precision(
     buffers: torch.dtype | None = None,
     keep_low_precision_grads: bool = False,
     full_precision_eval: bool = False,
+    cast_forward_inputs: bool | str = True,
+    modules: str | Sequence[str] = (),
 ) -> Plan:
     """Mixed precision; `shardc.plan.entries.Precision` describes the arguments.
 
     The order is fixed. The gradient of the output is scaled (``Plan(reduce=..., grad_scale=...)``). Parameters'
     gradients are cast to ``reduce``, reduced over the shard axes, then over the replicate axes, and cast back.
+
+    Raises:
+        PlanError: a dtype that is not floating-point; when the plan is used, a glob that matches no module that holds
+            parameters.
+
+    >>> import torch
+    >>> precision(param=torch.bfloat16) | precision(param=torch.float32, modules="head")
+    precision(param=torch.bfloat16) | precision(param=torch.float32, modules="head")
     """
-    return Plan.of([Precision(param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval)])
+    globs = (modules,) if isinstance(modules, str) else modules
+    given = (param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval, cast_forward_inputs)
+    return Plan.of([Precision(*given, globs)])  # type: ignore[arg-type]
 
 
 def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool = True) -> Plan:
@@ -335,7 +347,6 @@ def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
     return names
 
 
-DEFAULTS: dict[str, Any] = Setting.DEFAULTS | {"precision": Precision()}
 Constructors = Mapping[str, Callable[..., Plan]]
 
 

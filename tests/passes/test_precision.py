@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc import Mesh, ddp, fsdp, hsdp, precision, tp
+from shardc.errors import CaptureError, PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 
@@ -124,3 +125,78 @@ def test_evaluation_in_full_precision() -> None:
     module.eval()
     sim.buffers["mean"] = [model.mean.clone() for _ in range(2)]
     torch.testing.assert_close(sim(x, grad=False), model(x).detach())
+
+
+class Scaled(nn.Module):
+    """Its layers are called with a float32 buffer, in a list that the model goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kept = self.up(x), [self.table]
+        for layer in self.layers:
+            x = layer(x, kept)
+        return x * len(kept)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
+        return self.proj(x + kept[0])
+
+
+LOW = precision(param=torch.bfloat16)
+
+
+def test_layers_cast_what_they_are_called_with() -> None:
+    module = shardc.compile(Scaled(), Mesh(dp=2), fsdp("dp") | LOW, backend="eager")
+    program = module.lower(torch.empty(4, 4))
+    dtypes = {
+        ir.info(n).name: ir.value(n).dtype
+        for n in program.graph("collectives").nodes
+        if n.op != "output" and ir.is_tensor(n)
+    }
+    assert dtypes["table"] == torch.float32
+    assert {x for name, x in dtypes.items() if name.startswith("layers.")} == {torch.bfloat16, torch.float32}
+    assert dtypes["layers.0.add"] == dtypes["layers.1.add"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("casts", ["model", False])
+def test_without_casts_the_error_names_the_tensor_that_kept_its_dtype(casts: bool | str) -> None:
+    plan = fsdp("dp") | precision(param=torch.bfloat16, cast_forward_inputs=casts)
+    x = torch.empty(4, 4, dtype=torch.float32 if casts else torch.bfloat16)
+    with pytest.raises(CaptureError) as caught:
+        shardc.compile(Scaled(), Mesh(dp=2), plan, backend="eager").lower(x)
+    assert "bfloat16 and float32" in str(caught.value) or "float32 and bfloat16" in str(caught.value)
+    assert "buffer 'table' is float32: precision(...) casts no buffers" in str(caught.value)
+    assert "buffers=torch.bfloat16" in str(caught.value)
+
+
+class Ropes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+        self.register_buffer("cos", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return F.scaled_dot_product_attention(q * self.cos, k * self.cos, v)
+
+
+def test_an_op_that_refuses_two_dtypes_is_told_with_the_tensors_that_kept_theirs() -> None:
+    with pytest.raises(CaptureError) as caught:
+        shardc.compile(Ropes(), Mesh(dp=2), fsdp("dp") | LOW, backend="eager").lower(torch.empty(2, 3, 4))
+    assert "buffer 'cos' is float32: precision(...) casts no buffers" in str(caught.value)
+    assert "buffers=torch.bfloat16" in str(caught.value)
+
+
+def test_a_policy_for_no_module_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"'upp' matches no module with parameters[\s\S]*did you mean"):
+        shardc.compile(Net(), Mesh(dp=2), fsdp("dp") | precision(param=torch.bfloat16, modules="upp"), backend="eager")

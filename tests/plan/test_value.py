@@ -98,8 +98,18 @@ def test_later_wins_where_both_speak_of_the_same(text: str) -> None:
 
 
 def test_precision() -> None:
-    assert (precision(torch.float16) | precision(torch.bfloat16)).precision.param is torch.bfloat16
-    assert Plan().precision.said == {}
+    assert (precision(torch.float16) | precision(torch.bfloat16)).precision.of("any").param is torch.bfloat16
+    assert Plan().precision.of("any").said == {}
+
+
+def test_a_module_follows_the_last_precision_that_matches_it() -> None:
+    said = precision(torch.bfloat16) | precision(torch.float32, modules="head") | precision(modules=["layers.*.norm"])
+    of = {name: said.precision.of(name).param for name in ("", "head", "head.up", "layers.0", "layers.0.norm")}
+    assert of == {
+        "": torch.bfloat16, "head": torch.float32, "head.up": torch.float32, "layers.0": torch.bfloat16,
+        "layers.0.norm": None,
+    }  # fmt: skip
+    assert parse_plan(repr(said)) == said
 
 
 def test_a_plan_is_empty_or_not() -> None:

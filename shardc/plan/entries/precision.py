@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
 from shardc.plan.entries.entry import Entry
+from shardc.plan.match import matching, must_match
+from shardc.plan.placed import Placed
 from shardc.validate import check_fields
 
 DTYPE_FIELDS = ("param", "reduce", "output", "buffers")
@@ -20,12 +23,18 @@ class Precision(Entry):
     """The dtypes in which tensors are sent and computed; None leaves them as they are.
 
     Args:
-        param: parameters are cast to it before their gather, and the model's floating-point inputs to it too.
+        param: parameters are cast to it before their gather, and floating-point inputs to it too.
         reduce: gradients are reduced in it; None: in ``param``.
-        output: floating-point outputs are cast to it.
+        output: floating-point outputs of the model, or of ``modules``, are cast to it.
         buffers: floating-point buffers are cast to it.
         keep_low_precision_grads: leave reduced gradients in ``reduce`` instead of casting them back.
-        full_precision_eval: compute in the parameters' own dtype while the module is in eval mode.
+        full_precision_eval: compute in the parameters' own dtype while the model is in eval mode.
+        cast_forward_inputs: what is cast to ``param``. True: the floating-point inputs of the model, or of ``modules``,
+            and those of each layer in it: the children with parameters of a ModuleList, ModuleDict or Sequential. It is
+            what FSDP2 does where each layer is wrapped. "model": those of the model, or of ``modules``, alone. False:
+            none.
+        modules: module globs. The policy is for these modules, and for all inside of them; () is the whole model. A
+            module follows the last policy that matches it, and that one alone.
     """
 
     param: torch.dtype | None = None
@@ -34,6 +43,8 @@ class Precision(Entry):
     buffers: torch.dtype | None = None
     keep_low_precision_grads: bool = False
     full_precision_eval: bool = False
+    cast_forward_inputs: Annotated[bool | str, Literal[True, False, "model"]] = True
+    modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry="precision(...)")
@@ -47,12 +58,18 @@ class Precision(Entry):
                 )
 
     @property
-    def key(self) -> tuple[str, ...]:
-        return ("precision",)
+    def key(self) -> tuple[Any, ...]:
+        return ("precision", self.modules)
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"precision": self}
+    def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
+        holding = dict.fromkeys(path for name in names for path in _around(name)[1:])
+        for glob in self.modules:
+            must_match(glob, holding, "module with parameters", str(self))
+        return {}
+
+    def covers(self, module: str) -> bool:
+        """Whether the policy is for a module, by its path."""
+        return not self.modules or any(matching(glob, _around(module)) for glob in self.modules)
 
     @property
     def grads(self) -> torch.dtype | None:
@@ -70,4 +87,31 @@ class Precision(Entry):
 
     @property
     def row(self) -> tuple[str, str, str]:
-        return "precision", "all", ", ".join(f"{name} {value}" for name, value in self.said.items())
+        said = ", ".join(f"{name} {value}" for name, value in self.said.items() if name != "modules")
+        return "precision", ", ".join(self.modules) or "all", said
+
+
+def _around(name: str) -> list[str]:
+    """``name`` and the modules that it is in, innermost first; the model itself is not named."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+@dataclass(frozen=True)
+class Policies:
+    """The precision of every module of a model: that of the last entry that covers it."""
+
+    entries: tuple[Precision, ...] = ()
+
+    def of(self, module: str) -> Precision:
+        """The policy of a module, by its path; one that leaves all as it is where no entry covers it."""
+        return next((entry for entry in reversed(self.entries) if entry.covers(module)), Precision())
+
+    def of_param(self, name: str) -> Precision:
+        """The policy of the module that holds a parameter."""
+        return self.of(name.rpartition(".")[0])
+
+    def mode(self, training: bool) -> Policies:
+        """Those of a model in this mode."""
+        whole = [Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in self.entries]
+        return Policies(tuple(whole))

@@ -1,0 +1,135 @@
+"""The floating-point dtypes that a model is traced in, module by module."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardc.ir.repeat import Repeat, short_name
+
+# Their children are layers, which people shard one by one.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class ModuleDtypes:
+    """Floating-point dtypes of one module; None leaves what it is.
+
+    Args:
+        param, buffers: of the parameters and buffers that it holds itself.
+        takes, gives: of what it is called with, and of what it returns.
+    """
+
+    param: torch.dtype | None = None
+    buffers: torch.dtype | None = None
+    takes: torch.dtype | None = None
+    gives: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """The dtypes of a model's modules, by path; what is not listed stays as it is."""
+
+    modules: tuple[tuple[str, ModuleDtypes], ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, policy: Callable[[str], Any]) -> Dtypes:
+        """Those that a plan gives ``model``.
+
+        What a module is called with is cast where its policy says so: at the outermost modules of the policy, and at
+        its layers, the children of containers. What it returns is cast at the outermost modules.
+
+        Args:
+            policy: the `shardc.plan.entries.Precision` of a module, by its path.
+        """
+        found: dict[str, ModuleDtypes] = {}
+        for path, module in model.named_modules():
+            mine, outer, holder = policy(path), path.rpartition(".")[0], None
+            outermost = not path or policy(outer) != mine
+            if path:
+                holder = model.get_submodule(outer)
+            layer = isinstance(holder, _CONTAINERS) and any(True for _ in module.parameters())
+            casts = mine.cast_forward_inputs
+            takes = mine.param if casts and (outermost or (layer and casts != "model")) else None
+            found[path] = ModuleDtypes(mine.param, mine.buffers, takes, mine.output if outermost else None)
+        return cls(tuple((path, each) for path, each in found.items() if each != ModuleDtypes()))
+
+    def shortened(self, repeats: Sequence[Repeat], keep: int) -> Dtypes:
+        """Those of the model that is left of a run of ``repeats`` if each keeps its first ``keep`` blocks."""
+        named = [(short_name(path, repeats, keep), each) for path, each in self.modules]
+        return Dtypes(tuple((path, each) for path, each in named if path is not None))
+
+    def within(self, block: str) -> dict[str, ModuleDtypes]:
+        """Those in ``block``, by the path in it."""
+        inside = f"{block}."
+        return {
+            path.removeprefix(block): each for path, each in self.modules if f"{path}.".startswith(inside)
+        }  # fmt: skip
+
+    def uncast(self, model: nn.Module) -> tuple[str, str]:
+        """Which buffers keep another dtype than parameters are cast to, and what to do; ("", "") if there are none."""
+        said = dict(self.modules)
+        params = [each.param for each in said.values() if each.param is not None]
+        found = [
+            (name, x.dtype)
+            for name, x in (model.named_buffers() if params else ())
+            if x.is_floating_point() and x.dtype not in params
+            and said.get(name.rpartition(".")[0], ModuleDtypes()).buffers is None
+        ]  # fmt: skip
+        if not found:
+            return "", ""
+        name, dtype = found[0]
+        more = f", as are {len(found) - 1} more" if len(found) > 1 else ""
+        return (
+            f"buffer {name!r} is {str(dtype).removeprefix('torch.')}{more}: precision(...) casts no buffers by itself",
+            f"cast where the model uses it, or write precision(..., buffers={params[0]})",
+        )
+
+    @contextlib.contextmanager
+    def cast(self, model: nn.Module) -> Iterator[None]:
+        """Lets modules cast what they are called with, and what they return."""
+        handles = []
+        for path, each in self.modules:
+            module = model.get_submodule(path)
+            if each.takes is not None:
+                handles.append(module.register_forward_pre_hook(_takes(each.takes), with_kwargs=True))
+            if each.gives is not None:
+                handles.append(module.register_forward_hook(_gives(each.gives)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+AS_THEY_ARE = Dtypes()
+
+
+def _takes(dtype: torch.dtype) -> Any:
+    return lambda _module, args, kwargs: (_floats_to(dtype, args), _floats_to(dtype, kwargs))
+
+
+def _gives(dtype: torch.dtype) -> Any:
+    return lambda _module, _args, output: _floats_to(dtype, output)
+
+
+def _floats_to(dtype: torch.dtype, tree: Any) -> Any:
+    """``tree`` with its floating-point tensors in ``dtype``; a container of others stays the object that it is."""
+    if isinstance(tree, Tensor):
+        return tree.to(dtype) if tree.is_floating_point() and tree.dtype != dtype else tree
+    if isinstance(tree, dict):
+        values = {key: _floats_to(dtype, x) for key, x in tree.items()}
+        if all(values[key] is tree[key] for key in tree):
+            return tree
+        return values if type(tree) is dict else type(tree)(**values)
+    if isinstance(tree, (tuple, list)):
+        made = [_floats_to(dtype, x) for x in tree]
+        if all(x is y for x, y in zip(made, tree, strict=True)):
+            return tree
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return tree
