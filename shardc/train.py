@@ -53,7 +53,7 @@ def train_step(
                 fix="pass loss= to shardc.compile, and the targets to the step",
             )
         loss.backward()
-        if module.shardc.sync.mode == "all":
+        if not module.shardc.sync.held():
             if max_norm is not None:
                 module.clip_grad_norm_(max_norm)
             optimizer.step()

@@ -273,7 +273,7 @@ def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
     said = dict(dtypes.modules)
     try:
         for path, module in root.named_modules():
-            module_dtypes = said.get(path.removeprefix(PREFIX), ModuleDtypes()) if path else ModuleDtypes()
+            module_dtypes = said.get(f"{path}.".removeprefix(PREFIX).rstrip("."), ModuleDtypes())
             both: list[dict[str, Any]] = [module._parameters, module._buffers]
             for held in both:
                 saved.append((held, dict(held)))

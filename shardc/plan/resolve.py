@@ -95,7 +95,7 @@ def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
         view: the mesh that parameters are DTensors on, once it is known.
     """
     shard = [axis for entry in plan.entries for axis in entry.storage[0]]
-    level = max((entry.storage[1] for entry in plan.entries), default=0)
+    level = max((entry.level_of(param) for entry in plan.entries), default=0)
     cause = " | ".join(param.causes)
     layout, free = param.layout, param.layout.unbind(shard)
     dims = [(Digit(size),) if dim in param.odd else free.dims[dim] for dim, size in enumerate(param.shape)]

@@ -234,6 +234,7 @@ def fsdp(
     threshold: int | str = 0,
     shard_size: int = -1,
     overrides: Mapping[str, int] | None = None,
+    levels: Mapping[str, int] | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
@@ -247,25 +248,33 @@ def fsdp(
         shard_size: how many ranks a parameter is split over; -1 for all. They are neighbours along ``axis`` (the minor
             ranks of several axes). Over the rest it is replicated, and gradients are reduced a second time.
         overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
+        levels: parameter glob -> level, where it is not ``level``. The last match wins.
 
     Raises:
         PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size that does not
             divide the ranks of ``axis``, two of which neither divides the other, or a glob that matches no parameter.
     """
     entry = f"fsdp({axis!r}, ...)"
-    pairs = tuple(checked(overrides or {}, Mapping[str, Any], "overrides", PlanError, plan_entry=entry).items())
-    return Plan.of([Fsdp(axis_names(axis, f"fsdp({axis!r})"), (), level, cast(int, threshold), shard_size, pairs)])
+    sizes, others = by_glob(overrides, "overrides", entry), by_glob(levels, "levels", entry)
+    axes = axis_names(axis, f"fsdp({axis!r})")
+    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, sizes, others)])
 
 
 def hsdp(
-    shard: str | Sequence[str] = "dp", replicate: str | Sequence[str] = "rep", level: int = 3, threshold: int | str = 0
+    shard: str | Sequence[str] = "dp",
+    replicate: str | Sequence[str] = "rep",
+    level: int = 3,
+    threshold: int | str = 0,
+    levels: Mapping[str, int] | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
-    ``level`` and ``threshold`` are those of `fsdp`.
+    ``level``, ``threshold`` and ``levels`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    return Plan.of([Fsdp(axis_names(shard, entry), axis_names(replicate, entry), level, cast(int, threshold))])
+    others = by_glob(levels, "levels", entry)
+    axes = axis_names(shard, entry), axis_names(replicate, entry)
+    return Plan.of([Fsdp(*axes, level, cast(int, threshold), levels=others)])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
@@ -336,6 +345,11 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry="offload(...)")
     globs = [said] if isinstance(said, str) else said
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
+
+
+def by_glob(given: Mapping[str, int] | None, what: str, entry: str) -> tuple[tuple[str, int], ...]:
+    """A table of numbers by glob, as entries hold it."""
+    return tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -28,7 +29,7 @@ from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
 from shardc.runtime.whole import full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
-from shardc.validate import Range, checked
+from shardc.validate import Range, checked, near
 
 
 class ShardedModule(nn.Module):
@@ -85,27 +86,44 @@ class ShardedModule(nn.Module):
         flat = program.output_spec.flatten_up_to(outputs)
         return pytree.tree_unflatten(as_dtensors(flat, roles, state.device_mesh), program.output_spec)
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
         """A block whose steps communicate no gradients: each rank sums whole gradients, whatever the plan's level.
+
+        Args:
+            parameters: a glob of names; gradients of other parameters are reduced as usual.
 
         The next backward outside of the block adds its own gradients and reduces the sum. ``.grad`` does not change in
         between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
         while there is one. Forwards gather parameters as usual.
         """
-        return self.shardc.sync.set("none")
+        return self.shardc.sync.within("none", self._matching(parameters))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; it also drops gradients that are held back (`no_sync`)."""
         super().zero_grad(set_to_none)
         self.shardc.sync.drop()
 
-    def set_requires_grad_sync(self, sync: bool) -> None:
+    def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
         """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
 
         These are gradients of parameters that are whole between steps, or stored at level 1. At levels 2 and 3 every
         step reduces gradients. `no_sync` says what happens to gradients that are held back.
+
+        Args:
+            parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.mode = "all" if checked(sync, bool, "sync") else "levels"
+        mode = "all" if checked(sync, bool, "sync") else "levels"
+        self.shardc.sync.set(mode, self._matching(parameters))
+
+    def _matching(self, glob: str) -> list[str] | None:
+        """The parameters that a glob of `no_sync` matches, None for all of them."""
+        if glob == "*":
+            return None
+        names = list(self.shardc.sync.levels)
+        found = fnmatch.filter(names, checked(glob, str, "parameters"))
+        if not found:
+            raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
+        return found
 
     def memory(self) -> MemoryUse:
         """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""

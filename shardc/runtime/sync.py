@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -29,6 +29,7 @@ class Sync:
     Args:
         levels: of each parameter; 0 where no fsdp entry stores it.
         mode: "all", "levels" or "none".
+        modes: those of single parameters, where they are not ``mode``.
         sums: local sums, at stored (padded) shapes, until a backward that reduces them.
         parameters: the module's, by each of their names.
     """
@@ -37,13 +38,13 @@ class Sync:
     mode: str = "all"
     sums: dict[Key, Tensor] = field(default_factory=dict)
     parameters: Callable[[], Mapping[str, Tensor]] = dict
+    modes: dict[str, str] = field(default_factory=dict)
     _own: set[Key] = field(default_factory=set)
 
     def held(self) -> frozenset[str]:
         """The parameters whose gradients the next backward leaves unreduced."""
-        if self.mode == "all":
-            return frozenset()
-        return frozenset(name for name, level in self.levels.items() if self.mode == "none" or level <= 1)
+        of = {name: self.modes.get(name, self.mode) for name in self.levels} if self.modes or self.mode != "all" else {}
+        return frozenset(n for n, mode in of.items() if mode == "none" or (mode == "levels" and self.levels[n] <= 1))
 
     def deferred(self) -> frozenset[str]:
         """The parameters whose gradients the next backward sums up locally, be it to reduce the sum."""
@@ -91,13 +92,23 @@ class Sync:
                 "that with module.zero_grad()",
             )
 
+    def set(self, mode: str, names: Sequence[str] | None = None) -> None:
+        """Sets the mode of ``names``, or of all."""
+        if names is None:
+            self.mode = mode
+            self.modes.clear()
+        else:
+            self.modes.update(dict.fromkeys(names, mode))
+
     @contextlib.contextmanager
-    def set(self, mode: str) -> Iterator[None]:
-        before, self.mode = self.mode, mode
+    def within(self, mode: str, names: Sequence[str] | None = None) -> Iterator[None]:
+        """`set`, for a block."""
+        before = self.mode, dict(self.modes)
+        self.set(mode, names)
         try:
             yield
         finally:
-            self.mode = before
+            self.mode, self.modes = before
 
 
 class _Optimizers:

@@ -59,6 +59,28 @@ def reductions(module: Any) -> set[int]:
     }
 
 
+def some_are_held_back(name: str) -> None:
+    """Under ``no_sync(glob)`` the gradients that the glob matches are held back, and the others are reduced."""
+    source = model()
+    module = compiled(source, LEVELS[name])
+    names = [each for each, _ in module.named_parameters()]
+    glob = "mid.*"
+    held = {each for each in names if each.startswith("mid.")}
+    assert held and held != set(names)
+    with pytest.raises(shardc.ShardcError, match="matches no parameter"):
+        module.no_sync("nothing.*")
+    with module.no_sync(glob):
+        for seed in range(MICRO - 1):
+            micro(module, seed)
+        without = {each for each, p in module.named_parameters() if p.grad is None}
+        assert without - {"unused.weight", "unused.bias"} == held
+    micro(module, MICRO - 1)
+    x, y = big_batch()
+    F.mse_loss(source(x), y).backward()
+    assert_same(module, source, grads=True)
+    assert not module.shardc.sync.sums
+
+
 def sums_equal_the_big_batch(name: str) -> None:
     """Two steps of AdamW, each of some backwards under no_sync and a last one without."""
     source = model()
@@ -177,6 +199,8 @@ def test_two_ranks() -> None:
     run_ranks(
         2,
         *(partial(check, name) for name in LEVELS for check in (sums_equal_the_big_batch, only_what_is_whole_waits)),
+        partial(some_are_held_back, "fsdp2"),
+        partial(some_are_held_back, "fsdp3"),
         what_the_last_step_does_not_use_is_reduced_too,
         gradients_that_share_memory,
         the_sum_is_kept_in_reduce,

@@ -7,10 +7,13 @@ import warnings
 from math import prod
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tabulate import tabulate
+from torch import nn
 
+import shardc
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.mesh import Mesh
 from shardc.plan import ParamPlan, Plan, ddp, fsdp, hsdp, resolve_params, tp
@@ -354,3 +357,25 @@ def test_errors_of_shard_sizes(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_params(plan, mesh, {"up.bias": ((16,), 4)})
     assert str(caught.value) == text
+
+
+def test_levels_by_name() -> None:
+    """The last glob that matches a parameter gives its level; text and files keep what was said."""
+    plan = fsdp("dp", levels={"1.*": 3, "[13].*": 2})
+    assert Plan.from_json(plan.to_json()) == plan
+    params = {f"{at}.weight": ((8, 8), 4) for at in range(4)}
+    assert {name: p.level for name, p in resolve_params(plan, Mesh(dp=2), params).items()} == {
+        "0.weight": 3, "1.weight": 2, "2.weight": 3, "3.weight": 2,
+    }  # fmt: skip
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    again, options = [], shardc.Options(bucket_size=0)
+    for said in (fsdp("dp"), plan):
+        module = shardc.compile(model, Mesh(dp=2), said, loss=lambda out: out.sum(), options=options, backend="eager")
+        program = module.lower(torch.empty(4, 8))
+        assert program.backward is not None
+        again.append(sum("all_gather" in str(node.target) for node in program.backward.graph.nodes))
+    assert again == [3, 1]  # the gradient of the input needs no weight of the first layer
+    with pytest.raises(PlanError, match="'head' matches no parameter"):
+        resolve_params(fsdp("dp", levels={"head": 2}), Mesh(dp=2), {"up.bias": ((16,), 4)})
+    with pytest.raises(PlanError, match="is 4, not 1 or 2 or 3"):
+        fsdp("dp", levels={"head": 4})

@@ -19,6 +19,7 @@ from shardc.plan.uneven import as_dtensor
 from shardc.validate import Bytes, Range, check_fields
 
 ShardSize = Annotated[int, Range(1, also=(-1,))]
+Level = Annotated[int, Literal[1, 2, 3]]
 
 
 class Data(Entry):
@@ -61,10 +62,11 @@ class Fsdp(Data):
 
     shard: tuple[str, ...]
     replicate: tuple[str, ...] = ()
-    level: Annotated[int, Literal[1, 2, 3]] = 3
+    level: Level = 3
     threshold: Annotated[int, Bytes()] = 0
     shard_size: ShardSize = -1
     overrides: tuple[tuple[str, ShardSize], ...] = ()
+    levels: tuple[tuple[str, Level], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
@@ -105,9 +107,12 @@ class Fsdp(Data):
                 )
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
-        for glob, _ in self.overrides:
+        for glob, _ in (*self.overrides, *self.levels):
             must_match(glob, names, "parameter", str(self))
         return {}
+
+    def level_of(self, param: Placed) -> int:
+        return next((level for glob, level in reversed(self.levels) if matching(glob, param.names)), self.level)
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
         chosen = [size for glob, size in self.overrides if matching(glob, param.names)]
@@ -149,8 +154,7 @@ class Fsdp(Data):
     def call(self) -> Call:
         options: dict[str, Any] = {"level": self.level} | super().call[1]
         shard, replicate = options.pop("shard"), options.pop("replicate", None)
-        if self.overrides:
-            options["overrides"] = dict(self.overrides)
+        options |= {name: dict(options[name]) for name in ("overrides", "levels") if name in options}
         if replicate:
             return "hsdp", {"shard": shard, "replicate": replicate} | options
         return "fsdp", {"axis": shard} | options
@@ -161,7 +165,8 @@ class Fsdp(Data):
         small = f", under {self.threshold} B whole" if self.threshold else ""
         over = f"{self.shard_size} ranks of " if self.shard_size != -1 else ""
         other = f", {show_sizes(dict(self.overrides))}" if self.overrides else ""
-        where = f"storage over {over}{', '.join(self.shard)}{kept}{small}{other}"
+        levels = "".join(f", {glob} level {level}" for glob, level in self.levels)
+        where = f"storage over {over}{', '.join(self.shard)}{kept}{small}{other}{levels}"
         return f"fsdp level {self.level}", "inputs, params", where
 
 

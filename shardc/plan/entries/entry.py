@@ -39,6 +39,10 @@ class Entry:
         """The axes over which it splits parameters in storage only, and at which level of ``fsdp``; 0 for none."""
         return (), 0
 
+    def level_of(self, param: Placed) -> int:
+        """The level at which it stores a parameter; 0 where it stores none."""
+        return self.storage[1]
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings of the plan that it gives, by name."""
