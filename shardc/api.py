@@ -19,6 +19,7 @@ from shardc.build import Build
 from shardc.capture import input_names, loss_arity
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
+from shardc.integrations import mixin_for
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
@@ -150,7 +151,7 @@ def compile(
     if plan.precision.grads is not None:
         for param in sharded.parameters():
             param.grad_dtype = plan.precision.grads
-    subclass(sharded, ShardedModule)
+    subclass(sharded, mixin_for(model))
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     for program in saved:

@@ -1,0 +1,108 @@
+"""Compiled models of ``transformers`` write and read the library's files, equal to one device's bit for bit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc.errors import InputError, MeshError
+from shardc.integrations import safetensors
+from shardc.runtime.lazy import Lazy
+from tests.ranks import run_ranks
+
+SIZES: dict[str, Any] = {"vocab_size": 60, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32, "head_dim": 4}
+SPARSE = {"num_local_experts": 4, "experts_implementation": "batched_mm"}
+MODELS: dict[str, Callable[[], hf.PreTrainedModel]] = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+    "tied": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "experts": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, **SPARSE)),  # files have each expert by itself
+    "norms": lambda: hf.ResNetForImageClassification(
+        hf.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], num_labels=3, layer_type="basic")
+    ),
+}
+PLANS = {
+    "fsdp": lambda model: shardc.fsdp("dp"),
+    "tp": lambda model: shardc.Plan.from_hf(model, axis="dp"),
+    "fused": lambda model: shardc.Plan(params={"**.up_proj.weight": "(3 _@dp), _"}),
+}
+
+
+def build(name: str, seed: int = 0) -> hf.PreTrainedModel:
+    torch.manual_seed(seed)
+    return MODELS[name]()
+
+
+def compiled(model: nn.Module, plan: str = "fsdp") -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    return shardc.compile(model, mesh, PLANS[plan](model), backend="eager")
+
+
+def same_folder() -> Path:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return Path(folder[0])
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype and torch.equal(ours[name], value), name
+
+
+def saves(name: str, plan: str, max_shard_size: int | str) -> None:
+    source, folder = build(name), same_folder()
+    compiled(source, plan).save_pretrained(folder, max_shard_size=max_shard_size)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == [type(source).__name__]
+    files = sorted(file.name for file in folder.glob("*.safetensors*"))
+    assert (len(files) > 2) == (max_shard_size != "50GB"), files
+    loaded = type(source).from_pretrained(folder)
+    assert_equal(loaded.state_dict(), source.state_dict())
+    dist.barrier()
+    if dist.get_rank() == 0:  # the very names and values that one device writes
+        with tempfile.TemporaryDirectory() as other:
+            source.save_pretrained(other, max_shard_size=max_shard_size)
+            theirs = {key: value.value() for key, value in safetensors.read_folder(Path(other)).items()}
+        assert_equal({key: value.value() for key, value in safetensors.read_folder(folder).items()}, theirs)
+
+
+def loads(name: str, plan: str) -> None:
+    source, folder = build(name), same_folder()
+    if dist.get_rank() == 0:
+        source.save_pretrained(folder, max_shard_size=4000)
+    dist.barrier()
+    expected = type(source).from_pretrained(folder)
+    with torch.device("meta"):
+        model = build(name, seed=1)
+    module = compiled(model, plan)
+    module.load_pretrained(folder)
+    assert_equal(module.full_state_dict(), expected.state_dict())
+    assert_equal(dict(module.named_buffers()), dict(expected.named_buffers()))
+    module.eval()
+    if "vocab_size" in SIZES and hasattr(source.config, "vocab_size"):
+        ids = torch.arange(16).view(4, 4)
+        ours = module(module.shard_inputs(ids), use_cache=False).logits
+        theirs = expected(ids, use_cache=False).logits
+        torch.testing.assert_close(ours, module.shard_inputs(theirs) if plan == "fsdp" else theirs)
+
+
+def test_saved_and_loaded_on_two_ranks() -> None:
+    checks = [partial(saves, name, "fsdp", "50GB") for name in MODELS]
+    checks += [partial(saves, "llama", "tp", 4000), partial(saves, "llama", "fused", 4000)]
+    checks += [partial(saves, "experts", "fsdp", 4000)]
+    checks += [partial(loads, name, "fsdp") for name in MODELS]
+    checks += [partial(loads, "tied", "tp"), partial(loads, "llama", "fused")]
+    run_ranks(2, *checks)
