@@ -22,7 +22,7 @@ from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.whole import whole
+from shardc.runtime.whole import whole_on_first
 
 
 class ShardedPretrained(ShardedModule):
@@ -98,8 +98,12 @@ class ShardedPretrained(ShardedModule):
             if name not in last:
                 last.clear()
                 value = values[name]
-                last[name] = whole(value, state.storages[held[id(value)]]) if isinstance(value, DTensor) else value
-            return last[name].detach()
+                if isinstance(value, DTensor):
+                    assert state.groups is not None
+                    last[name] = whole_on_first(value, state.storages[held[id(value)]], state.groups)
+                else:
+                    last[name] = value.detach()
+            return last[name]
 
         def lazy(name: str, meta: Tensor) -> Lazy:
             return Lazy(meta, lambda index: part(gathered(name), index))
@@ -149,3 +153,11 @@ class ShardedPretrained(ShardedModule):
             self.generation_config = GenerationConfig.from_pretrained(folder)
         if (used := getattr(source, "_weight_conversions", None)) is not None:
             self._weight_conversions = used
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """Asked by ``generate`` before each token: a rank whose rows are finished pads them for as long as others go on.
+
+        All ranks run the same program, so that none may stop before the others.
+        """
+        groups = self.shardc.groups
+        return not this_peer_finished if groups is None else groups.any(not this_peer_finished)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +108,39 @@ def test_saved_and_loaded_on_two_ranks() -> None:
     checks += [partial(loads, name, "fsdp") for name in MODELS]
     checks += [partial(loads, "tied", "tp"), partial(loads, "llama", "fused")]
     run_ranks(2, *checks)
+
+
+def peak_bytes(work: Callable[[], object], folder: Path) -> int:
+    """The most memory that ``work`` held at once, of torch's CPU allocator; files that it mapped are no memory."""
+    gc.collect()
+    mapped = {file.stat().st_size for file in folder.iterdir()}
+    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    return max(accumulate(event.nbytes() for event in events if abs(event.nbytes()) not in mapped), default=0)
+
+
+def holds_its_shards_and_one_tensor(plan: str) -> None:
+    """The peaks of loading into shards, and of saving them."""
+    sizes = SIZES | {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8}
+    folder, config = same_folder(), hf.LlamaConfig(**sizes)
+    if dist.get_rank() == 0:
+        hf.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="100KB")
+    dist.barrier()
+    with torch.device("meta"):
+        model = hf.LlamaForCausalLM(config)
+    module = compiled(model, plan)
+    loading = peak_bytes(lambda: module.load_pretrained(folder), folder)
+    shards = sum(param.to_local().nbytes for param in module.parameters())
+    sizes_of = [param.numel() * param.itemsize for param in module.parameters()]
+    assert shards < 0.6 * sum(sizes_of) and max(sizes_of) < 0.2 * shards
+    slack = 2000  # buffers and the like
+    assert shards < loading < shards + max(sizes_of) + slack, (loading, shards, max(sizes_of))
+    saving = peak_bytes(lambda: module.save_pretrained(folder), folder)
+    beside = max(sizes_of) // dist.get_world_size() if plan == "tp" else 0  # of a shard that is not rows of the tensor
+    assert saving < max(sizes_of) + beside + slack, (saving, max(sizes_of))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_no_rank_holds_more_than_its_shards_and_one_tensor(ranks: int) -> None:
+    run_ranks(ranks, *(partial(holds_its_shards_and_one_tensor, plan) for plan in ("fsdp", "tp")))
