@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from shardc.errors import InputError, MeshError
+from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
@@ -154,10 +155,29 @@ class ShardedPretrained(ShardedModule):
         if (used := getattr(source, "_weight_conversions", None)) is not None:
             self._weight_conversions = used
 
-    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
-        """Asked by ``generate`` before each token: a rank whose rows are finished pads them for as long as others go on.
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.
 
-        All ranks run the same program, so that none may stop before the others.
+        By default without a cache: each token runs the whole sequence. Under a plan that splits no rows (tensor
+        parallelism), all ranks pass the same. Rows that are sampled need one seed on all ranks then.
+
+        Warns:
+            ShardcWarning: the module compiles a program for each length; the text says how it compiles one.
+        """
+        kwargs.setdefault("use_cache", False)
+        state = self.shardc
+        if not (state.build.dynamic.names or state.view.config.is_encoder_decoder):
+            text = (
+                f"{type(state.view).__name__}.generate: a program is compiled for each length of the sequence; for one "
+                'for all lengths, pass dynamic={"input_ids": {1: "length"}, "attention_mask": {1: "length"}} to compile'
+            )
+            warnings.warn(ShardcWarning(text), stacklevel=2)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """Asked by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
+
+        All ranks run the same program, so none may stop before the others.
         """
         groups = self.shardc.groups
         return not this_peer_finished if groups is None else groups.any(not this_peer_finished)

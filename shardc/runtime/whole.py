@@ -125,21 +125,21 @@ def summon_full_params(
         for key, (name, param) in named.items()
     }
     slots = [
-        (held, key, param)
+        (owner, key, param)
         for one in module.modules()
-        for held in (one._parameters,)
-        for key, param in held.items()
+        for owner in (one._parameters,)
+        for key, param in owner.items()
         if param is not None
     ]
-    for held, key, param in slots:
-        held[key] = wholes[id(param)]
+    for owner, key, param in slots:
+        owner[key] = wholes[id(param)]
     try:
         yield
     finally:
         left: dict[int, list[Tensor | None]] = {}
-        for held, key, param in slots:
-            left.setdefault(id(param), []).append(held.get(key))
-            held[key] = param
+        for owner, key, param in slots:
+            left.setdefault(id(param), []).append(owner.get(key))
+            owner[key] = param
         if writeback:
             changed = [(*named[key], _one(named[key], found)) for key, found in left.items()]
             for name, param, value in changed:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
@@ -16,7 +18,7 @@ from tests.ranks import run_ranks
 
 SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 32}
-LENGTH, NEW = 5, 8
+LENGTH, NEW = 5, 6
 
 
 def model() -> hf.PreTrainedModel:
@@ -32,10 +34,10 @@ def rows() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
 
-def generates(plan: str, use_cache: bool, **options: Any) -> None:
+def generates(plan: str, use_cache: bool | None, **options: Any) -> None:
     one = model().eval()
     given = rows()
-    asked = {"max_new_tokens": NEW, "do_sample": False, "use_cache": use_cache}
+    asked = {"max_new_tokens": NEW, "do_sample": False} | ({} if use_cache is None else {"use_cache": use_cache})
     free = one.generate(**given, **asked)
     # A token that the first two rows have early, so that they end before the others.
     ends = next(t for t in free[0, LENGTH:].tolist() if t not in free[2:, LENGTH:] and t in free[0, LENGTH:-2])
@@ -47,7 +49,10 @@ def generates(plan: str, use_cache: bool, **options: Any) -> None:
     if plan == "fsdp":
         given = {name: x.chunk(ranks)[dist.get_rank()] for name, x in given.items()}
         expected = expected.chunk(ranks)[dist.get_rank()]
-    ours = module.generate(**given, **asked, eos_token_id=ends)
+    with warnings.catch_warnings(record=True) as said_too:
+        warnings.simplefilter("always")
+        ours = module.generate(**given, **asked, eos_token_id=ends)
+    assert any("a program is compiled for each length" in str(w.message) for w in said_too) == (not options)
     assert torch.equal(ours, expected), (ours, expected)
     if options:
         assert not module.shardc.programs  # one program for all lengths
@@ -56,13 +61,13 @@ def generates(plan: str, use_cache: bool, **options: Any) -> None:
 DYNAMIC = {"input_ids": {1: "length"}, "attention_mask": {1: "length"}}
 
 
-def test_without_a_cache_on_two_ranks() -> None:
-    run_ranks(
-        2,
-        partial(generates, "fsdp", False),
-        partial(generates, "tp", False),
-        partial(generates, "fsdp", False, dynamic=DYNAMIC),
-    )
+def test_each_rank_generates_for_its_rows() -> None:
+    run_ranks(2, partial(generates, "fsdp", False))
+
+
+@pytest.mark.slow
+def test_one_program_generates_at_all_lengths() -> None:
+    run_ranks(2, *(partial(generates, plan, None, dynamic=DYNAMIC) for plan in ("fsdp", "tp")))
 
 
 def test_checkpointing_after_compile_saves_memory() -> None:
@@ -72,7 +77,7 @@ def test_checkpointing_after_compile_saves_memory() -> None:
     example = {"input_ids": ids, "labels": ids, "use_cache": False}
     without = module.lower(**example).schedule().memory
     module.activation_checkpointing_enable()
-    assert 0 < module.lower(**example).schedule().memory.peak < 0.8 * without.peak
+    assert 0 < module.lower(**example).schedule().memory.peak.total < 0.9 * without.peak.total
     sim = shardc.Simulation(module)
     value = one(**example).loss
     value.backward()
