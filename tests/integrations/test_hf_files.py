@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -184,3 +186,8 @@ def holds_its_shards_and_one_tensor(plan: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_rank_holds_more_than_its_shards_and_one_tensor(ranks: int) -> None:
     run_ranks(ranks, *(partial(holds_its_shards_and_one_tensor, plan) for plan in ("fsdp", "tp")))
+
+
+def test_shardc_imports_none_of_it() -> None:
+    code = "import sys, shardc; sys.exit(bool({'transformers', 'safetensors', 'huggingface_hub'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
