@@ -19,6 +19,7 @@ from shardc.build import Build
 from shardc.capture import input_names, loss_arity
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
+from shardc.integrations import mixin_for
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
@@ -150,7 +151,7 @@ def compile(
     for name, param in sharded.named_parameters():
         if (kept := plan.precision.of_param(name).grads) is not None:
             param.grad_dtype = kept
-    subclass(sharded, ShardedModule)
+    subclass(sharded, mixin_for(model))
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     for program in saved:

@@ -46,6 +46,7 @@ ALLOWED = {
     "optim": {"errors", "runtime", "_compat"},
     "train": {"errors", "runtime"},
     "links": {"errors", "cost", "runtime"},
+    "integrations": {"errors", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
     "debug": {"errors", "ir", "capture", "rules", "plan", "cost", "report", "passes", "runtime", "program", "_compat"},
 }
@@ -56,7 +57,7 @@ FLOORS = (
     {"_compat", "progress", "validate"},
     {"ir"},
     {"capture", "cost", "lower", "plan", "rules", "runtime"},
-    {"links", "optim", "passes", "report", "train"},
+    {"integrations", "links", "optim", "passes", "report", "train"},
     {"joint", "precompiled"},
     {"program"},
     {"debug", "dynamic", "fold"},

@@ -1,0 +1,120 @@
+"""Files in the safetensors format, tensor by tensor: read in parts, and written as the tensors come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from shardc.errors import InputError
+from shardc.runtime.lazy import Lazy
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def read_folder(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, as a `Lazy` that reads its file in parts.
+
+    Raises:
+        InputError: the folder has no safetensors files, or lacks one that its index lists.
+    """
+    if (folder / SINGLE).is_file():
+        files = [folder / SINGLE]
+    elif (folder / INDEX).is_file():
+        files = [folder / name for name in sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))]
+    else:
+        raise InputError(
+            f"{folder} is no folder with {SINGLE} or {INDEX}",
+            fix="pass a folder of safetensors files; huggingface_hub.snapshot_download(name) fetches one",
+        )
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{folder / INDEX} lists {file.name}, which is not there", fix="fetch the folder again")
+    return {name: tensor for file in files for name, tensor in _read_file(file)}
+
+
+def _read_file(path: Path) -> Iterator[tuple[str, Lazy]]:
+    file = safe_open(path, framework="pt")
+    for name in file.keys():
+        piece = file.get_slice(name)
+        meta = torch.empty(piece.get_shape(), dtype=_DTYPES[piece.get_dtype()], device="meta")
+        yield name, Lazy(meta, lambda index, name=name, meta=meta: _read(file, name, meta, index))  # type: ignore[misc]
+
+
+def _read(file: Any, name: str, meta: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+    """The elements of one tensor at ``index``, one stretch of consecutive ones after the other."""
+    if not index:
+        return file.get_tensor(name)
+    if not all(map(len, index)):
+        return torch.empty([len(kept) for kept in index], dtype=meta.dtype)
+    piece, runs = file.get_slice(name), [list(_runs(kept)) for kept in index]
+    if all(len(run) == 1 for run in runs):
+        return piece[tuple(source for ((source, _),) in runs)]
+    out = torch.empty([len(kept) for kept in index], dtype=meta.dtype)
+    for pairs in product(*runs):
+        out[tuple(target for _, target in pairs)] = piece[tuple(source for source, _ in pairs)]
+    return out
+
+
+def _runs(kept: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Stretches of consecutive indices: where they are in the tensor, and where in ``kept``."""
+    if isinstance(kept, range):
+        yield slice(kept.start, kept.stop), slice(0, len(kept))
+        return
+    first = 0
+    for at in range(1, len(kept) + 1):
+        if at == len(kept) or kept[at] != kept[at - 1] + 1:
+            yield slice(kept[first], kept[at - 1] + 1), slice(first, at)
+            first = at
+
+
+def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
+    """Writes a file, holding one tensor at a time; without a path, only reads each tensor, as other ranks expect."""
+    if path is None:
+        for tensor in tensors.values():
+            tensor.value()
+        return
+    sizes = [tensor.numel() * tensor.itemsize for tensor in tensors.values()]
+    ends = list(accumulate(sizes))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for (name, tensor), size, end in zip(tensors.items(), sizes, ends, strict=True):
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end - size, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.value().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def forget(folder: Path, keep: Iterable[str]) -> None:
+    """Removes what an earlier checkpoint left in ``folder`` that would be read instead of this one."""
+    for name in {SINGLE, INDEX} - set(keep):
+        with suppress(FileNotFoundError):
+            (folder / name).unlink()

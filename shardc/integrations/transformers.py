@@ -1,0 +1,183 @@
+"""A compiled model of ``transformers`` reads and writes the files of the library, shard by shard."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from shardc.errors import InputError, MeshError, ShardcWarning
+from shardc.integrations import safetensors
+from shardc.runtime.acts import Act
+from shardc.runtime.lazy import Lazy, part
+from shardc.runtime.module import ShardedModule
+from shardc.runtime.whole import whole_on_first
+
+
+class ShardedPretrained(ShardedModule):
+    """Mixed into the class of a `transformers.PreTrainedModel` by `shardc.compile`."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        max_shard_size: int | str = "50GB",
+        save_original_format: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Writes a checkpoint that the model's own ``from_pretrained`` loads; all ranks call it.
+
+        The mesh's first rank writes. Parameters are gathered one after the other, and each goes to its file at once:
+        no rank holds more than its shards and one tensor. When a rank returns, the files are complete.
+
+        Args:
+            save_directory: a folder that the first rank can write to.
+            state_dict: whole tensors to write instead. The first rank's are written, and the call is not collective.
+            max_shard_size: of one file, as in ``transformers``.
+            save_original_format: whether names and shapes are those of the checkpoints that the library publishes.
+
+        Raises:
+            InputError: an argument that is not supported.
+            MeshError: a rank does not come.
+        """
+        state = self.shardc
+        cls: Any = type(state.view)
+        if state.groups is None or state_dict is not None:
+            kwargs |= {"max_shard_size": max_shard_size, "save_original_format": save_original_format}
+            return cls.save_pretrained(state.view, save_directory, is_main_process, state_dict, **kwargs)
+        if given := {key for key, value in kwargs.items() if value and key not in ("safe_serialization", "token")}:
+            raise InputError(
+                f"save_pretrained of a compiled module takes no {' and no '.join(sorted(given))}",
+                fix="save to a folder first; huggingface_hub.upload_folder(folder_path=...) uploads it",
+            )
+        state.check()
+        state.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
+        writes = state.rank == 0
+        # Config, generation config and code of the model's own; without tensors it writes no others.
+        cls.save_pretrained(state.view, save_directory, writes, {}, save_original_format=False)
+        tensors = self._unsharded_tensors(save_original_format)
+        split = split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        folder = Path(save_directory)
+        if writes:
+            safetensors.forget(folder, split.filename_to_tensors)
+        for file, names in split.filename_to_tensors.items():
+            safetensors.write_file(folder / file if writes else None, {name: tensors[name] for name in names})
+        if writes and split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / safetensors.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        state.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
+
+    def _unsharded_tensors(self, original_format: bool) -> dict[str, Lazy]:
+        """What a checkpoint holds, by name; each is gathered, on all ranks, where it is read."""
+        state = self.shardc
+        present: Any = state.present()
+        ignored = set(present._keys_to_ignore_on_save or ())
+        metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}
+        held = {id(param): name for name, param in self.named_parameters()}
+        values = self.state_dict(keep_vars=True)
+        last: dict[str, Tensor] = {}  # several tensors of a file may be parts of one parameter
+
+        def gathered(name: str) -> Tensor:
+            if name not in last:
+                last.clear()
+                value = values[name]
+                if isinstance(value, DTensor):
+                    assert state.groups is not None
+                    last[name] = whole_on_first(value, state.storages[held[id(value)]], state.groups)
+                else:
+                    last[name] = value.detach()
+            return last[name]
+
+        def lazy(name: str, meta: Tensor) -> Lazy:
+            return Lazy(meta, lambda index: part(gathered(name), index))
+
+        kept = remove_tied_weights_from_state_dict(metas, present)
+        tensors: Any = {name: lazy(name, meta) for name, meta in kept.items()}
+        return revert_weight_conversion(state.view, tensors) if original_format else tensors
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Loads a checkpoint of ``transformers``; each rank reads its own shards of it.
+
+        The model may be on ``meta``: parameters get memory as they are read, and what is not in the files (buffers such
+        as rotary frequencies) is computed as the model's own ``from_pretrained`` does. Values are cast to the dtypes
+        that the module has. No rank holds more than its shards and one tensor. Parameters that the files lack are
+        initialised as by ``from_pretrained``, from the CPU's generator; these are whole on each rank until it returns.
+
+        Args:
+            folder: of safetensors files, one or several with an index.
+
+        Raises:
+            InputError: no such files.
+            RuntimeError: the library's own: a tensor has another shape. What is missing or unexpected is a warning.
+        """
+        state = self.shardc
+        if state.groups is None:
+            raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
+        state.check()
+        cls: Any = type(state.view)
+        dtypes = {param.dtype for param in self.parameters() if param.is_floating_point()}
+        source = cls.from_pretrained(
+            None,
+            config=copy.deepcopy(self.config),
+            state_dict=safetensors.read_folder(Path(folder)),
+            dtype=reduce(torch.promote_types, dtypes) if dtypes else None,
+        )
+        fresh: dict[int, Tensor] = {}
+        for name, buffer in list(self.named_buffers(remove_duplicate=False)):
+            if id(buffer) not in fresh:
+                given = source.get_buffer(name)
+                value = given.value() if isinstance(given, Lazy) else given
+                fresh[id(buffer)] = value.to(state.device, buffer.dtype)
+            path, _, key = name.rpartition(".")
+            self.get_submodule(path)._buffers[key] = fresh[id(buffer)]
+        buffers = dict(self.named_buffers(remove_duplicate=False))
+        self.load_state_dict({name: buffers.get(name, value) for name, value in source.state_dict().items()})
+        if (Path(folder) / "generation_config.json").is_file():
+            self.generation_config = GenerationConfig.from_pretrained(folder)
+        if (used := getattr(source, "_weight_conversions", None)) is not None:
+            self._weight_conversions = used
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.
+
+        By default without a cache: each token runs the whole sequence. Under a plan that splits no rows (tensor
+        parallelism), all ranks pass the same. Rows that are sampled need one seed on all ranks then.
+
+        Warns:
+            ShardcWarning: the module compiles a program for each length; the text says how it compiles one.
+        """
+        kwargs.setdefault("use_cache", False)
+        state = self.shardc
+        if not (state.build.dynamic.names or state.view.config.is_encoder_decoder):
+            text = (
+                f"{type(state.view).__name__}.generate: a program is compiled for each length of the sequence; for one "
+                'for all lengths, pass dynamic={"input_ids": {1: "length"}, "attention_mask": {1: "length"}} to compile'
+            )
+            warnings.warn(ShardcWarning(text), stacklevel=2)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """Asked by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
+
+        All ranks run the same program, so none may stop before the others.
+        """
+        groups = self.shardc.groups
+        return not this_peer_finished if groups is None else groups.any(not this_peer_finished)

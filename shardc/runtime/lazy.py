@@ -1,0 +1,98 @@
+"""`Lazy`: a tensor that is read when it is copied, and then only the part that is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+Read = Callable[[tuple[Sequence[int], ...]], torch.Tensor]
+# What returns the same elements in the same order.
+_SAME = {aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default, aten.lift_fresh.default}
+
+
+class Lazy(torch.Tensor):
+    """A CPU tensor without memory. Ops on it make others like it; ``value()``, and ``copy_`` from it, read it.
+
+    Slices, and casts of them, read only what is asked for. Another op reads all of its operands.
+
+    Args:
+        meta: its twin on the meta device.
+        read: the indices that are wanted of each dim -> these elements.
+    """
+
+    meta: torch.Tensor
+    read: Read
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, read: Read) -> Lazy:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
+        )
+        made.meta, made.read = meta, read
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Lazy({list(self.shape)}, {self.dtype})"
+
+    def value(self) -> torch.Tensor:
+        """The tensor, read now."""
+        return self.read(tuple(range(size) for size in self.shape))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        source = args[0]
+        if func._schema.is_mutable:
+            return func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
+        if func is aten._to_copy.default:
+            kwargs.pop("device", None)
+        metas = func(*pytree.tree_map_only(Lazy, lambda x: x.meta, args), **kwargs)
+        if func in _SAME:
+            return cls(metas, source.read)
+        if func is aten._to_copy.default:
+            return cls(metas, lambda index: source.read(index).to(metas.dtype))
+        if func is aten.slice.Tensor:
+            given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+            return cls(metas, _narrowed(source, given[0], range(source.shape[given[0]])[slice(*given[1:])]))
+        if func is aten.index_select.default:
+            return cls(metas, _narrowed(source, args[1], args[2].tolist()))
+
+        def read(at: int, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+            results = func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
+            return part(pytree.tree_leaves(results)[at], index)
+
+        leaves, spec = pytree.tree_flatten(metas)
+        made = [
+            cls(meta, partial(read, at)) if isinstance(meta, torch.Tensor) else meta for at, meta in enumerate(leaves)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
+
+def _narrowed(source: Lazy, dim: int, kept: Sequence[int]) -> Read:
+    """Reads the elements of ``source`` that are at ``kept`` along ``dim``."""
+
+    def read(index: tuple[Sequence[int], ...]) -> torch.Tensor:
+        wanted = list(index)
+        here = index[dim]
+        wanted[dim] = kept[here.start : here.stop] if isinstance(here, range) else [kept[at] for at in here]
+        return source.read(tuple(wanted))
+
+    return read
+
+
+def part(value: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+    """The elements of ``value`` at ``index``."""
+    for dim, kept in enumerate(index):
+        if len(kept) < value.shape[dim]:
+            value = value.index_select(dim, torch.tensor(list(kept), dtype=torch.int64, device=value.device))
+    return value
