@@ -1,9 +1,9 @@
 """Hardware: what a rank computes, holds and sends, and how a mesh lies on nodes.
 
 Peaks are those of the vendor's data sheets, dense; the efficiencies beside them say how much of a peak a good kernel
-or a large message reaches; which of them were fitted to published runs is said in ``sources``, and what they predict for
-others in ``docs/looking.md`` (``benchmarks/published.py``). Start-up times are those that NCCL's own tuning model (NCCL, src/graph/tuning.cc) gives its
-ring and tree algorithms under the low-latency protocol.
+or a large message reaches. ``sources`` says which of them were fitted to published runs; ``docs/looking.md``, what they
+predict for others. Start-up times are those that NCCL's own tuning model (NCCL, src/graph/tuning.cc) gives its ring and
+tree algorithms under the low-latency protocol.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ H100 = replace(
         "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 3.35 TB/s, NVLink 900 and PCIe 128 GB/s both ways",
         "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs",
         "Meta, Building Meta's GenAI infrastructure (2024): two clusters of 24,576 H100", _NCCL,
-        "attention: FlashAttention-2 reaches 35 % (FlashAttention-3, arXiv:2407.08608); matmul: as the A100, not fitted",
+        "attention: FlashAttention-2 has 35 % (FlashAttention-3, arXiv:2407.08608); matmul: the A100's, not fitted",
     ),
 )  # fmt: skip
 
