@@ -1,8 +1,9 @@
 """Hardware: what a rank computes, holds and sends, and how a mesh lies on nodes.
 
 Peaks are those of the vendor's data sheets, dense; the efficiencies beside them say how much of a peak a good kernel
-or a large message reaches. Start-up times are those that NCCL's own tuning model (NCCL, src/graph/tuning.cc) gives its
-ring and tree algorithms under the low-latency protocol.
+or a large message reaches. ``sources`` says which of them were fitted to published runs; ``docs/looking.md``, what they
+predict for others. Start-up times are those that NCCL's own tuning model (NCCL, src/graph/tuning.cc) gives its ring and
+tree algorithms under the low-latency protocol.
 """
 
 from __future__ import annotations
@@ -222,17 +223,19 @@ A100 = Hardware(
     memory=80e9, memory_bandwidth=2.039e12,
     inside=Link("NVLink 3", 300e9, 0.6e-6, 0.6e-6), between=Link("InfiniBand HDR", 25e9, 2.7e-6, 5e-6),
     host=Link("PCIe 4.0 x16", 32e9, 2e-6, 2e-6),
-    start=6.6e-6, kernel=2e-6, matmul=0.75, streaming=0.85, wire=0.8, gathers_by_tree=True,
+    start=6.6e-6, kernel=2e-6, matmul=0.70, streaming=0.85, wire=0.8, gathers_by_tree=True, attention=0.65,
     sources=(
         "NVIDIA A100 80GB SXM data sheet (2021): 312 TFLOPS dense bf16, 2,039 GB/s, NVLink 600 and PCIe 64 GB/s both "
         "ways",
         "NVIDIA DGX A100 data sheet: eight 200 Gb/s ConnectX-6 cards for eight GPUs",
         "Meta, Introducing the AI Research SuperCluster (2022): 16,000 A100", _NCCL,
+        "matmul: fitted to Llama 3 8B on 64 A100, 2,973 tokens/s a rank (torchtitan docs/performance.md); attention: "
+        "FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73 %",
     ),
 )  # fmt: skip
 
 H100 = replace(
-    A100, name="h100", largest=24576,
+    A100, name="h100", largest=24576, attention=0.35,
     flops=((torch.float32, 67 * _T), (torch.float64, 67 * _T),
            (torch.bfloat16, 989.4 * _T), (torch.float16, 989.4 * _T),
            (torch.float8_e4m3fn, 1978.9 * _T), (torch.float8_e5m2, 1978.9 * _T)),
@@ -243,6 +246,16 @@ H100 = replace(
         "NVIDIA H100 SXM data sheet (2023): 989.4 TFLOPS dense bf16, 3.35 TB/s, NVLink 900 and PCIe 128 GB/s both ways",
         "NVIDIA DGX H100 data sheet: eight 400 Gb/s ConnectX-7 cards for eight GPUs",
         "Meta, Building Meta's GenAI infrastructure (2024): two clusters of 24,576 H100", _NCCL,
+        "attention: FlashAttention-2 has 35 % (FlashAttention-3, arXiv:2407.08608); matmul: the A100's, not fitted",
+    ),
+)  # fmt: skip
+
+H100_500W = replace(
+    H100, name="h100-500w", memory=96e9, memory_bandwidth=2.4e12, matmul=0.60,
+    sources=(
+        "torchtitan benchmarks/llama3_h100_202412_torchtitan.md: 96 GB HBM2e, 2.4 TB/s, a power limit of 500 W; "
+        "matmul: fitted to its Llama 3.1 8B on 8 ranks, bf16, compiled: 6,667 tokens/s a rank",
+        *H100.sources,
     ),
 )  # fmt: skip
 
@@ -286,7 +299,7 @@ def calibrated(cost: CostModel) -> Hardware:
     )  # fmt: skip
 
 
-KNOWN: dict[str, Hardware] = {each.name: each for each in (A100, H100, H200, B200, CPU)}
+KNOWN: dict[str, Hardware] = {each.name: each for each in (A100, H100, H100_500W, H200, B200, CPU)}
 
 
 def find(name: str) -> Hardware:

@@ -1,5 +1,6 @@
 """Memory of one rank over a step: who holds how much, and when most is held.
 
+A kernel's results are allocated before it runs and what it reads is freed after it, so both are held together.
 Where the results of collectives lie in an arena (on CPU ranks), it is counted for the whole step, as communication.
 Caching-allocator rounding, fragmentation, workspaces of libraries and the optimizer's own temporaries are not counted.
 """
@@ -68,7 +69,7 @@ def memory_of(
     turn = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
     kept = {id(b) for _, at in step.outputs for b in made[at] if b is not None}
     grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in made[at] if b is not None}
-    kernel_of = {at: set(kernel.ops) for kernel in kernels.values() for at in kernel.ops}
+    kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
     changes: dict[int, dict[str, int]] = {}
 
     def hold(owner: str, size: int, start: int, end: int) -> None:
@@ -103,10 +104,11 @@ def memory_of(
                 else:
                     hold("inputs", buffer.size, 0, whole_step)
                 continue
-            if at in kernel_of and is_inner(buffer, kernel_of[at], kept):
+            mine = kernel_of.get(at, (at,))
+            if at in kernel_of and is_inner(buffer, set(mine), kept):
                 continue
-            end = whole_step if id(buffer) in kept else buffer.last
-            hold(_owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, turn), buffer.size, at, end)
+            end = whole_step if id(buffer) in kept else kernel_of.get(buffer.last, (buffer.last,))[-1]
+            hold(_owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, turn), buffer.size, mine[0], end)
     samples = _samples(changes, whole_step)
     peak = max(samples, key=lambda sample: (sample.total, -sample.at))
     return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name, tuple(sorted(host.items())))

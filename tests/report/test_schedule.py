@@ -233,6 +233,23 @@ def test_buckets_and_order_change_no_bytes(composed: shardc.Program) -> None:
 # --- memory
 
 
+class Waves(nn.Module):
+    """One fused kernel between two products, whose first op alone reads the first product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 1024, bias=False), nn.Linear(1024, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).cos().sin())
+
+
+def test_a_fused_kernel_holds_what_it_reads_with_what_it_makes() -> None:
+    program = shardc.compile(Waves().requires_grad_(False), Mesh(dp=2), shardc.ddp("dp")).lower(torch.empty(128, WIDTH))
+    held = program.schedule("cpu", optimizer_copies=0).memory.by_owner()
+    assert held["temporaries"] + held["activations"] == 2 * 64 * 1024 * 4
+
+
 def test_memory_of_the_parts(composed: shardc.Program) -> None:
     schedule = composed.schedule(optimizer_copies=2)
     local = sum(p.numel() for p in llama.Llama(llama.LlamaConfig()).parameters())
