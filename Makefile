@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-ci test-long lint types format
+.PHONY: demo test test-ci test-long lint types format docs
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_decoder.py --plan fsdp --nproc 2
@@ -27,6 +27,10 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# The pages and the reference as a site, in out/site; a broken link is an error.
+docs: $(INSTALLED)
+	$(BIN)/mkdocs build --strict
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -16,6 +16,8 @@ from shardc.rules import register_rule
 from shardc.runtime.sim.training import Simulation
 from shardc.train import train_step
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Layout",
     "Mesh",

@@ -83,8 +83,8 @@ def compile(
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
         PlanError, LayoutError: the plan does not fit the mesh or the model.
-        PrecompiledError: a saved program is of another torch, mesh, plan, model or device; the text says which.
-        Nothing is changed then.
+        PrecompiledError: a saved program is of another torch, mesh, plan, model or device; the text says which. Nothing
+            is changed when an error is raised.
 
     >>> import shardc, torch
     >>> module = shardc.compile(torch.nn.Linear(8, 4), shardc.Mesh(dp=2), shardc.fsdp("dp"))
