@@ -109,8 +109,8 @@ def write_file(path: Path | None, tensors: Mapping[str, Lazy]) -> None:
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for value in (tensor.value() for tensor in tensors.values()):
-            file.write(value.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        for tensor in tensors.values():
+            file.write(tensor.value().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def forget(folder: Path, keep: Iterable[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
@@ -17,12 +18,12 @@ from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from shardc.errors import InputError, MeshError
+from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.whole import whole
+from shardc.runtime.whole import whole_on_first
 
 
 class ShardedPretrained(ShardedModule):
@@ -98,8 +99,12 @@ class ShardedPretrained(ShardedModule):
             if name not in last:
                 last.clear()
                 value = values[name]
-                last[name] = whole(value, state.storages[held[id(value)]]) if isinstance(value, DTensor) else value
-            return last[name].detach()
+                if isinstance(value, DTensor):
+                    assert state.groups is not None
+                    last[name] = whole_on_first(value, state.storages[held[id(value)]], state.groups)
+                else:
+                    last[name] = value.detach()
+            return last[name]
 
         def lazy(name: str, meta: Tensor) -> Lazy:
             return Lazy(meta, lambda index: part(gathered(name), index))
@@ -149,3 +154,30 @@ class ShardedPretrained(ShardedModule):
             self.generation_config = GenerationConfig.from_pretrained(folder)
         if (used := getattr(source, "_weight_conversions", None)) is not None:
             self._weight_conversions = used
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.
+
+        By default without a cache: each token runs the whole sequence. Under a plan that splits no rows (tensor
+        parallelism), all ranks pass the same. Rows that are sampled need one seed on all ranks then.
+
+        Warns:
+            ShardcWarning: the module compiles a program for each length; the text says how it compiles one.
+        """
+        kwargs.setdefault("use_cache", False)
+        state = self.shardc
+        if not (state.build.dynamic.names or state.view.config.is_encoder_decoder):
+            text = (
+                f"{type(state.view).__name__}.generate: a program is compiled for each length of the sequence; for one "
+                'for all lengths, pass dynamic={"input_ids": {1: "length"}, "attention_mask": {1: "length"}} to compile'
+            )
+            warnings.warn(ShardcWarning(text), stacklevel=2)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _has_unfinished_sequences(self, this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        """Asked by ``generate`` before each token: a rank whose rows are finished pads them while others go on.
+
+        All ranks run the same program, so none may stop before the others.
+        """
+        groups = self.shardc.groups
+        return not this_peer_finished if groups is None else groups.any(not this_peer_finished)

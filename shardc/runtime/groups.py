@@ -8,7 +8,7 @@ names of the graph to the registered ones before lowering.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -125,11 +125,22 @@ class Groups:
 
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, which all ranks have, with the values of the mesh's first rank: a broadcast along each axis."""
+        for axis, group in self._along_each_axis():
+            dist.broadcast(x, self.ranks((axis,))[0], group)
+        return x
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on some rank of the mesh; all of them call it."""
+        found = torch.tensor([flag], dtype=torch.int32, device=self._device_mesh.device_type)
+        for _, group in self._along_each_axis():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+        return bool(found.item())
+
+    def _along_each_axis(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         for axis, size in self.mesh.shape:
             if size > 1:
-                group = c10d._resolve_process_group(self.add([(axis,)])[GROUP_PREFIX + axis])  # type: ignore[arg-type]
-                dist.broadcast(x, self.ranks((axis,))[0], group)
-        return x
+                name = self.add([(axis,)])[GROUP_PREFIX + axis]
+                yield axis, c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
     def coordinate(self, axes: Axes, device: torch.device | str | None = None) -> torch.Tensor:
         """This rank's index along ``axes``, the first slowest: int64 [1] on ``device`` (the mesh's by default).

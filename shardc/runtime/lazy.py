@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,18 +62,18 @@ class Lazy(torch.Tensor):
         if func is aten._to_copy.default:
             return cls(metas, lambda index: source.read(index).to(metas.dtype))
         if func is aten.slice.Tensor:
-            dim, *rest = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
-            return cls(metas, _narrowed(source, dim, range(source.shape[dim])[slice(*rest)]))
+            given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+            return cls(metas, _narrowed(source, given[0], range(source.shape[given[0]])[slice(*given[1:])]))
         if func is aten.index_select.default:
             return cls(metas, _narrowed(source, args[1], args[2].tolist()))
 
-        def result() -> list[Any]:
-            return pytree.tree_leaves(func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs))
+        def read(at: int, index: tuple[Sequence[int], ...]) -> torch.Tensor:
+            results = func(*pytree.tree_map_only(Lazy, Lazy.value, args), **kwargs)
+            return part(pytree.tree_leaves(results)[at], index)
 
         leaves, spec = pytree.tree_flatten(metas)
         made = [
-            cls(meta, lambda index, at=at: part(result()[at], index)) if isinstance(meta, torch.Tensor) else meta
-            for at, meta in enumerate(leaves)
+            cls(meta, partial(read, at)) if isinstance(meta, torch.Tensor) else meta for at, meta in enumerate(leaves)
         ]
         return pytree.tree_unflatten(made, spec)
 

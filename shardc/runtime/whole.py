@@ -7,12 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
-from shardc.runtime.storage import cut, parameter_spec, shard_tensor
+from shardc.runtime.groups import Groups
+from shardc.runtime.shards import flat_index
+from shardc.runtime.storage import cut, held, parameter_spec, shard_tensor, unpadded_shape
 
 
 def whole(tensor: DTensor, storage: Layout) -> Tensor:
@@ -32,6 +35,40 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
     with torch.no_grad():
         full = DTensor(there, spec, requires_grad=False).full_tensor().to(home)
     return full.clone() if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else full
+
+
+def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
+    """The whole of a parameter, without the pad, on the CPU of the mesh's first rank; other ranks get it on ``meta``.
+
+    All ranks of the mesh come here. The first holds the whole, and one shard at a time where these are no rows of it.
+    """
+    local, shape = tensor._local_tensor.detach().contiguous(), tuple(tensor.shape)
+    first = groups.rank == 0
+    out = torch.empty(shape, dtype=tensor.dtype, device="cpu" if first else "meta")
+    parts = [flat_index(storage.mesh, storage.bound, rank) for rank in range(storage.mesh.ranks)]
+    for rank, part in enumerate(parts):
+        if parts.index(part) < rank or 0 in unpadded_shape(storage, shape, rank):
+            continue
+        if rank and rank == groups.rank:
+            dist.send(local, groups.everyone()[0])
+        if first:
+            _take_in(out, storage, rank, local, groups.everyone()[rank])
+    return out
+
+
+def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int) -> None:
+    """Writes the shard of ``rank`` into ``out``: ``local``, which is rank 0's, or what ``sender`` sends."""
+    kept = [held(storage, out.shape, dim, rank) for dim in range(out.dim())]
+    view = out[tuple(slice(each[0], each[-1] + 1) for each in kept)]
+    rows = view.is_contiguous() and local.device == out.device and tuple(map(len, kept)) == tuple(view.shape)
+    piece = local if not rank else view if rows else local.new_empty([len(each) for each in kept])
+    if rank:
+        dist.recv(piece, sender)
+    if tuple(view.shape) == tuple(piece.shape):
+        view.copy_(piece)
+    else:
+        index = torch.meshgrid([torch.tensor(list(each)) for each in kept], indexing="ij")
+        out[index] = piece.to(out.device)
 
 
 def write(param: DTensor, value: Tensor, storage: Layout, rank: int) -> None:
@@ -88,21 +125,21 @@ def summon_full_params(
         for key, (name, param) in named.items()
     }
     slots = [
-        (held, key, param)
+        (owner, key, param)
         for one in module.modules()
-        for held in (one._parameters,)
-        for key, param in held.items()
+        for owner in (one._parameters,)
+        for key, param in owner.items()
         if param is not None
     ]
-    for held, key, param in slots:
-        held[key] = wholes[id(param)]
+    for owner, key, param in slots:
+        owner[key] = wholes[id(param)]
     try:
         yield
     finally:
         left: dict[int, list[Tensor | None]] = {}
-        for held, key, param in slots:
-            left.setdefault(id(param), []).append(held.get(key))
-            held[key] = param
+        for owner, key, param in slots:
+            left.setdefault(id(param), []).append(owner.get(key))
+            owner[key] = param
         if writeback:
             changed = [(*named[key], _one(named[key], found)) for key, found in left.items()]
             for name, param, value in changed:
