@@ -1,4 +1,4 @@
-"""`Trainer` on compiled modules: losses, norms, evaluation and checkpoints equal those of one process without shardc."""
+"""`Trainer` on compiled modules: losses, norms, metrics and checkpoints equal those of one process without shardc."""
 
 from __future__ import annotations
 
