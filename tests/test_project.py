@@ -46,7 +46,7 @@ ALLOWED = {
     "optim": {"errors", "runtime", "_compat"},
     "train": {"errors", "runtime"},
     "links": {"errors", "cost", "runtime"},
-    "integrations": {"errors", "runtime"},
+    "integrations": {"errors", "plan", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},
     "debug": {"errors", "ir", "capture", "rules", "plan", "cost", "report", "passes", "runtime", "program", "_compat"},
 }

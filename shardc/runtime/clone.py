@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -30,10 +31,21 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
 def subclass(module: nn.Module, mixin: type) -> None:
     """Gives ``module`` the class ``Sharded<its class>``, a subclass of ``mixin`` and of its own class.
 
-    ``mixin`` comes first, so that its methods win; ``isinstance(module, UserClass)`` still holds.
+    ``mixin`` comes first, so that its methods win; ``isinstance(module, UserClass)`` still holds. The class and the
+    module have the signature of the user's ``forward``, by which some libraries choose what they pass.
     """
     cls = type(module)
-    module.__class__ = type(f"Sharded{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    shown = inspect.signature(cls.forward)
+    calls = {name: _shown_as(getattr(mixin, name), shown) for name in ("forward", "__call__")}
+    module.__class__ = type(f"Sharded{cls.__name__}", (mixin, cls), {"__module__": cls.__module__, **calls})
+
+
+def _shown_as(function: Any, signature: inspect.Signature) -> FunctionType:
+    """A copy of ``function`` that shows another signature."""
+    parts = (function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    made: Any = FunctionType(*parts)
+    made.__doc__, made.__signature__ = function.__doc__, signature
+    return made
 
 
 def unsharded(module: nn.Module) -> nn.Module:

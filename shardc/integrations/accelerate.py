@@ -1,0 +1,213 @@
+"""`Accelerator` and `Trainer` that train a compiled module: the libraries' own, told what is sharded already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from accelerate.data_loader import prepare_data_loader
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.utils.data import DataLoader
+from transformers.trainer import SCHEDULER_NAME
+
+from shardc.errors import InputError
+from shardc.plan.ports import batch_axes
+from shardc.runtime.module import ShardedModule
+from shardc.runtime.shards import flat_index
+
+OPTIMIZER_FOLDER = "optimizer_0"  # a folder that Trainer looks for
+
+
+class Accelerator(accelerate.Accelerator):
+    """An ``accelerate.Accelerator`` whose ``prepare`` takes a compiled module.
+
+    The module is not wrapped again. Batches are split over the axes of the mesh that split the module's inputs: ranks
+    that differ along other axes get the same rows. Gradients are clipped by the module. Everything else is the
+    library's. The loss of a model that returns one is that of all ranks' rows, so nothing is left to average.
+    """
+
+    _sharded: ShardedModule | None = None
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As the library's. Pass the module with, or before, the data loaders."""
+        for module in args:
+            if isinstance(module, ShardedModule):
+                self.hold(module)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def hold(self, module: ShardedModule) -> None:
+        """Says which module the batches are for.
+
+        Raises:
+            InputError: the module does not span all ranks, or mixed precision is float16.
+        """
+        ranks = module.shardc.mesh.ranks
+        if module.shardc.groups is None or ranks != self.num_processes:
+            raise InputError(
+                f"the module was compiled for the mesh {module.shardc.mesh}, and accelerate runs {self.num_processes} "
+                "processes",
+                fix="compile it for a DeviceMesh of all ranks that torchrun started",
+            )
+        if self.mixed_precision not in ("no", "bf16"):
+            raise InputError(
+                f"mixed precision {self.mixed_precision!r} does not work with a compiled module",
+                fix="use bf16, or add shardc.precision(param=torch.float16) to the plan",
+            )
+        self._sharded = module
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        """In how many parts a batch is split, and which of them is this rank's."""
+        if self._sharded is None:
+            return self.num_processes, self.process_index
+        state = self._sharded.shardc
+        build: Any = state.build
+        axes = batch_axes(build.plan, state.mesh)
+        parts = 1
+        for axis in axes:
+            parts *= state.mesh.size(axis)
+        return parts, flat_index(state.mesh, axes, state.rank)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        if not isinstance(model, ShardedModule):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        self.hold(model)
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        parts, mine = self.shares
+        if parts == self.num_processes or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=parts,
+            process_index=mine,
+            split_batches=self.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=self.rng_types.copy(),
+            dispatch_batches=False,  # the library's dispatch counts every process
+            even_batches=self.even_batches,
+            use_seedable_sampler=self.use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """The norm of all gradients before clipping, in one all-reduce."""
+        parameters, mine = list(parameters), self._sharded
+        if mine is None or {id(x) for x in parameters} != {id(x) for x in mine.parameters()}:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return mine.clip_grad_norm_(float(max_norm), float(norm_type))
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The rows of all ranks, each once, without those that fill up the last batch."""
+        parts, _ = self.shares
+        if parts != self.num_processes:
+            raise InputError(
+                f"{self.num_processes} ranks hold {parts} different parts of a batch, and gather_for_metrics would "
+                "count rows several times",
+                fix="evaluate with prediction_loss_only=True, or on a mesh whose axes all split the batch",
+            )
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """The whole tensors of a compiled module; all ranks call it."""
+        if isinstance(model, ShardedModule):
+            return model.full_state_dict("cpu")
+        return super().get_state_dict(model, unwrap)
+
+
+class Trainer(transformers.Trainer):
+    """A ``transformers.Trainer`` for a module from `shardc.compile`; put it first among the bases of another Trainer.
+
+    Losses, also logged ones, are those of the global batch. The effective batch is ``per_device_train_batch_size`` for
+    each part of the batch: on dp=2, tp=2 there are two parts. Checkpoints hold the model's safetensors, and the
+    optimizer's state by ``torch.distributed.checkpoint``, so that training resumes on another mesh.
+
+    Raises:
+        InputError: the model is not from `shardc.compile`, or an option of ``args`` does not work with it.
+    """
+
+    model: Any
+    lr_scheduler: Any
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if not isinstance(self.model, ShardedModule):
+            raise InputError("the model is not from shardc.compile", fix="pass what shardc.compile returned")
+        if self.args.n_gpu > 1 or self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            raise InputError(
+                "TrainingArguments ask for DataParallel, FSDP or DeepSpeed, and the model is sharded already",
+                fix="leave fsdp= and deepspeed= out, and start the ranks with torchrun",
+            )
+        if not self.args.average_tokens_across_devices:
+            raise InputError(
+                "average_tokens_across_devices=False: the loss of a compiled module is that of all ranks' tokens",
+                fix="leave average_tokens_across_devices at True",
+            )
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.hold(self.model)
+
+    def get_tp_size(self) -> int:
+        """How many ranks hold the same rows."""
+        return self.accelerator.num_processes // self.accelerator.shares[0]
+
+    def compute_loss_context_manager(self) -> Any:
+        stack = super().compute_loss_context_manager()
+        stack.enter_context(self.accelerator.autocast())
+        return stack
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        in_program = self.compute_loss_func is None and self.label_smoother is None
+        if not (in_program and self.model_accepts_loss_kwargs and num_items_in_batch is not None):
+            return out
+        # Trainer multiplied by the number of parts, for DDP's mean; the loss in the program is of all parts already.
+        loss = (out[0] if return_outputs else out) / self.accelerator.shares[0]
+        return (loss, out[1]) if return_outputs else loss
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        folder = output_dir or self.args.output_dir
+        if not hasattr(self.model, "load_pretrained"):
+            return super()._save(folder, self.model.full_state_dict("cpu"))
+        super()._save(folder, {})  # all but the weights
+        self.model.save_pretrained(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not hasattr(self.model, "load_pretrained"):
+            return super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.model.load_pretrained(resume_from_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = get_optimizer_state_dict(self.model, self._own_optimizer())
+        dcp.save({"optimizer": state}, checkpoint_id=Path(output_dir, OPTIMIZER_FOLDER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not Path(checkpoint, OPTIMIZER_FOLDER).is_dir():
+            return
+        optimizer = self._own_optimizer()
+        state = {"optimizer": get_optimizer_state_dict(self.model, optimizer)}
+        dcp.load(state, checkpoint_id=Path(checkpoint, OPTIMIZER_FOLDER))
+        set_optimizer_state_dict(self.model, optimizer, state["optimizer"])
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
