@@ -15,7 +15,7 @@ from shardc import passes
 from shardc._compat import LazyGraphModule
 from shardc.cost.hardware import Hardware, find
 from shardc.cost.sequence import of_halves, of_joint
-from shardc.errors import PlanError
+from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
 from shardc.ir import verify
 from shardc.ir.executable import FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
@@ -25,12 +25,14 @@ from shardc.joint import CUT, Joint, Kept
 from shardc.passes.check import VerifyHalf
 from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.folded import Folded
+from shardc.plan.match import near_names
 from shardc.precompiled import Identity, save_program
 from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
 from shardc.report.lint import Finding, lint
 from shardc.report.schedule import Schedule, build, model_flops
+from shardc.report.tiles import Tiles
 from shardc.validate import near
 
 
@@ -170,6 +172,25 @@ class Program(Executable):
         few = ("capture", *self.pipeline.until(passes.Propagate.name).names)
         graph = self.graph(stage) if stage in few else self.whole(stage)
         return dump(LazyGraphModule(self.joint.captured.graph, graph), self.mesh, origins=origins)
+
+    def draw(self, name: str, stage: str = "collectives") -> Tiles:
+        """Which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
+
+        Args:
+            name: as the dump has it: a parameter's, an input's, an activation's.
+            stage: one whose graph has layouts.
+
+        Raises:
+            InputError: no tensor of that name after ``stage``.
+        """
+        nodes = [node for node in self.whole(stage).nodes if node.op != "output" and ir.is_tensor(node)]
+        layouts = {ir.info(node).name: ir.layout(node) for node in nodes if ir.value(node).layout is not None}
+        wanted = name.removeprefix("%")
+        if wanted not in layouts:
+            close = near_names(wanted, list(layouts))
+            fix = f"did you mean {' or '.join(map(repr, close))}?" if close else f"names are in program.text({stage!r})"
+            raise InputError(f"there is no tensor {wanted!r} with a layout after {stage!r}", fix=fix)
+        return Tiles(wanted, layouts[wanted])
 
     def module(self, stage: str) -> fx.GraphModule:
         """The graph as it was after ``stage``, with the constants that it holds."""

@@ -277,7 +277,7 @@ def test_a_plan_file_with_an_unknown_key(tmp_path: Any) -> None:
         == f"""\
 unknown key 'levle' in fsdp
   source: {path}
-  fix: did you mean 'level'?"""
+  fix: did you mean 'level' or 'levels'?"""
     )
 
 

@@ -169,7 +169,8 @@ class ShardedPretrained(ShardedModule):
         if not (state.build.dynamic.names or state.view.config.is_encoder_decoder):
             text = (
                 f"{type(state.view).__name__}.generate: a program is compiled for each length of the sequence; for one "
-                'for all lengths, pass dynamic={"input_ids": {1: "length"}, "attention_mask": {1: "length"}} to compile'
+                'for all lengths, pass dynamic={name: {1: "length"} for name in ("input_ids", "attention_mask", '
+                '"position_ids")} to compile'
             )
             warnings.warn(ShardcWarning(text), stacklevel=2)
         return super().generate(*args, **kwargs)  # type: ignore[misc]

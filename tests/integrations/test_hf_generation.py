@@ -58,7 +58,7 @@ def generates(plan: str, use_cache: bool | None, **options: Any) -> None:
         assert not module.shardc.programs  # one program for all lengths
 
 
-DYNAMIC = {"input_ids": {1: "length"}, "attention_mask": {1: "length"}}
+DYNAMIC = {name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")}
 
 
 def test_each_rank_generates_for_its_rows() -> None:

@@ -63,6 +63,9 @@ class Loud:
     def forward(self, x: torch.Tensor) -> str:
         return "loud"
 
+    def __call__(self, x: torch.Tensor) -> str:
+        return self.forward(x)
+
 
 def test_subclass() -> None:
     model = clone_tree(Block(), lambda _, tensor: tensor)

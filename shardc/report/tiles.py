@@ -1,0 +1,132 @@
+"""Which ranks hold which part of a tensor, as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from shardc.ir.layout import Layout
+from shardc.report.picture import figure, save
+
+SHOWN = 8  # ranks in one tile; a larger group shows its first and last
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive indices along a dim, ``start`` to ``stop`` (not held any more), that the same ranks hold."""
+
+    start: int
+    stop: int
+    ranks: frozenset[int]
+
+    def __str__(self) -> str:
+        return f"{self.start}:{self.stop}"
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The parts of one tensor, and the ranks that hold each.
+
+    Two dims are shown: those that are split, else the last ones. A tile of a tensor that is split along others too
+    lists the ranks that hold some of it.
+
+    Args:
+        name: of the tensor.
+        layout: how it lies on the mesh.
+    """
+
+    name: str
+    layout: Layout
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """The dims that are shown, at most two, ascending."""
+        split = [dim for dim in range(self.layout.ndim) if self.layout.dim_axes(dim)]
+        rest = [dim for dim in reversed(range(self.layout.ndim)) if dim not in split]
+        return tuple(sorted([*split, *rest][:2]))
+
+    def stretches(self, dim: int) -> list[Stretch]:
+        """``dim`` cut where other ranks hold it."""
+        owners: list[list[int]] = [[] for _ in range(self.layout.shape[dim])]
+        for rank in range(self.layout.mesh.ranks):
+            for at in self.layout.local_index(dim, rank):
+                owners[at].append(rank)
+        found, start = [], 0
+        for ranks, run in groupby(owners):
+            stop = start + sum(1 for _ in run)
+            found.append(Stretch(start, stop, frozenset(ranks)))
+            start = stop
+        return found
+
+    @cached_property
+    def grid(self) -> tuple[list[Stretch], list[Stretch]]:
+        """Rows and columns; of a tensor of fewer dims one that all ranks hold."""
+        whole = [Stretch(0, 1, frozenset(range(self.layout.mesh.ranks)))]
+        cut = [self.stretches(dim) for dim in self.dims]
+        return cut[0] if len(cut) == 2 else whole, cut[-1] if cut else whole
+
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.layout} on mesh {self.layout.mesh}"
+
+    def __str__(self) -> str:
+        rows, columns = self.grid
+        cells = [[_ranks(sorted(row.ranks & column.ranks)) for column in columns] for row in rows]
+        if len(self.dims) < 2:
+            header = [str(column) for column in columns] if self.dims else ()
+            table = tabulate(cells, header, "grid", disable_numparse=True)
+        else:
+            header = [f"dim {self.dims[0]} \\ {self.dims[1]}", *map(str, columns)]
+            lines = [[str(row), *line] for row, line in zip(rows, cells, strict=True)]
+            table = tabulate(lines, header, "grid", disable_numparse=True)
+        return f"{self.title}; ranks that hold each part\n{table}"
+
+    def figure(self) -> Any:
+        """The picture as a matplotlib figure: one colour for each group of ranks."""
+        from matplotlib import colormaps
+        from matplotlib.patches import Rectangle
+
+        rows, columns = self.grid
+        drawn = figure(max(4, min(12, 1.2 * len(columns))), max(2.4, min(9, 0.6 * len(rows) + 1.2)))
+        axes = drawn.subplots()
+        groups: dict[frozenset[int], Any] = {}
+        colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
+        for row in rows:
+            for column in columns:
+                ranks = row.ranks & column.ranks
+                colour = groups.setdefault(ranks, colours[(2 * len(groups) + 1) % 20])
+                size = column.stop - column.start, row.stop - row.start
+                axes.add_patch(Rectangle((column.start, row.start), *size, facecolor=colour, edgecolor="white"))
+                middle = column.start + size[0] / 2, row.start + size[1] / 2
+                axes.text(*middle, _ranks(sorted(ranks)), ha="center", va="center", fontsize=8)
+        axes.set(xlim=(0, columns[-1].stop), ylim=(rows[-1].stop, 0))
+        axes.set_xticks([0, *(column.stop for column in columns)])
+        axes.set_yticks([0, *(row.stop for row in rows)] if len(self.dims) == 2 else [])
+        if self.dims:
+            axes.set_xlabel(f"dim {self.dims[-1]}")
+        if len(self.dims) == 2:
+            axes.set_ylabel(f"dim {self.dims[0]}")
+        axes.set_title(self.title, fontsize=9)
+        return drawn
+
+    def save(self, path: str | Path) -> None:
+        """Writes the picture; the ending of ``path`` says as what (png, svg, pdf).
+
+        Raises:
+            InputError: matplotlib is not installed, or knows no such ending.
+        """
+        save(self.figure(), path)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "none"
+    if len(ranks) <= SHOWN:
+        return ", ".join(map(str, ranks))
+    return f"{', '.join(map(str, ranks[:3]))}, ... {ranks[-1]} ({len(ranks)} ranks)"
