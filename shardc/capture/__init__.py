@@ -1,5 +1,6 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
+from shardc.capture.caches import register_caches
 from shardc.capture.once import CaptureOnce
 from shardc.capture.repeats import find_repeats, shortened
 from shardc.capture.symbolic import SymbolicCapture, capture_symbolic
@@ -18,5 +19,6 @@ __all__ = [
     "find_repeats",
     "input_names",
     "loss_arity",
+    "register_caches",
     "shortened",
 ]
