@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardc.build import Build
-from shardc.capture import input_names, loss_arity
+from shardc.capture import input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import mixin_for
@@ -98,6 +98,7 @@ def compile(
     if options.comm == "none":
         text = "comm='none': collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)
+    register_caches()
     module = model if isinstance(model, nn.Module) else _as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)

@@ -1,5 +1,6 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
+from shardc.capture.caches import register_caches
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.once import CaptureOnce
 from shardc.capture.repeats import find_repeats, shortened
@@ -19,5 +20,6 @@ __all__ = [
     "find_repeats",
     "input_names",
     "loss_arity",
+    "register_caches",
     "shortened",
 ]

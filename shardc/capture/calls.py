@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardc.capture.annotate import PREFIX
+from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.strides import fake_like
 from shardc.capture.trace import Loss, _faked, _Root
@@ -96,6 +97,10 @@ class Writer(TorchFunctionMode):
     def freeze(self, tree: Any) -> tuple[list[Any], Any]:
         leaves, spec = pytree.tree_flatten(tree)
         return self._frozen(leaves), spec
+
+    def freeze_taken(self, tree: Any) -> list[Any]:
+        """What a block takes; a cache is one thing, however much of it the blocks before have filled."""
+        return self._frozen(pytree.tree_flatten(tree, is_leaf=is_cache)[0])
 
     def _frozen(self, leaves: list[Any]) -> list[Any]:
         return [self.token(x) if isinstance(x, Tensor) else x if isinstance(x, PLAIN) else id(x) for x in leaves]
@@ -217,7 +222,7 @@ def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list
         return []
 
     def enter(_module: Any, args: Any, kwargs: Any) -> None:
-        calls.append(Block(len(writer.record.events), -1, writer.freeze((args, kwargs))[0], []))
+        calls.append(Block(len(writer.record.events), -1, writer.freeze_taken((args, kwargs)), []))
 
     def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         calls[-1].exit, calls[-1].gives = len(writer.record.events), writer.freeze(output)[0]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -125,8 +126,13 @@ def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str
     """
     flat = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     paths = pytree.tree_flatten_with_path(flat)[0]
-    names = [".".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path) or "0" for path, _ in paths]
+    names = [".".join(str(_step(key)) for key in path) or "0" for path, _ in paths]
     return {at: one for at, one in enumerate(resolve_outputs(plan, names)) if one is not None}
+
+
+def _step(key: Any) -> Any:
+    """One step of a path in a tree: a key, a position or an attribute."""
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
 
 
 def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:

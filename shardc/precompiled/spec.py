@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardc._compat import pytree, spec_children
+from shardc.capture import register_caches
 from shardc.errors import PrecompiledError
 
 LEAF = "*"
@@ -91,6 +92,7 @@ def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
 
 def registered() -> dict[str, type]:
     """The classes outside of torch's own machinery that pytree knows, by module and name; no two of one name."""
+    register_caches()
     known = [kind for kind in (*pytree.SUPPORTED_NODES, *pytree.SUPPORTED_SERIALIZED_TYPES) if isinstance(kind, type)]
     out: dict[str, type] = {}
     for kind in dict.fromkeys(known):

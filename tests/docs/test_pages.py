@@ -10,12 +10,14 @@ import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.ranks import run_ranks
 
@@ -30,13 +32,20 @@ def test_there_are_pages() -> None:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment that torchrun gives a world of one rank."""
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The environment that torchrun gives a world of one rank; a page that leaves its world behind is wrong."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
+    yield
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    left = dist.is_initialized()
+    if left:
+        dist.destroy_process_group()
+    assert not left, "the page leaves a process group behind"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
