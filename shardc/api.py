@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
 from shardc.build import Build
 from shardc.capture import input_names, loss_arity, register_caches
@@ -175,6 +176,11 @@ def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, p
             fix="pass the model that torch.compile was given",
         )
     for name, param in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if isinstance(param, UninitializedParameter):
+            raise InputError(
+                f"parameter {name!r} is of a lazy module and has no shape yet",
+                fix="call the model once, then compile it",
+            )
         if isinstance(param, DTensor):
             raise InputError(
                 f"parameter {name!r} is a DTensor already, by fully_shard, parallelize_module or distribute_tensor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -58,6 +59,12 @@ class Build:
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
         self.dynamic, self.families = dynamic, Families()
+
+    def again(self) -> Build:
+        """For another module of the same plan."""
+        made = copy.copy(self)
+        made.dynamic, made.families = DynamicDims(self.dynamic.names), Families()
+        return made
 
     def __call__(
         self,

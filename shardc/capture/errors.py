@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -44,7 +45,10 @@ def capture_error(
     text = str(error)
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
         if loss is None:
-            return CaptureError(f"{type(model).__name__} returns no tensor", fix="return what a step computes")
+            classes = gave[1].strip()
+            fix = f"call torch.export.register_dataclass({classes}) once" if classes else "return what a step computes"
+            kind = f" but {classes}, which torch's pytrees do not know" if classes else ""
+            return CaptureError(f"{type(model).__name__} returns no tensor{kind}", fix=fix)
         name = getattr(loss, "__name__", type(loss).__name__)
         return CaptureError(
             f"the loss {name!r} gives {gave[1].strip()}, not one real number as a tensor",
@@ -63,6 +67,11 @@ def capture_error(
                 source=users_own(stack) or None,
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
+    if "_checkpoint_without_reentrant_generator" in text:
+        return CaptureError(
+            f"{type(model).__name__} has a module under the composable checkpoint, whose hooks cannot be traced",
+            fix="wrap it with checkpoint_wrapper, or call torch.utils.checkpoint.checkpoint in forward",
+        )
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
@@ -89,7 +98,8 @@ def check_result(out: Any, is_loss: bool) -> None:
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")
     if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
-        raise ValueError(f"{LOSS_GAVE}nothing")
+        classes = {type(x).__name__ for x in pytree.tree_leaves(out) if is_dataclass(x)}
+        raise ValueError(f"{LOSS_GAVE} {', '.join(sorted(classes))}")
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:

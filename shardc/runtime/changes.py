@@ -166,9 +166,13 @@ def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, hom
     names = {id(param): name for name, param in module.named_parameters()}
     for one in module.modules():
         own = {key: names[id(param)] for key, param in one._parameters.items() if param is not None}
-        if own:
+        if own and not any(_is_ours(hook) for hook in one._load_state_dict_pre_hooks.values()):
             held = {key: (storages[name], homes[name]) for key, name in own.items()}
             one.register_load_state_dict_pre_hook(partial(_load, held, rank))
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(getattr(hook, "hook", hook), "func", None) is _load
 
 
 def _load(

@@ -44,6 +44,7 @@ def _shown_as(function: Any, signature: inspect.Signature) -> FunctionType:
     """A copy of ``function`` that shows another signature."""
     parts = (function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     made: Any = FunctionType(*parts)
+    made.__dict__.update(vars(function))
     made.__doc__, made.__signature__ = function.__doc__, signature
     return made
 

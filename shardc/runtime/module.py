@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
-from shardc.runtime import changes
+from shardc.runtime import changes, parts
 from shardc.runtime.acts import call_act
+from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_kinds, local_input, shard_input
@@ -37,10 +38,26 @@ class ShardedModule(nn.Module):
 
     shardc: State
 
+    @torch.compiler.disable  # a function that calls the module may be compiled: the call stays as it is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`: hooks, and a ``forward`` of the module's own, are in the program."""
         return ShardedModule.forward(self, *args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A compiled module of its own: the same values and plan, no gradients. All ranks copy."""
+        return copied(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            f"a compiled module ({type(self).__name__}) cannot be pickled or copied flat: it holds process groups",
+            fix="save module.state_dict(), with torch.distributed.checkpoint; copy.deepcopy makes a module of its own",
+        )
+
+    def share_memory(self) -> Any:
+        """Refused: ranks are processes that hold different shards."""
+        raise InputError("a compiled module cannot share its memory", fix="share the model before it is compiled")
+
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of one step, on this rank's local shards of the inputs.
 
@@ -56,7 +73,8 @@ class ShardedModule(nn.Module):
             InputError: after `lower`, inputs that fit no lowered program.
             LayoutError: a parameter is not as it was at compile; see `shardc.runtime.changes`.
         """
-        state = self.shardc
+        if (state := vars(self).get("shardc")) is None:  # a slice of a container is of its class
+            return parts.call_slice(self, type(self).__bases__[1], args, kwargs)
         if state.groups is None:
             raise MeshError(
                 f"the module was compiled for the abstract mesh {state.mesh} and cannot run",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -183,6 +183,12 @@ def _shown(signature: Signature) -> str:
 def _leaf(name: str, x: Any) -> Like | Constant:
     if isinstance(x, Tensor):
         return Like(tuple(x.shape), x.dtype, x.requires_grad)
+    if is_dataclass(x) and not isinstance(x, type):
+        kind = type(x).__name__
+        raise InputError(
+            f"input {name!r} is a {kind}, a dataclass that torch's pytrees do not know",
+            fix=f"call torch.export.register_dataclass({kind}) once, before the first call",
+        )
     try:
         hash(x)
     except TypeError:

@@ -18,7 +18,7 @@ from shardc.ir.executable import Executable
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.runtime import changes
+from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.census import Census
 from shardc.runtime.clone import clone_tree, unsharded
@@ -291,6 +291,7 @@ class State:
         if self.device_mesh is not None:
             changes.load_hooks(owner, self.storages, self.rank, self.homes)
             changes.watch(owner)
+            parts.guard(owner)
 
     def look(self) -> Census:
         """What the module holds now; forgets which programs calls found, where what these depend on has changed."""
@@ -314,6 +315,7 @@ class State:
 
         made = clone_tree(self.view, tensor)
         vars(made).pop("shardc")
+        parts.unguard(made)
         return made
 
     @property

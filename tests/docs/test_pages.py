@@ -93,6 +93,6 @@ def test_commands_run(page: Path) -> None:
         for line in body.splitlines() if kind == "sh" else []:
             program, *arguments = shlex.split(line)
             assert program == ".venv/bin/python", line
-            done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300)
+            done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, f"{line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
             assert done.stdout.strip(), line

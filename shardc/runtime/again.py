@@ -1,0 +1,75 @@
+"""What ``deepcopy`` makes of a compiled module."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardc.runtime.clone import unsharded
+from shardc.runtime.storage import padded_local, to_parameter
+from shardc.runtime.sync import Sync
+from shardc.runtime.variants import Variants
+from shardc.runtime.wire.buffers import Buffers
+
+if TYPE_CHECKING:
+    from shardc.runtime.state import State
+
+
+def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A compiled module of its own with the values of ``module``, without gradients; it shares compiled programs.
+
+    Collective: all ranks copy, as they make modules.
+    """
+    state: State = module.shardc  # type: ignore[assignment]
+    state.check()
+    state.sync.refuse("deepcopy")
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            memo[id(param)] = _own(param, state, name)
+    memo[id(state)] = None
+    made: Any = copy.deepcopy(unsharded(module), memo)
+    made.__class__ = type(module)
+    memo[id(module)] = made
+    build: Any = state.build
+    own = replace(
+        state,
+        build=build.again(),
+        sync=Sync(state.sync.levels, state.sync.mode, modes=dict(state.sync.modes)),
+        buffers=Buffers(),
+        programs={},
+        deferring={},
+        variants=Variants(),
+        known={},
+        read=dict(state.read),
+        sources={},
+        fresh=True,
+        _runners={},
+        _census=None,
+        _checked=None,
+        _watch=None,
+        _variants_now={},
+    )
+    object.__setattr__(made, "shardc", own)
+    own.adopt(made)
+    for program in state.programs.values():
+        own.add(program)
+    for (_, deferred), program in state.deferring.items():
+        own.add(program, deferred)
+    return made
+
+
+def _own(param: DTensor, state: State, name: str) -> nn.Parameter:
+    """A parameter of its own, on a padded buffer of its own."""
+    assert state.param_mesh is not None
+    storage = state.storages[name]
+    padded = padded_local(param.detach(), storage)
+    value = torch.empty_like(padded) if padded.is_meta else state.homes[name].keep(padded.clone())
+    made = to_parameter(value, storage, param.shape, state.param_mesh, state.rank, param.requires_grad)
+    if getattr(param, "grad_dtype", None) is not None:
+        made.grad_dtype = param.grad_dtype
+    return made
