@@ -96,8 +96,8 @@ def compile(
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
-    if options.comm == "none":
-        text = "comm='none': collectives are local copies, and what is computed is WRONG; for timing alone"
+    if options.silent() != frozenset():
+        text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     register_caches()
     module = model if isinstance(model, nn.Module) else _as_module(model)

@@ -94,7 +94,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             PlanMemory(mesh),
         )
     )  # fmt: skip
-    made = made if options.comm == "real" else made.after(PlanMemory.name, Silence())
+    if (silent := options.silent()) != frozenset():
+        made = made.after(PlanMemory.name, Silence(silent))
     return made if options.pipeline is None else options.pipeline(made)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -15,6 +15,9 @@ from shardc.plan.value import Plan
 from shardc.validate import Bytes, check_fields
 
 Size = Annotated[int | str, Bytes(-1)]
+
+
+SILENCED = {"gather": ("all_gather",), "reduce": ("reduce_scatter", "all_reduce")}
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Options:
         overlap: collectives overlap with compute; False waits for each where it starts.
         direct: collectives are messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
-        comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only.
+        comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only. By kind:
+            ``{"gather": "none"}`` for all-gathers, ``{"reduce": "none"}`` for reduce-scatters and all-reduces.
         debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
         fold: capture and plan alike blocks on four of them, and repeat what comes of it (`shardc.fold`); the program is
             the same. None: where the module runs. True warns where blocks look alike and do not come out so.
@@ -64,7 +68,7 @@ class Options:
     checkpoint_collectives: Annotated[str, Literal[CHOICES]] = "auto"
     overlap: bool = True
     direct: bool | None = None
-    comm: Literal["real", "none"] = "real"
+    comm: Literal["real", "none"] | Mapping[Literal["gather", "reduce"], Literal["real", "none"]] = "real"
     debug: Literal["buffers"] | None = None
     fold: bool | None = None
     lower_by: Literal["auto", "blocks", "whole"] = "auto"
@@ -95,6 +99,12 @@ class Options:
         if self.max_in_flight is not None:
             return cast(int, self.max_in_flight)
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
+
+    def silent(self) -> frozenset[str] | None:
+        """The kinds of collectives that `comm` makes local copies, None for all of them."""
+        if isinstance(self.comm, str):
+            return None if self.comm == "none" else frozenset()
+        return frozenset(kind for what, how in self.comm.items() if how == "none" for kind in SILENCED[what])
 
     def said(self, plan: Plan) -> Options:
         """These options, where they do not say it themselves, with what ``plan`` says of collectives."""

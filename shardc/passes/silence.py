@@ -22,20 +22,29 @@ class Silence:
     """Takes a scheduled half; each collective becomes a copy of its input, repeated or cut to the result's shape.
 
     The values are wrong: what comes out is for timing alone.
+
+    Args:
+        kinds: of collectives, None for all.
     """
 
+    kinds: frozenset[str] | None = None
     name = "silence"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         names = NameScope.of(gm.graph)
         for node in list(gm.graph.nodes):
-            if node.target is WAIT:
+            if node.target is WAIT and not _started(node.args[0]):
                 node.replace_all_uses_with(node.args[0])
                 gm.graph.erase_node(node)
-            elif collective_kind(node) is not None:
+            elif (kind := collective_kind(node)) is not None and (self.kinds is None or kind in self.kinds):
                 _replace(gm.graph, node, names)
         gm.recompile()
         return gm
+
+
+def _started(node: fx.Node) -> bool:
+    """Whether ``node`` is the result of a collective that is still there."""
+    return collective_kind(node.args[0] if node.target is getitem else node) is not None
 
 
 def _replace(graph: fx.Graph, node: fx.Node, names: NameScope) -> None:

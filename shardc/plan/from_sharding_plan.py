@@ -28,9 +28,18 @@ def sharding_plan_entries(
     keyword. Its ``shard_module`` returns DTensors unless a module is told to return local tensors; so does the plan.
 
     Raises:
-        PlanError: a key that ends in neither ``input`` nor ``output``, a value that is not a layout.
+        PlanError: something else than a dict, a key that ends in neither ``input`` nor ``output``, a value that is
+            not a layout.
     """
     entries: list[Entry] = []
+    for what, given in (("plan", plan), ("input_plan", input_plan), ("output_plan", output_plan)):
+        if not isinstance(given, Mapping | None):
+            example = '{"input": ("dp", "None")}' if what != "plan" else '{"w": ("dp", "None")}'
+            raise PlanError(
+                f"{what} is a {type(given).__name__}, not a dict",
+                plan_entry=f"Plan.from_sharding_plan({what}={given!r})",
+                fix=f"write {example}, with the name of what each layout is for; several inputs are a list in it",
+            )
     for name, value in (plan or {}).items():
         entries.append(Param(name, freeze(_translate(value), f"plan[{quote(name)}]")))
     for key, value in [*(input_plan or {}).items(), *(output_plan or {}).items()]:

@@ -57,6 +57,11 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
     return x.redistribute(placements=to_placements(layout)).to_local().contiguous()
 
 
+def local_part(x: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor; any other is one."""
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
 def check_inputs(
     names: Sequence[str],
     tensors: Sequence[torch.Tensor],

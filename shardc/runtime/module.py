@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
 from shardc.runtime import changes, parts
-from shardc.runtime.acts import call_act
+from shardc.runtime.acts import Act, call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.initialize import init_weights
-from shardc.runtime.inputs import check_kinds, local_input, shard_input
+from shardc.runtime.inputs import check_kinds, local_input, local_part, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.signature import Signature, call_key, fitting
@@ -28,7 +28,7 @@ from shardc.runtime.state import Known, State
 from shardc.runtime.storage import refill
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
-from shardc.runtime.whole import full_state_dict, summon_full_params
+from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, checked, near
 
@@ -210,16 +210,28 @@ class ShardedModule(nn.Module):
         state.fresh = True
         changes.watch(self)
 
-    def summon_full_params(self, writeback: bool = True) -> AbstractContextManager[None]:
+    def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
         """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
         self.shardc.check()
-        self.shardc.fresh |= writeback
-        return summon_full_params(self, self.shardc.storages, self.shardc.rank, writeback)
+        if checked(with_grads, bool, "with_grads"):
+            self.shardc.sync.refuse("summon_full_params(with_grads=True)")
+        self.shardc.fresh |= checked(writeback, bool, "writeback")
+        return summon_full_params(self, self.shardc.storages, self.shardc.rank, writeback, with_grads)
 
-    def full_state_dict(self, device: torch.device | str | None = None) -> dict[str, Any]:
-        """The unsharded model's state dict, plain whole tensors on ``device``, on every rank; all ranks call it."""
-        self.shardc.check()
-        return full_state_dict(self, self.shardc.storages, device)
+    def full_state_dict(self, device: torch.device | str | None = None, rank0_only: bool = False) -> dict[str, Any]:
+        """The unsharded model's state dict, plain whole tensors; all ranks call it.
+
+        Args:
+            device: where the tensors go, by default where they are.
+            rank0_only: the mesh's first rank gets it, on the CPU if ``device`` is None, and other ranks an empty dict.
+                No other rank holds a whole tensor.
+        """
+        state = self.shardc
+        state.check()
+        if not checked(rank0_only, bool, "rank0_only") or state.groups is None:
+            return full_state_dict(self, state.storages, device)
+        state.groups.agreement.act(Act((("act", f"full_state_dict of {state.name} for the first rank"),)), ask=True)
+        return first_state_dict(self, state.storages, state.groups, device)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
@@ -343,9 +355,9 @@ class ShardedModule(nn.Module):
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:
     """The global shapes of ``tensors``, which are DTensors or local; those as ``whole`` says of their local shapes."""
-    named = zip(names, tensors, strict=True)
-    found = iter(whole([(name, tuple(x.shape)) for name, x in named if not isinstance(x, DTensor)]))
-    return [tuple(x.shape) if isinstance(x, DTensor) else next(found) for x in tensors]
+    # The plan speaks of all inputs, by name and by position: a DTensor stands among them with the shape of its shard.
+    found = whole([(name, tuple(local_part(x).shape)) for name, x in zip(names, tensors, strict=True)])
+    return [tuple(x.shape) if isinstance(x, DTensor) else shape for x, shape in zip(tensors, found, strict=True)]
 
 
 def _examples(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:

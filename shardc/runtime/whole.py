@@ -102,18 +102,41 @@ def full_state_dict(
     return out
 
 
+def first_state_dict(
+    module: nn.Module, storages: Mapping[str, Layout], groups: Groups, device: torch.device | str | None = None
+) -> dict[str, Any]:
+    """As `full_state_dict`, on the mesh's first rank alone and by default on the CPU; other ranks get an empty dict."""
+    storage_of = {id(param): storages[name] for name, param in module.named_parameters()}
+    gathered: dict[int, Tensor] = {}
+    out: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, DTensor) and id(value) in storage_of:
+            if id(value) not in gathered:
+                found = whole_on_first(value, storage_of[id(value)], groups)
+                gathered[id(value)] = found if device is None or groups.rank else found.to(device)
+            out[name] = gathered[id(value)]
+        elif isinstance(value, Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            out[name] = full.detach().clone().to(device or "cpu") if groups.rank == 0 else None
+        else:
+            out[name] = value
+    return out if groups.rank == 0 else {}
+
+
 @contextmanager
 def summon_full_params(
-    module: nn.Module, storages: Mapping[str, Layout], rank: int, writeback: bool = True
+    module: nn.Module, storages: Mapping[str, Layout], rank: int, writeback: bool = True, with_grads: bool = False
 ) -> Iterator[None]:
     """A block in which ``module`` holds plain whole parameters; afterwards the sharded ones are back, same objects.
 
-    A collective call at entry; leaving it communicates nothing. Parameters have no ``.grad`` inside, tied ones are
-    tied, and the module does not run.
+    A collective call at entry; leaving it communicates nothing. Tied parameters are tied inside, and the module does
+    not run.
 
     Args:
         writeback: each rank copies its shard of what it left in the whole parameters into the sharded ones, an
             exception in the block or not. Ranks must have made the same changes.
+        with_grads: whole parameters have whole gradients in ``.grad``, which go back with ``writeback``; without it
+            they have none.
 
     Raises:
         LayoutError: at the end, a parameter was replaced by a tensor of another shape, or tied ones by several;
@@ -121,9 +144,13 @@ def summon_full_params(
     """
     named = {id(param): (name, param) for name, param in module.named_parameters()}
     wholes = {
-        key: nn.Parameter(whole(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
-        for key, (name, param) in named.items()
+        which: nn.Parameter(whole(param, storages[name]), requires_grad=param.requires_grad)  # type: ignore[arg-type]
+        for which, (name, param) in named.items()
     }
+    for which, (name, param) in named.items():
+        if with_grads and param.grad is not None:
+            wholes[which].grad_dtype = None  # of its own dtype
+            wholes[which].grad = whole(param.grad, storages[name])  # type: ignore[arg-type]
     slots = [
         (owner, key, param)
         for one in module.modules()
@@ -141,9 +168,23 @@ def summon_full_params(
             left.setdefault(id(param), []).append(owner.get(key))
             owner[key] = param
         if writeback:
-            changed = [(*named[key], _one(named[key], found)) for key, found in left.items()]
+            changed = [(*named[which], _one(named[which], found)) for which, found in left.items()]
             for name, param, value in changed:
                 write(param, value, storages[name], rank)  # type: ignore[arg-type]
+                if with_grads:
+                    _write_grad(param, value.grad, storages[name], rank)  # type: ignore[arg-type]
+
+
+def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int) -> None:
+    """The gradient of ``param`` becomes this rank's shard of the whole gradient ``value``, or None."""
+    if value is None:
+        param.grad = None
+        return
+    if param.grad is None:
+        local = torch.empty_like(param._local_tensor, dtype=value.dtype)
+        spec = parameter_spec(storage, param.shape, value.dtype, param.device_mesh)
+        param.grad = DTensor(local, spec, requires_grad=False)
+    write(param.grad, value, storage, rank)  # type: ignore[arg-type]
 
 
 def _one(named: tuple[str, Tensor], found: list[Tensor | None]) -> Tensor:

@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import InputError, LayoutError
+from shardc.errors import BackwardError, InputError, LayoutError
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model, sharded, step
 
@@ -53,6 +54,44 @@ def whole_inside_of_a_block(plan: str) -> None:
     assert_same(module, source)
 
 
+def for_the_first_rank(plan: str) -> None:
+    source = model()
+    module = sharded(source, plan)
+    found, first = module.full_state_dict(rank0_only=True), dist.get_rank() == 0
+    assert list(found) == (list(source.state_dict()) if first else [])
+    for name, value in found.items():
+        assert type(value) is torch.Tensor
+        close(value, source.state_dict()[name], name)
+    assert not first or found["head.weight"] is found["odd.weight"]
+
+
+def gradients_inside_of_a_block(plan: str) -> None:
+    source = model()
+    module = sharded(source, plan)
+    with pytest.raises(BackwardError, match="with_grads"), module.no_sync():
+        module(*module.shard_inputs(*batch())).backward()
+        module.summon_full_params(with_grads=True)
+    module.zero_grad()
+    step(module, source, *batch())
+    with module.summon_full_params(with_grads=True):
+        for name, param in module.named_parameters():
+            theirs = source.get_parameter(name).grad
+            assert (param.grad is None) == (theirs is None), name
+            if theirs is not None:
+                close(param.grad, theirs, name)
+        for one in (module, source):
+            one.fused.grad.mul_(2)
+            one.odd.bias.grad = None
+            one.unused.weight.grad = torch.ones(4, 4, dtype=torch.float64)
+    assert_same(module, source, grads=True)
+    with module.summon_full_params(with_grads=True, writeback=False):
+        module.fused.grad.zero_()
+    assert_same(module, source, grads=True)
+    with module.summon_full_params():
+        assert all(param.grad is None for param in module.parameters())
+    assert_same(module, source, grads=True)
+
+
 def clips_as_one_device(plan: str) -> None:
     source = model()
     module = sharded(source, plan)
@@ -91,5 +130,11 @@ def clipping_refuses() -> None:
 
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    checks = (full_state, whole_inside_of_a_block, clips_as_one_device)
+    checks = (
+        full_state,
+        for_the_first_rank,
+        whole_inside_of_a_block,
+        gradients_inside_of_a_block,
+        clips_as_one_device,
+    )
     run_ranks(2, *(partial(check, plan) for plan in ("fsdp", "tp") for check in checks), clipping_refuses)

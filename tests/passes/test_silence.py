@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 5)).double()
 
 
-def program(comm: str, direct: bool, bucket: int) -> shardc.Program:
+def program(comm: Any, direct: bool, bucket: int) -> shardc.Program:
     plan = fsdp("dp") | tp("tp", colwise=["0"], rowwise=["2"])
     options = Options(comm=comm, direct=direct, bucket_size=bucket)
     module = shardc.compile(model(), Mesh(dp=2, tp=2), plan, loss=F.cross_entropy, backend="eager", options=options)
@@ -47,6 +49,22 @@ def test_the_same_shapes_and_no_collective(direct: bool, bucket: int) -> None:
         assert shapes(one) == shapes(other) == ran
 
 
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("what", "gone"), [("gather", {"all_gather"}), ("reduce", {"reduce_scatter", "all_reduce"})])
+def test_one_kind_alone(direct: bool, what: str, gone: set[str]) -> None:
+    real = program("real", direct, 0)
+    with pytest.warns(ShardcWarning, match=f"comm={{'{what}': 'none'}}: .* WRONG"):
+        silent = program({what: "none"}, direct, 0)
+    for name in ("forward", "backward", "inference"):
+        one, other = ([collective_kind(n) for n in getattr(p, name).graph.nodes] for p in (real, silent))
+        one, other = ([kind for kind in kinds if kind is not None] for kinds in (one, other))
+        assert [kind for kind in one if kind not in gone] == other
+        assert shapes(getattr(real, name)) == shapes(getattr(silent, name))
+    assert any(kind in gone for kind in one)
+
+
 def test_an_unknown_comm() -> None:
-    with pytest.raises(InputError, match="comm is 'off', not 'real' or 'none'"):
+    with pytest.raises(InputError, match="comm is 'off', not 'real' or 'none' or "):
         Options(comm="off")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"comm\['gather'\] is 'off', not 'real' or 'none'"):
+        Options(comm={"gather": "off"})  # type: ignore[dict-item]

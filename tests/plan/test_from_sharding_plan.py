@@ -100,6 +100,8 @@ def test_errors() -> None:
         "key 'relu' ends in neither input nor output\n  plan entry: Plan.from_sharding_plan(\"relu\")\n"
         '  fix: write "relu.input" or "relu.output"'
     )
+    with pytest.raises(PlanError, match='input_plan is a list, not a dict\n(.|\n)*fix: write {"input": '):
+        Plan.from_sharding_plan(input_plan=[("dp", "None")])  # type: ignore[arg-type]
     with pytest.raises(PlanError) as caught:
         Plan.from_sharding_plan(plan={"w": 3})
     assert str(caught.value) == (

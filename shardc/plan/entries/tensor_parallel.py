@@ -15,11 +15,15 @@ from shardc.plan.placed import Placed
 from shardc.validate import check_fields
 
 STYLES = ("colwise", "rowwise", "vocab")
+PACKED = "in_proj_weight"  # of `torch.nn.MultiheadAttention`: weights of queries, keys and values, one below the other
 
 
 @dataclass(frozen=True)
 class Tp(Entry):
-    """The modules that ``glob`` matches are computed split over ``axis``, in one of `STYLES`."""
+    """The modules that ``glob`` matches are computed split over ``axis``, in one of `STYLES`.
+
+    The packed weight of a `torch.nn.MultiheadAttention` goes by its own name: ``attn.in_proj_weight``.
+    """
 
     axis: str
     style: Annotated[str, Literal["colwise", "rowwise", "vocab"]]
@@ -46,14 +50,29 @@ class Tp(Entry):
             )
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
-        modules = [name.rpartition(".")[0] for name in names if name.rpartition(".")[2] == "weight"]
-        dims: dict[str, int] = {}
-        for module in must_match(self.glob, modules, "module with a weight", str(self)):
-            prefix = f"{module}." if module else ""
-            dims[names[f"{prefix}weight"]] = 1 if self.style == "rowwise" else 0
-            if self.style == "colwise" and f"{prefix}bias" in names:
-                dims[names[f"{prefix}bias"]] = 0
-        return {name: self._split(params[name], dim) for name, dim in dims.items()}
+        weights = [name for name in names if name.rpartition(".")[2] in ("weight", PACKED)]
+        of = {name if name.endswith(PACKED) else name.rpartition(".")[0]: name for name in weights}
+        placed: dict[str, Placed] = {}
+        for found in must_match(self.glob, of, "module with a weight", str(self)):
+            weight, packed = of[found], of[found].endswith(PACKED)
+            if packed and self.style != "colwise":
+                raise PlanError(
+                    f"{weight!r} makes queries, keys and values and is split by colwise alone",
+                    plan_entry=str(self),
+                    fix=f"write colwise={[self.glob]!r}, and rowwise for the module's out_proj",
+                )
+            dims = {names[weight]: 1 if self.style == "rowwise" else 0}
+            bias = f"{weight.removesuffix('weight')}bias"
+            if self.style == "colwise" and bias in names:
+                dims[names[bias]] = 0
+            for name, dim in dims.items():
+                placed[name] = self._split_parts(params[name]) if packed else self._split(params[name], dim)
+        return placed
+
+    def _split_parts(self, param: Placed) -> Placed:
+        """Its first dim split inside of each of the three parts that attention packs in it."""
+        dims = [f"(3 _@{self.axis})", *("_" for _ in param.shape[1:])]
+        return param.by_spec(", ".join(dims), str(self))
 
     def _split(self, param: Placed, dim: int) -> Placed:
         if dim >= param.layout.ndim:
