@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import fields
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,6 +46,12 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
         )
     options: dict[str, Any] = {"sort_ranks": ordered} if keeps_order else {}
     return dist.new_group(list(ranks), use_local_synchronization=members_only, **options)
+
+
+def traced_code(capture: Any) -> list[CodeType]:
+    """The code that Dynamo went through for a graph; where this torch does not say, code of no file."""
+    unknown = compile("", "<unknown>", "exec")
+    return getattr(capture, "traced_code", None) or getattr(capture.output_graph, "traced_code", None) or [unknown]
 
 
 def trunc_normal_rejects() -> bool:

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbo
 from shardc.dynamic import Differs, DynamicDims, Families, Family
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
-from shardc.ir.executable import INFERENCE
+from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
 from shardc.lower.inductor import artifacts
+from shardc.lower.shared import cache_folder, caches
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.plan.ports import resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
 from shardc.plan.value import Plan
-from shardc.precompiled import Identity, load
+from shardc.precompiled import Identity, Store, load
 from shardc.precompiled.identity import described
 from shardc.program import Program, Source
 from shardc.runtime.census import Census
@@ -75,16 +77,13 @@ class Build:
         deferred: frozenset[str] = frozenset(),
         captured: Captured | None = None,
     ) -> Program:
-        names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
-        around = Surroundings.now(self.device)
-        signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
+        identity = self._identity(template, args, kwargs, with_loss)
 
         def make(joint: Joint, folded: Folded | None) -> Program:
             reads = joint.captured.reads if folded is None else folded.reads
-            made = replace(signature, reads=reads.values(template, self.loss))
-            identity = Identity(made, described(template, self.loss), self.device.type)
+            known = replace(identity, signature=replace(identity.signature, reads=reads.values(template, self.loss)))
             return Program(
-                joint, Source(identity, self._again(template, args, kwargs, with_loss), self._lower_again), folded
+                joint, Source(known, self._again(template, args, kwargs, with_loss), self._lower_again), folded
             )
 
         asked = Request(
@@ -97,6 +96,35 @@ class Build:
             program = make(build_joint(asked, captured), None)
         if self.options.dump:
             program.write_stages(self.options.dump)
+        return program
+
+    def _identity(
+        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, code: bool = True
+    ) -> Identity:
+        """What a program is for, but for what its capture reads; without ``code``, that is not compared."""
+        names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
+        around = Surroundings.now(self.device)
+        signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
+        return Identity(signature, described(template, self.loss, code), self.device.type)
+
+    def stored(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Executable:
+        """The program that an earlier start has stored, or else a fresh one, which is stored."""
+        fresh = partial(self, template, args, kwargs, with_loss)
+        store = None
+        if self.runs and self.options.store and caches():
+            identity = self._identity(template, args, kwargs, with_loss, code=False)  # the store looks at files
+            store = Store.of(cache_folder("programs"), identity, self.mesh, self.plan, self.options)
+        if store is None:
+            return fresh()
+        if (found := store.find(template, self.loss, fresh)) is not None:
+            return found
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            program = fresh()
+        for each in said:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
+        store.add(program, ops, [str(each.message) for each in said if issubclass(each.category, ShardcWarning)])
         return program
 
     def sized(

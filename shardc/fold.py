@@ -101,7 +101,7 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
     for each in repeats:
         made = [copy for read in found for copy in _read_of_blocks(read, each, keep, at)]
         found = tuple(dict.fromkeys(made))
-    return Reads(tuple(sorted(found, key=str)), reads.scopes)
+    return replace(reads, found=tuple(sorted(found, key=str)))
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:

@@ -187,7 +187,7 @@ def test_nobody_waits_for_a_graph_that_cannot_be_cached(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(shared.time, "sleep", other_is_done)
     with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
-        lock = FileLock(shared._folder() / shared._name(gm, FORWARD))
+        lock = FileLock(shared.cache_folder("locks") / shared._name(gm, FORWARD))
         lock.acquire()
         assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
         lock.acquire()

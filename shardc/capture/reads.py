@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._dynamo import functional_export
 
+from shardc._compat import traced_code
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
 from shardc.ir.reads import Lookup, Read, Reads, module_name, parse
@@ -84,7 +85,8 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
             if value.requires_grad and not text.startswith("loss"):
                 raise _foreign(text, value, guard)
         found.add(read)
-    return Reads(tuple(sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))), scopes)
+    files = frozenset(code.co_filename for code in traced_code(trace.graph_capture_output))
+    return Reads(tuple(sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))), scopes, files)
 
 
 def _expression(source: Any, imported: dict[str, str], scope: Any, scopes: dict[str, Any]) -> str | None:

@@ -152,6 +152,7 @@ class Executable(ABC):
         deferred: the parameters whose gradients the backward leaves unreduced.
         identity: what call and model it is for.
         reads: what of the model it depends on besides.
+        stored: whether it is one of an earlier start, which has no stages to look at.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
     """
 
@@ -163,6 +164,7 @@ class Executable(ABC):
     deferred: frozenset[str]
     identity: Any
     reads: Reads
+    stored = False
     levels: Mapping[str, int]
     causes: Mapping[str, str]
 

@@ -66,10 +66,12 @@ class Reads:
 
     Args:
         scopes: the globals of functions whose module cannot be imported, by name.
+        files: the source files of the code that was traced.
     """
 
     found: tuple[Read, ...] = ()
     scopes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    files: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
 
     def values(self, model: nn.Module, loss: Any = None) -> Values:
         """What each is now, as text that is the same in each process."""

@@ -15,6 +15,7 @@ from shardc.ir.segments import LEAST, Segment, cut, whole
 from shardc.lower.inductor import lowered
 from shardc.lower.shared import in_turns
 from shardc.lower.sized import lowered_at_any_sizes
+from shardc.lower.values import give_values
 
 BACKENDS = ("inductor", "eager")
 
@@ -49,6 +50,8 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
     if backend == "eager":
         return [Compiled(half, whole(half.gm), (_eager(half.gm),), half.plan) for half in halves]
     sized = {half: Code(*made) for half in halves if (made := lowered_at_any_sizes(half)) is not None}
+    for half in halves if by != "whole" else ():
+        give_values(half.gm)
     segments = {
         half: whole(half.gm) if by == "whole" or half in sized else cut(half.gm, LEAST if by == "auto" else 2)
         for half in halves

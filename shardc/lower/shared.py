@@ -33,8 +33,8 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     """
     made: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
-    shares = several and config.fx_graph_cache and not config.force_disable_caches
-    locks = {gm: FileLock(_folder() / _name(gm, kind)) for gm, kind in graphs.items()} if shares else {}
+    shares = several and caches()
+    locks = {gm: FileLock(cache_folder("locks") / _name(gm, kind)) for gm, kind in graphs.items()} if shares else {}
     waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # what takes long is not begun last
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
@@ -76,8 +76,14 @@ def _alone(lock: BaseFileLock) -> Path:
     return Path(lock.lock_file).with_suffix(".alone")
 
 
-def _folder() -> Path:
-    folder = Path(cache_dir()) / "shardc"
+def caches() -> bool:
+    """Whether Inductor may use its cache of graphs."""
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
+
+
+def cache_folder(name: str) -> Path:
+    """A folder of shardc's own beside Inductor's cache of graphs."""
+    folder = Path(cache_dir()) / "shardc" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -47,6 +47,9 @@ class Options:
             the same. None: where the module runs. True warns where blocks look alike and do not come out so.
         lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
             stretch once; "auto": by blocks where four stretches are alike (`shardc.ir.segments`).
+        store: keep programs on disk, in Inductor's cache folder, so that the next start of the same code neither
+            captures nor plans. Used where the module runs. With False, or ``SHARDC_STORE=0`` in the
+            environment, each start compiles by itself.
         uneven: ranks may pass different numbers of rows of the batch, which is an error else: each call tells the
             others how many, and where they differ it computes on the rows of all ranks together.
         capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one
@@ -72,6 +75,7 @@ class Options:
     debug: Literal["buffers"] | None = None
     fold: bool | None = None
     lower_by: Literal["auto", "blocks", "whole"] = "auto"
+    store: bool = field(default_factory=lambda: os.environ.get("SHARDC_STORE", "1") != "0")
     uneven: bool = False
     capture: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     pipeline: Callable[[Pipeline], Pipeline] | None = field(default=None, repr=False, compare=False)

@@ -3,5 +3,6 @@
 from shardc.precompiled.identity import Identity
 from shardc.precompiled.load import Precompiled, load
 from shardc.precompiled.save import save_program
+from shardc.precompiled.store import Store
 
-__all__ = ["Identity", "Precompiled", "load", "save_program"]
+__all__ = ["Identity", "Precompiled", "Store", "load", "save_program"]

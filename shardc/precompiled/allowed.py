@@ -73,6 +73,12 @@ def allowed_op(op: Any) -> bool:
     return words <= _WORDS and kinds <= _VALUES and (not schema.is_mutable or op.namespace == NAMESPACE)
 
 
+def is_own(op: Any) -> bool:
+    """Whether what a graph calls, and its rule, are torch's or shardc's, and not of code of the user's."""
+    plain = op is operator.getitem or grammar.is_torch_op(op) and op.namespace in _NAMESPACES
+    return plain and not is_registered(op)
+
+
 def _kind(kind: Any) -> str:
     """The innermost type of a schema's argument."""
     text = str(kind)

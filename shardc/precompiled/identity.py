@@ -36,8 +36,8 @@ class Identity:
     device: str
 
 
-def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, str]:
-    """What of ``model`` and ``loss`` a program depends on, one line each.
+def described(model: nn.Module, loss: Callable[..., Any] | None, code: bool = True) -> dict[str, str]:
+    """What of ``model`` and ``loss`` a program depends on, one line each; without ``code`` in a tenth of the time.
 
     Values of the model's parameters and buffers do not count, nor do modes, which are the signature's; those of its
     other tensors, and of the loss's, are constants of the program. Code is that of the classes of modules and of the
@@ -50,20 +50,21 @@ def described(model: nn.Module, loss: Callable[..., Any] | None) -> dict[str, st
             owner = first.setdefault(id(tensor), name)
             shown = f"{_dtype_text(tensor.dtype)}{list(tensor.shape)}"
             out[f"{kind[:-1]} {name!r}"] = shown if owner == name else f"tied to {owner!r}"
+    source: Callable[[Any], str] = _code if code else lambda _: ""
     classes: set[type[nn.Module]] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         out[f"module {name!r}"] = _shown(module)
         if type(module) not in classes:
             classes.add(type(module))
-            out[f"code of {type(module).__qualname__}"] = _code(type(module))
+            out[f"code of {type(module).__qualname__}"] = source(type(module))
     if isinstance(loss, nn.Module):
         for name, module in loss.named_modules():
             held = {**module._parameters, **module._buffers}
             values = "".join(f", {key}={tensor_text(x)}" for key, x in held.items() if x is not None)
-            out[f"module {name!r} of the loss"] = f"{_shown(module)}{values} {_code(type(module))}".strip()
+            out[f"module {name!r} of the loss"] = f"{_shown(module)}{values} {source(type(module))}".strip()
     elif loss is not None:
         named: Any = loss if hasattr(loss, "__qualname__") else type(loss)
-        out["loss"] = f"{named.__qualname__} {_code(named)}".strip()
+        out["loss"] = f"{named.__qualname__} {source(named)}".strip()
     return {thing: what for thing, what in out.items() if what}
 
 

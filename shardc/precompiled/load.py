@@ -67,7 +67,9 @@ class Precompiled(Executable):
         for half in sorted(record.halves, key=_ORDER.index):
             self._halves[half], now = self._half(half, record, names)
             names = now if half == BACKWARD else names
-        given = list(ir.outputs(self.inference.graph))
+        first = self._halves.get(FORWARD, self._halves.get(INFERENCE))
+        assert first is not None, "the record has one of them"
+        given = [(role, x) for role, x in ir.outputs(first.graph) if role.kind != "saved"]
         self.outputs: tuple[Role, ...] = tuple(role for role, _ in given)
         self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in given)
         results = sum(role.kind == "output" for role in self.outputs)

@@ -132,8 +132,11 @@ class Record:
     files: Mapping[str, str]
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, evaluates: bool = True) -> Record:
     """The record in ``folder``.
+
+    Args:
+        evaluates: whether it must have what runs where no gradients are recorded.
 
     Raises:
         PrecompiledError: there is none, or it is of another version or torch, or holds what no record does.
@@ -157,7 +160,7 @@ def read_record(folder: Path) -> Record:
         )
     record: Record = checked(found, Record, str(path), PrecompiledError, tables=True, fix=AGAIN)
     halves = set(record.halves)
-    if halves not in ({"inference"}, set(HALVES)):
+    if halves not in ({"inference"}, set(HALVES) if evaluates else {"forward", "backward"}):
         raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)
     needed = {f"{half}.txt" for half in halves}
     needed |= {constants(half) for half, said in record.halves.items() if said.constants}

@@ -29,7 +29,11 @@ from shardc.precompiled.spec import spec_to_json
 
 
 def save_program(
-    program: Executable, plan: Plan, folder: Path, lower_again: Callable[[Path], bytes | None] | None
+    program: Executable,
+    plan: Plan,
+    folder: Path,
+    lower_again: Callable[[Path], bytes | None] | None,
+    evaluates: bool = True,
 ) -> list[Path]:
     """Writes ``program``; the record, which names and hashes the other files, comes last and at once.
 
@@ -38,6 +42,7 @@ def save_program(
     Args:
         plan: what it was compiled for.
         lower_again: makes Inductor's artifacts of what was saved.
+        evaluates: also write what runs where no gradients are recorded.
 
     Returns:
         The paths.
@@ -80,7 +85,7 @@ def save_program(
         paths[-1].write_bytes(data)
         record["files"][name] = hashlib.sha256(data).hexdigest()
 
-    for each in dict.fromkeys((*program.step(), program.half(INFERENCE))):
+    for each in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
         half, gm = each.name, untied(each.gm)
         try:
             check(gm, program.mesh, half, (allowed,))

@@ -16,6 +16,8 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import MeshError
+from shardc.ir.mesh import Mesh
+from shardc.ir.text import dump
 from shardc.runtime.census import Mode
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.signature import Constant, Signature
@@ -117,13 +119,15 @@ def call_act(
     )
 
 
-def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule]) -> Act:
-    """The compiling of local graphs, by name: all that they compute.
+def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Mesh) -> Act:
+    """The compiling of local graphs, by name: all that they compute, whoever made them.
 
     Args:
         certificate: their collectives in order; a difference in these is told first.
     """
-    code = [(f"the {name} graph", gm.code + "\n".join(_constants(gm))) for name, gm in graphs.items()]
+    # What is saved goes by the name of a node, which a stored graph does not keep.
+    texts = {name: re.sub(r"(?m)^(  saved(?: #\d+)?) \S+ =", r"\1 =", dump(gm, mesh)) for name, gm in graphs.items()}
+    code = [(f"the {name} graph", texts[name] + "\n".join(_constants(gm))) for name, gm in graphs.items()]
     return Act((("act", "compiled program"), ("collectives", certificate), *code))
 
 

@@ -157,7 +157,7 @@ class ShardedModule(nn.Module):
         state = self.shardc
         state.check()
         check_kinds(state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
-        program = state.program_for(args, kwargs)
+        program = state.program_for(args, kwargs, looks=True)
         state.explicit = True
         state.known.clear()
         if program not in state.programs.values():  # one of many sizes, for this one

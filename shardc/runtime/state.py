@@ -50,6 +50,9 @@ class Build(Protocol):
         deferred: frozenset[str] = frozenset(),
     ) -> Executable: ...
 
+    def stored(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Executable:
+        """As a call, or what an earlier start has stored of it."""
+
     def sized(
         self,
         template: Callable[[], nn.Module],
@@ -167,10 +170,13 @@ class State:
         after = f", and after these {self.loss_args} for the loss, by position" if self.loss_args else ""
         raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
-    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Executable:
+    def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
         """The program for global (example) inputs in the present mode, built if there is none yet.
 
         It is for training too, even where the first call is under ``torch.no_grad()``.
+
+        Args:
+            looks: somebody looks at its stages, which a stored program does not have.
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
@@ -180,9 +186,10 @@ class State:
             return sized
         key = self._variant(call)
         found = None if key is None else self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
-        if found is None:
+        if found is None or looks and found.stored:
             with torch.inference_mode(False), torch.enable_grad():
-                found = self.build(self.present(), args, kwargs, self.with_loss(args, kwargs), deferred)
+                given = self.present(), args, kwargs, self.with_loss(args, kwargs)
+                found = self.build(*given, deferred) if looks or deferred else self.build.stored(*given)
             self.add(found, deferred)
         return found
 

@@ -110,7 +110,7 @@ class Runner:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
             graphs = {each.name: each.gm for each in together}
-            self.groups.agreement.act(program_act(certificate_of(together).text(), graphs))
+            self.groups.agreement.act(program_act(certificate_of(together).text(), graphs, half.mesh))
             for each in together:
                 use_groups(each.gm, self.groups)
                 prepare(each.graph)

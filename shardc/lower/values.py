@@ -1,0 +1,38 @@
+"""Fake tensors on the nodes of a graph that was read from text, which has them at its placeholders alone."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+def give_values(gm: fx.GraphModule) -> None:
+    """Puts a fake tensor on each node of a local graph that has none; calls that are alike share one."""
+    kinds: dict[Any, int] = {}
+    known: dict[Any, Any] = {}
+    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((x.fake_mode for x in found if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+
+    def kind(node: fx.Node) -> str:
+        return f"%{kinds.setdefault(str(pytree.tree_map_only(Tensor, _type, node.meta['val'])), len(kinds))}"
+
+    for node in gm.graph.nodes:
+        if "val" in node.meta or node.op == "output":
+            continue
+        if node.op == "get_attr":
+            node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(gm), static_shapes=True)
+            continue
+        key = node.target, repr(fx.node.map_arg((node.args, node.kwargs), kind))
+        if key not in known:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
+            with mode:
+                known[key] = node.target(*args, **kwargs)
+        node.meta["val"] = known[key]
+
+
+def _type(x: Tensor) -> str:
+    return f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}"

@@ -1,0 +1,169 @@
+"""Programs that earlier starts have made, in a folder of the user's: who finds one there neither captures nor plans.
+
+A program is found by all that it was made from: the call and the model (`Identity`), the mesh, plan and options, the
+versions of torch and shardc, what its capture read, and the source files of each package whose code was traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from torch import fx, nn
+
+from shardc.errors import PrecompiledError, ShardcWarning
+from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
+from shardc.ir.mesh import Mesh
+from shardc.ir.reads import Reads
+from shardc.passes.options import Options
+from shardc.plan.value import Plan
+from shardc.precompiled.allowed import is_own
+from shardc.precompiled.identity import Identity, signature_to_json
+from shardc.precompiled.load import Precompiled
+from shardc.precompiled.record import VERSION, Record, read_record
+from shardc.precompiled.save import save_program
+
+MADE = "made.json"  # beside a program: the files that it depends on, and the warnings that it gave
+PACKAGE = Path(__file__).parents[1]
+
+
+class Stored(Precompiled):
+    """A program of an earlier start.
+
+    Args:
+        fresh: makes it again; asked for the halves that were not saved.
+    """
+
+    stored = True
+
+    def __init__(self, folder: Path, record: Record, fresh: Callable[[], Executable]) -> None:
+        super().__init__(folder, record, trust=False)
+        self.fresh = fresh
+
+    def make(self, phase: Phase) -> fx.GraphModule | None:
+        return self.fresh().make(phase) if phase == INFERENCE and FORWARD in self._halves else super().make(phase)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The stored programs for one call of one model, which differ in what their captures read.
+
+    Args:
+        folder: where they lie.
+        mesh, plan: what they are for.
+    """
+
+    folder: Path
+    mesh: Mesh
+    plan: Plan
+
+    @classmethod
+    def of(cls, root: Path, identity: Identity, mesh: Mesh, plan: Plan, options: Options) -> Store | None:
+        """The store for a call, under ``root``; None where it cannot be told what a program would depend on."""
+        own = (options.capture, options.pipeline, options.hooks, options.dump)
+        foreign = (type(x).__module__.partition(".")[0] != __package__.partition(".")[0] for x in plan.entries)
+        if any(own) or any(foreign) or type(options.cost).__module__ != "shardc.cost.model":
+            return None
+        try:
+            call = signature_to_json(replace(identity.signature, reads=()))
+        except PrecompiledError:  # a constant, or a class of arguments, that has no form on disk
+            return None
+        versions = VERSION, _code(), torch.__version__, platform.python_version()
+        key = json.dumps(
+            [versions, str(mesh), plan.to_json(), repr(options), identity.device, dict(identity.model), call]
+        )
+        return cls(root / _hash(key.encode()), mesh, plan)
+
+    def find(self, model: nn.Module, loss: object, fresh: Callable[[], Executable]) -> Stored | None:
+        """The program for ``model`` as it is now, whose warnings are given again; None where there is none.
+
+        Args:
+            fresh: makes the program.
+        """
+        for folder in sorted(self.folder.glob("*/")):
+            try:
+                made, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
+                if not unchanged(made["files"]) or Reads(record.reads).values(model, loss) != record.signature.reads:
+                    continue
+                found = Stored(folder, record, fresh)
+            except Exception:  # cut off, or of a disk that is full: as if it were not there
+                shutil.rmtree(folder, ignore_errors=True)
+                continue
+            for text in made["warnings"]:
+                warnings.warn(ShardcWarning(text), stacklevel=2)
+            return found
+        return None
+
+    def add(self, program: Executable, ops: Iterable[object], said: Sequence[str]) -> None:
+        """Writes ``program``, unless it depends on what cannot be told, or another process is writing it.
+
+        Args:
+            ops: what was captured. Of ops that are neither torch's nor shardc's, the code is not known.
+            said: the warnings that it gave.
+        """
+        files = sources(program.reads.files)
+        if files is None or not all(map(is_own, ops)):
+            return
+        with suppress(OSError, Timeout, PrecompiledError):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder / "lock", timeout=0):
+                made = Path(tempfile.mkdtemp(dir=self.folder.parent))
+                try:
+                    save_program(program, self.plan, made, None, evaluates=False)
+                    text = json.dumps({"files": files, "warnings": list(said)}, indent=1)
+                    (made / MADE).write_text(text)
+                    os.rename(made, self.folder / _hash(json.dumps([files, program.identity.signature.reads]).encode()))
+                finally:
+                    shutil.rmtree(made, ignore_errors=True)
+
+
+def sources(traced: Iterable[str]) -> dict[str, str] | None:
+    """The files, with hashes, of each package that one of the ``traced`` files belongs to; None if one is no file.
+
+    Torch, shardc and Python are told by their versions.
+    """
+    files = {str(file): name for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", None))}
+    known = (str(PACKAGE), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
+    elsewhere = ("site-packages", "dist-packages")
+    packages, out = set(), set()
+    for file in traced:
+        path = Path(file)
+        if file.startswith(known) and not any(part in elsewhere for part in path.parts[len(Path(known[2]).parts) :]):
+            continue
+        if file.startswith(known[:2]):
+            continue
+        if not path.is_file():
+            return None
+        out.add(file)
+        packages.add(files.get(file, "").partition(".")[0])
+    out |= {file for file, name in files.items() if name.partition(".")[0] in packages - {"", "__main__"}}
+    return {file: _hash(Path(file).read_bytes()) for file in sorted(out) if Path(file).is_file()}
+
+
+def unchanged(files: Mapping[str, str]) -> bool:
+    """Whether files have the hashes that `sources` gave."""
+    return all(Path(file).is_file() and _hash(Path(file).read_bytes()) == was for file, was in files.items())
+
+
+@cache
+def _code() -> str:
+    """A hash of shardc's own code."""
+    return _hash(b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py"))))
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
