@@ -167,8 +167,9 @@ def test_what_changed_is_compiled(tmp_path: Path) -> None:
     run_ranks(2, partial(start, tmp_path, False), partial(start, tmp_path, True))
 
 
-def in_whole(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.qr(x)[1]
+def changing(x: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    kept["row"] = x
+    return x + 1
 
 
 def warned(folder: Path) -> None:
@@ -178,11 +179,11 @@ def warned(folder: Path) -> None:
         texts = []
         for _ in range(2):
             module = shardc.compile(
-                in_whole, mesh, shardc.fsdp("dp"), backend="eager", options=shardc.Options(store=True)
+                changing, mesh, shardc.fsdp("dp"), backend="eager", options=shardc.Options(store=True)
             )
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                module(torch.ones(4, 8))
+                module(torch.ones(4, 8), {})
             texts.append([str(each.message) for each in said if issubclass(each.category, shardc.ShardcWarning)])
         assert list(module.shardc.programs.values())[0].stored
         assert texts[0] == texts[1] != []
