@@ -80,7 +80,7 @@ def low(x: Tensor, w: Tensor, image: Tensor, kernel: Tensor, q: Tensor) -> list[
 def test_products_of_few_bits_run_in_float32_where_the_cpu_lacks_them(
     slow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardc.lower.few_bits._slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else []))
+    monkeypatch.setattr("shardc.lower.few_bits.slow_dtypes", lambda: frozenset([torch.bfloat16] if slow else []))
     generator = torch.Generator().manual_seed(0)
     shapes = [(16, 8), (8, 16), (2, 4, 8, 8), (6, 4, 3, 3), (2, 4, 8, 16)]
     given = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -187,7 +187,7 @@ def test_nobody_waits_for_a_graph_that_cannot_be_cached(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(shared.time, "sleep", other_is_done)
     with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
-        lock = FileLock(shared.cache_folder("locks") / shared._name(gm, FORWARD))
+        lock = FileLock(shared.cache_folder("locks") / f"{shared.name_of(gm, FORWARD)}.lock")
         lock.acquire()
         assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
         lock.acquire()

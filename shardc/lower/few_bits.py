@@ -54,11 +54,11 @@ def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., 
 
 def _is_slow(x: Any) -> bool:
     """Whether ``x`` is a tensor of a dtype in which this CPU has no fast matrix products."""
-    return isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype in _slow_dtypes()
+    return isinstance(x, Tensor) and x.device.type == "cpu" and x.dtype in slow_dtypes()
 
 
 @cache
-def _slow_dtypes() -> frozenset[torch.dtype]:
+def slow_dtypes() -> frozenset[torch.dtype]:
     """The dtypes of few bits that torch's CPU library does not compute in on this machine."""
     mkldnn = torch.ops.mkldnn
     has = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor
+from torch._inductor.codecache import FxGraphCache, compiled_fx_graph_hash, write_atomic
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.lowering import register_lowering
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch._inductor.utils import BoxedBool
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import config
 from torch.compiler._cache import CacheArtifactManager
@@ -29,7 +32,8 @@ import shardc.ir.host  # noqa: F401  (the ops of both are lowered here)
 from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE
 from shardc.ir.graph import output_node
-from shardc.lower.few_bits import widened
+from shardc.lower.few_bits import slow_dtypes, widened
+from shardc.lower.shared import cache_folder, caches, name_of
 
 
 def _unlike(values: Sequence[Any]) -> list[Any]:
@@ -45,8 +49,44 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
 def lowered(gm: fx.GraphModule, kind: str) -> tuple[Any, str]:
     """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
     inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
-    with _graph_cache(inputs):
-        return lowered_for(gm, inputs, kind)
+    with _graph_cache(inputs), _as_scheduled():
+        plain = caches() and not gm.graph.find_nodes(op="get_attr")  # the values of constants are part of the code
+        key = cache_folder("keys") / name_of(gm, kind, _settings()) if plain else None
+        if key is not None and (found := _found(key, inputs, kind)) is not None:
+            check_order(gm.graph, found.source_code)
+            return found, found.source_code
+        compiled, source = lowered_for(gm, inputs, kind)
+    if key is not None and (made := getattr(compiled, "_fx_graph_cache_key", None)):
+        write_atomic(str(key), made)
+    return compiled, source
+
+
+def _found(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | None:
+    """What Inductor's cache has for a graph that was lowered before: it is neither decomposed nor hashed again.
+
+    Args:
+        key: the file that holds its key in that cache.
+    """
+    if not key.exists():
+        return None
+    constants, back = CompiledFxGraphConstants(), kind == BACKWARD
+    found, _ = FxGraphCache.load_with_key(
+        key.read_text(), [], inputs, True, None, is_backward=back, constants=constants
+    )
+    if found is None:
+        return None
+    found.post_compile(
+        inputs, constants, {**found.fx_kwargs, "cudagraphs": BoxedBool(inductor_config.triton.cudagraphs)}
+    )
+    return found
+
+
+def _settings() -> str:
+    """All but the graph that Inductor's code depends on, by Inductor's own account, and what is widened."""
+    with FakeTensorMode():
+        return compiled_fx_graph_hash(fx.GraphModule({}, fx.Graph()), [], {}, [])[0] + str(
+            sorted(map(str, slow_dtypes()))
+        )
 
 
 def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
@@ -56,8 +96,7 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
         inputs: fake tensors, and numbers that may be symbolic.
         kind: the place of the graph in a step; see `shardc.ir.executable.Half`.
     """
-    # Its own reorderings would take the schedule apart.
-    with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False):
+    with _as_scheduled():
         compiled = compile_fx_inner(
             _decomposed(gm, inputs), inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE
         )
@@ -65,6 +104,11 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
     source = getattr(compiled, "source_code", "")
     check_order(gm.graph, source)
     return compiled, source
+
+
+def _as_scheduled() -> AbstractContextManager[None]:
+    """A block in which Inductor does not reorder by itself: that would take the schedule apart."""
+    return inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
 
 
 @contextmanager

@@ -34,7 +34,11 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     made: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
     shares = several and caches()
-    locks = {gm: FileLock(cache_folder("locks") / _name(gm, kind)) for gm, kind in graphs.items()} if shares else {}
+    locks = (
+        {gm: FileLock(cache_folder("locks") / f"{name_of(gm, kind)}.lock") for gm, kind in graphs.items()}
+        if shares
+        else {}
+    )
     waiting = deque(sorted(graphs, key=lambda gm: -len(gm.graph.nodes)))  # what takes long is not begun last
     waiting.rotate(-dist.get_rank() if shares else 0)
     for _ in steps(range(len(graphs)), "lowering"):
@@ -88,8 +92,14 @@ def cache_folder(name: str) -> Path:
     return folder
 
 
-def _name(gm: fx.GraphModule, kind: str) -> str:
-    """The same for graphs that are compiled alike."""
-    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    types = [(x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x for x in values]
-    return f"{hashlib.sha256(f'{kind}{types}{gm.code}'.encode()).hexdigest()[:32]}.lock"
+def name_of(gm: fx.GraphModule, kind: str, settings: str = "") -> str:
+    """The same for graphs that are compiled alike, whatever their nodes are called, under the same ``settings``."""
+    number = {node: f"%{at}" for at, node in enumerate(gm.graph.nodes)}
+    lines = [kind, settings]
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            x = node.meta["val"]
+            lines.append(str((x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x))
+        else:
+            lines.append(f"{node.target} {fx.node.map_arg((node.args, node.kwargs), number.__getitem__)}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
