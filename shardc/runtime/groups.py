@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardc.runtime.wire.direct
-import shardc.runtime.wire.permute  # noqa: F401  (collectives that graphs may call on these groups)
+import shardc.runtime.wire.direct  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.layout import Layout

@@ -167,9 +167,7 @@ IN_SLOTS = (overlap_two_slots, forget_how_long_slots_are_used)
 
 
 # Only results of messages have slots.
-WHERE = [
-    (*fault, direct) for fault in FAULTS for direct in (False, True) if direct or fault[1] not in IN_SLOTS
-]
+WHERE = [(*fault, direct) for fault in FAULTS for direct in (False, True) if direct or fault[1] not in IN_SLOTS]
 
 
 @pytest.mark.parametrize(("name", "plant", "direct"), WHERE, ids=lambda x: getattr(x, "__name__", str(x)))
