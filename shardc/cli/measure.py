@@ -24,6 +24,7 @@ from shardc.cost.model import CostModel
 from shardc.errors import InputError
 from shardc.plan.resolve import check_axes
 from shardc.report.export import gigabytes, layers_of, milliseconds, plain, shorten, write
+from shardc.validate import checked
 
 Plans = list[tuple[str, shardc.Mesh]]
 
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (work, plans, described, folder, options.nproc), nprocs=options.nproc)
         records = json.loads((Path(folder) / "made.json").read_text())
-    made = [_read(record) for record in records]
+    made: list[Comparison] = [checked(record, Comparison, "a comparison", tables=True) for record in records]
     if len(made) == 1:
         _print_one(made[0])
     else:
@@ -106,13 +107,6 @@ def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str,
         (Path(folder) / "made.json").write_text(json.dumps([asdict(one) for one in made]))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _read(record: dict[str, Any]) -> Comparison:
-    """A comparison that was written as JSON."""
-    told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
-    told["pairs"] = tuple(Pair(**pair) for pair in record["pairs"])
-    return Comparison(**told)
 
 
 def _print_one(made: Comparison) -> None:

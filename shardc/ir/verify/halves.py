@@ -13,60 +13,10 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
-from shardc.ir.graph import Role, info, outputs
+from shardc.ir.graph import info, outputs
 from shardc.ir.tally import arguments_of, collective_kind
-from shardc.ir.verify.identity import digest, known
+from shardc.ir.verify.identity import computed, same
 from shardc.ir.verify.subject import Broken, Subject
-
-Computed = dict[tuple[str, str, int], bytes]
-
-
-def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
-    """The fingerprint of each output of a local graph, by its role's kind, name and index.
-
-    That of a collective's result is of what it takes, however it is spelled: alone or with others, native or in
-    messages, waited for or not.
-
-    Args:
-        saved: fingerprints of placeholders for saved values, by their role's name.
-    """
-    found: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            role = info(node).role or Role("", info(node).name)
-            own = digest("placeholder", role.kind, role.name, role.index)
-            found[node] = (saved or {}).get(role.name, own) if role.kind == "saved" else own
-        elif node.op == "get_attr":
-            found[node] = digest("constant", node.target)
-        elif node.op == "call_function":
-            found[node] = _made(node, found)
-    return {
-        (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
-    }
-
-
-def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
-    """The fingerprint of what ``node`` makes; a list of them where a collective makes several."""
-    if node.target is WAIT:
-        return found[node.args[0]]
-    if node.target is getitem and isinstance(made := found[node.args[0]], list):
-        return made[node.args[1]]
-    if (kind := collective_kind(node)) is None:
-        return digest(node.target, known(node.args, found), known(sorted(node.kwargs.items()), found))
-    (_, given), *rest = arguments_of(node).items()
-    said = [(name, value) for name, value in rest if name not in ("slots", "group_size")]
-    if isinstance(given, list | tuple):
-        return [digest(kind, found[x], known(said, found)) for x in given]
-    return digest(kind, found[given], known(said, found))
-
-
-def same(before: Computed, now: Computed) -> str | None:
-    """Which output is not what it was, or None."""
-    for role in [*before, *(role for role in now if role not in before)]:
-        if before.get(role) != now.get(role):
-            kind, name, _ = role
-            return f"{kind} {name} is {'gone' if role not in now else 'not the value that it was'}"
-    return None
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
