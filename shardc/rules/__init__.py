@@ -25,7 +25,6 @@ from shardc.rules import (
     pointwise,
     random,
     reduction,
-    scan,
     views,
 )
 from shardc.rules.fallback import fallback_rule
@@ -44,7 +43,6 @@ FAMILIES = (
     advanced_indexing,
     attention,
     convolution,
-    scan,
     linalg,
     factory,
     random,
