@@ -55,10 +55,10 @@ class Localize:
         env: dict[fx.Node, Any] = {}
         for node in gm.graph.nodes:
             emitter.at(node)
-            env[node] = self._node(gm, node, env, emitter)
+            env[node] = self._node(node, env, emitter)
         return fx.GraphModule(gm, emitter.finish())
 
-    def _node(self, gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+    def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
         if node.op == "placeholder":
             return emitter.placeholder(node)
         if node.op == "get_attr":
