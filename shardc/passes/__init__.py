@@ -17,6 +17,7 @@ from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
+from shardc.passes.greedy import Greedy
 from shardc.passes.localize import Localize as Localize
 from shardc.passes.objective import Objective as Objective
 from shardc.passes.offload import Offload as Offload
@@ -30,7 +31,7 @@ from shardc.passes.pipeline import Pass as Pass
 from shardc.passes.pipeline import Pipeline as Pipeline
 from shardc.passes.plan_memory import PlanMemory as PlanMemory
 from shardc.passes.precision import Precision as Precision
-from shardc.passes.problem import Problem
+from shardc.passes.propagate import Problem
 from shardc.passes.propagate import Propagate as Propagate
 from shardc.passes.reshard import Reshard as Reshard
 from shardc.passes.schedule import Schedule as Schedule
@@ -69,7 +70,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Propagate(Problem(
                 mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
-            )),
+            ), Greedy()),
             # It needs the layouts of tangents, and adds none of its own.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
