@@ -77,7 +77,14 @@ class Group:
 
     def native(self, kind: str, x: Value) -> float:
         """Seconds of the backend's own collective of ``kind``."""
-        return self.cost.seconds(kind, self.ranks, wire_elements(kind, self.ranks, prod(x.shape)) * x.itemsize)
+        return self.cost.seconds(kind, self.ranks, self._wire(kind, x))
+
+    def exchanged(self, kind: str, x: Value) -> float:
+        """Seconds of one of ``kind`` as an all-to-all."""
+        return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
+
+    def _wire(self, kind: str, x: Value) -> int:
+        return wire_elements(kind, self.ranks, prod(x.shape)) * x.itemsize
 
 
 @dataclass(frozen=True)
@@ -153,7 +160,7 @@ class ExchangedScatter(Algorithm):
     kind = "reduce_scatter"
 
     def seconds(self, group: Group, x: Value) -> float:
-        return group.native("all_to_all", x) + group.cost.compute_seconds(0, x.nbytes + x.nbytes / group.ranks)
+        return group.exchanged(self.kind, x)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         ranks, shape = at.group.ranks, value(x).shape
@@ -169,8 +176,7 @@ class ExchangedGather(Algorithm):
     kind = "all_gather"
 
     def seconds(self, group: Group, x: Value) -> float:
-        copies = group.cost.compute_seconds(0, (group.ranks + 1) * x.nbytes)
-        return copies + group.cost.seconds("all_to_all", group.ranks, (group.ranks - 1) * x.nbytes)
+        return group.exchanged(self.kind, x)
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         ranks, shape = at.group.ranks, value(x).shape

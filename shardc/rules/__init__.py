@@ -25,6 +25,7 @@ from shardc.rules import (
     pointwise,
     random,
     reduction,
+    scan,
     views,
 )
 from shardc.rules.fallback import fallback_rule
@@ -43,6 +44,7 @@ FAMILIES = (
     advanced_indexing,
     attention,
     convolution,
+    scan,
     linalg,
     factory,
     random,

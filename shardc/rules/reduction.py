@@ -1,15 +1,12 @@
-"""Reductions over dims: what is reduced leaves a pending sum, maximum, minimum or product.
-
-Scans, sorts and counts along a dim: the dim is whole, all others are free.
-"""
+"""Reductions over dims: what is reduced leaves a pending sum, maximum, minimum or product."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from shardc.rules.loops import Loops, mixed
+from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Rule, SpecOf, each, table
+from shardc.rules.rule import Call, Rule, each, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -43,31 +40,6 @@ def _kept(operand: Dims, dims: frozenset[int], keepdim: bool) -> Dims:
     return tuple(kept for i, factors in enumerate(operand) for kept in (reduced if i in dims else [factors]))
 
 
-def along(ops: str, *, linear: bool = False) -> list[Rule]:
-    """Rules for ops along argument ``dim``, which may be of another size in the results."""
-
-    def spec(call: Call) -> Spec:
-        return mixed(call, [call["dim"]], linear=[{0}] if linear else ())
-
-    said = "... n -> ... m    n m: whole" + ("    linear in self" if linear else "")
-    return each(ops, spec, said)
-
-
-def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
-    """Elements counted into bins that are ``fixed`` beforehand: each rank counts its own."""
-
-    def spec(call: Call) -> Spec:
-        loops = Loops(call)
-        elements = "sum" if fixed(call) else WHOLE
-        operands = [loops.dims("d", shape, elements) for shape in loops.shapes]
-        # With weights, a pending sum of the weights is one of the counts.
-        return loops.spec(
-            operands, [loops.dims("bins", loops.made[0], WHOLE)], linear=[{1}] if len(operands) > 1 else ()
-        )
-
-    return spec
-
-
 TABLE = table(
     reduction("sum nansum count_nonzero", "sum"),
     reduction("amax any", "max"),
@@ -79,13 +51,4 @@ TABLE = table(
         "var std var_mean std_mean linalg_vector_norm",
         WHOLE,
     ),
-    along("cumsum", linear=True),
-    along("cumprod cummax cummin logcumsumexp sort argsort topk linalg_cross"),
-    Rule("aten.msort", lambda call: mixed(call, [0]), "n ... -> n ...    n: whole"),
-    Rule(
-        "aten.histc",
-        _counted(lambda call: call["min"] < call["max"]),
-        "... -> bins    ...: sum where the range is given",
-    ),
-    Rule("aten.bincount", _counted(lambda call: False), "n -> bins    n: whole"),
 )
