@@ -9,7 +9,6 @@ import warnings
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +16,14 @@ import torch.multiprocessing as mp
 
 import shardc
 from shardc.cli import target
-from shardc.cli.real_steps import Comparison, Pair, Work, compare
+from shardc.cli.real_steps import Comparison, Work, compare
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
 from shardc.errors import InputError
 from shardc.plan.resolve import check_axes
 from shardc.report.export import gigabytes, layers_of, milliseconds, plain, shorten, write
+from shardc.report.prediction import grouped
 from shardc.validate import checked
 
 Plans = list[tuple[str, shardc.Mesh]]
@@ -111,9 +111,7 @@ def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str,
 
 def _print_one(made: Comparison) -> None:
     """The collectives, alike ones together, then the totals."""
-    groups: dict[Any, list[Pair]] = {}
-    for pair in made.pairs:
-        groups.setdefault((pair.kind, pair.axis, layers_of(pair.tensor), pair.ran), []).append(pair)
+    groups = grouped(made.pairs, lambda pair: (pair.kind, pair.axis, layers_of(pair.tensor), pair.ran))
     body = []
     for (kind, axis, tensor, ran), of in groups.items():
         counted = None if any(p.bytes is None for p in of) else sum(p.bytes or 0 for p in of)

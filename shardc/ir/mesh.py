@@ -130,13 +130,6 @@ class Mesh:
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name, _ in self.shape}
 
-    def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at ``coordinate``; axes left out count as 0."""
-        rank = 0
-        for name, size in self.shape:
-            rank = rank * size + coordinate.get(name, 0)
-        return rank
-
     def index(self, axis: str, rank: int) -> int:
         """Where ``rank`` stands along ``axis``, which may be a part."""
         name, pre, _ = split_part(axis)

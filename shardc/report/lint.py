@@ -19,7 +19,7 @@ from shardc.cost.kernels import flops_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.report.export import layers_of
-from shardc.report.prediction import HOST, Collective, Run
+from shardc.report.prediction import HOST, Collective, Run, grouped
 from shardc.report.schedule import Schedule
 
 SEVERITIES = ("high", "medium", "low")
@@ -66,14 +66,6 @@ class Subject:
     step: Schedule
 
     @cached_property
-    def rows(self) -> dict[str, list[Collective]]:
-        """The collectives of the schedule by the name of their node in the global graph; level 3 gathers twice."""
-        out: dict[str, list[Collective]] = {}
-        for each in self.schedule.collectives:
-            out.setdefault(each.name.rpartition(".")[0], []).append(each)
-        return out
-
-    @cached_property
     def runs(self) -> dict[str, Run]:
         return {run.kernel.name: run for run in self.schedule.runs}
 
@@ -94,7 +86,7 @@ class Subject:
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
         """A finding that ``part`` of the collective ``node`` is for nothing."""
-        rows = self.rows.get(ir.info(node).name)
+        rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:
             cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
             at = (cause.tensor, cause.module, cause.source)
@@ -278,8 +270,7 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
     """Gradients that are summed in half precision over many ranks."""
     rows = [c for c in subject.schedule.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.ranks >= 16]
     low = [c for c in rows if c.dtype in ("bf16", "f16") and c.phase == "backward"]
-    for axis in dict.fromkeys(c.axis for c in low):
-        of = [c for c in low if c.axis == axis]
+    for axis, of in grouped(low, lambda c: c.axis).items():
         yield subject.finding(
             "low-precision-sum", (axis, "", ""), 0.0, sum(c.wire for c in of),
             f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
@@ -299,11 +290,11 @@ RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """Findings that differ only in the number of a repeated layer as one, about as many things as they are together."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for f in findings:
-        key = tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
-        groups.setdefault(key, []).append(f)
-    return list(map(_together, groups.values()))
+
+    def kind(f: Finding) -> tuple[str, ...]:
+        return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
+
+    return list(map(_together, grouped(findings, kind).values()))
 
 
 def _together(of: list[Finding]) -> Finding:
