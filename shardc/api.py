@@ -31,7 +31,6 @@ from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.precompiled.identity import described
-from shardc.runtime.checked import check_halves
 from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
@@ -139,7 +138,7 @@ def compile(
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
-        lower=check_halves if options.debug == "buffers" else partial(lower, backend=backend, by=options.lower_by),
+        lower=partial(lower, backend=backend, by=options.lower_by),
         device=device,
         homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),

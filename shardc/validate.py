@@ -104,15 +104,15 @@ def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str
             object.__setattr__(instance, key, made)
 
 
-def near(word: Any, known: Any) -> str:
-    """What to do about ``word``, which is none of ``known``.
+def near(word: Any, known: Any, otherwise: str = "") -> str:
+    """What to do about ``word``, which is none of ``known``; ``otherwise`` where it is like none of them.
 
     >>> near("inductr", ["inductor", "eager"])
     "did you mean 'inductor'?"
     """
     names = list(map(str, known))
     found = get_close_matches(str(word), names, n=1)
-    return f"did you mean {found[0]!r}?" if found else f"use one of {', '.join(map(repr, names))}"
+    return f"did you mean {found[0]!r}?" if found else otherwise or f"use one of {', '.join(map(repr, names))}"
 
 
 @lru_cache(maxsize=256)

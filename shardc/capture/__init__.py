@@ -1,25 +1,15 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
-from shardc.capture.caches import register_caches
-from shardc.capture.dtypes import Dtypes
-from shardc.capture.once import CaptureOnce
-from shardc.capture.repeats import find_repeats, shortened
-from shardc.capture.symbolic import SymbolicCapture, capture_symbolic
-from shardc.capture.tags import Tag
-from shardc.capture.trace import Captured, capture, decompositions, input_names, loss_arity
-
-__all__ = [
-    "CaptureOnce",
-    "Captured",
-    "Dtypes",
-    "SymbolicCapture",
-    "Tag",
-    "capture",
-    "capture_symbolic",
-    "decompositions",
-    "find_repeats",
-    "input_names",
-    "loss_arity",
-    "register_caches",
-    "shortened",
-]
+from shardc.capture.caches import register_caches as register_caches
+from shardc.capture.dtypes import Dtypes as Dtypes
+from shardc.capture.once import CaptureOnce as CaptureOnce
+from shardc.capture.repeats import find_repeats as find_repeats
+from shardc.capture.repeats import shortened as shortened
+from shardc.capture.symbolic import SymbolicCapture as SymbolicCapture
+from shardc.capture.symbolic import capture_symbolic as capture_symbolic
+from shardc.capture.tags import Tag as Tag
+from shardc.capture.trace import Captured as Captured
+from shardc.capture.trace import capture as capture
+from shardc.capture.trace import decompositions as decompositions
+from shardc.capture.trace import input_names as input_names
+from shardc.capture.trace import loss_arity as loss_arity

@@ -93,18 +93,15 @@ class Dtypes:
     @contextlib.contextmanager
     def cast(self, model: nn.Module) -> Iterator[None]:
         """Lets modules cast what they are called with, and what they return."""
-        handles = []
-        for path, each in self.modules:
-            module = model.get_submodule(path)
-            if each.takes is not None:
-                handles.append(module.register_forward_pre_hook(_takes(each.takes), with_kwargs=True))
-            if each.gives is not None:
-                handles.append(module.register_forward_hook(_gives(each.gives)))
-        try:
+        with contextlib.ExitStack() as stack:
+            for path, each in self.modules:
+                module = model.get_submodule(path)
+                if each.takes is not None:
+                    hook = _takes(each.takes)
+                    stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+                if each.gives is not None:
+                    stack.enter_context(module.register_forward_hook(_gives(each.gives)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 AS_THEY_ARE = Dtypes()

@@ -42,23 +42,25 @@ mark.register_autograd(
 @contextlib.contextmanager
 def tagged(root: nn.Module, tags: Sequence[Tag]) -> Iterator[None]:
     """Hooks that pass the tagged inputs and outputs through ``shardc::tag``."""
-    handles = []
     modules = dict(root.named_modules())
-    for tag in tags:
-        module = modules[(PREFIX + tag.module).rstrip(".")]
-        if tag.where == "input":
-            handles.append(module.register_forward_pre_hook(partial(_replace_inputs, tag), with_kwargs=True))
-        else:
-            handles.append(module.register_forward_hook(lambda _m, _args, output, tag=tag: _replace(output, tag)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for tag in tags:
+            module = modules[(PREFIX + tag.module).rstrip(".")]
+            if tag.where == "input":
+                hook = partial(_replace_inputs, tag)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                after = partial(_replace_output, tag)
+                stack.enter_context(module.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _replace_inputs(tag: Tag, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return (args, _replace(kwargs, tag)) if isinstance(tag.index, str) else (_replace(args, tag), kwargs)
+
+
+def _replace_output(tag: Tag, _module: nn.Module, _args: Any, output: Any) -> Any:
+    return _replace(output, tag)
 
 
 def _replace(values: Any, tag: Tag) -> Any:

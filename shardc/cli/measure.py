@@ -9,7 +9,6 @@ import warnings
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +16,15 @@ import torch.multiprocessing as mp
 
 import shardc
 from shardc.cli import target
-from shardc.cli.real_steps import Comparison, Pair, Work, compare
+from shardc.cli.real_steps import Comparison, Work, compare
 from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
 from shardc.errors import InputError
 from shardc.plan.resolve import check_axes
 from shardc.report.export import gigabytes, layers_of, milliseconds, plain, shorten, write
+from shardc.report.prediction import grouped
+from shardc.validate import checked
 
 Plans = list[tuple[str, shardc.Mesh]]
 
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (work, plans, described, folder, options.nproc), nprocs=options.nproc)
         records = json.loads((Path(folder) / "made.json").read_text())
-    made = [_read(record) for record in records]
+    made: list[Comparison] = [checked(record, Comparison, "a comparison", tables=True) for record in records]
     if len(made) == 1:
         _print_one(made[0])
     else:
@@ -108,18 +109,9 @@ def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str,
     dist.destroy_process_group()
 
 
-def _read(record: dict[str, Any]) -> Comparison:
-    """A comparison that was written as JSON."""
-    told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
-    told["pairs"] = tuple(Pair(**pair) for pair in record["pairs"])
-    return Comparison(**told)
-
-
 def _print_one(made: Comparison) -> None:
     """The collectives, alike ones together, then the totals."""
-    groups: dict[Any, list[Pair]] = {}
-    for pair in made.pairs:
-        groups.setdefault((pair.kind, pair.axis, layers_of(pair.tensor), pair.ran), []).append(pair)
+    groups = grouped(made.pairs, lambda pair: (pair.kind, pair.axis, layers_of(pair.tensor), pair.ran))
     body = []
     for (kind, axis, tensor, ran), of in groups.items():
         counted = None if any(p.bytes is None for p in of) else sum(p.bytes or 0 for p in of)

@@ -6,7 +6,7 @@ import argparse
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
@@ -22,7 +22,6 @@ from shardc.ir.mesh import Mesh
 from shardc.plan import Plan
 from shardc.report import picture
 from shardc.report.export import gigabytes, milliseconds, plain, shorten, write
-from shardc.report.sweep import Row, draw
 
 HELP = "compare meshes and plans from one capture"
 
@@ -161,3 +160,54 @@ def _print(rows: Sequence[Row], described: Hardware) -> None:
     for row in rows:
         if row.error:
             print(f"cannot be: {row.mesh}, {row.plan}: {row.error}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mesh and plan; or what keeps them from being.
+
+    Args:
+        seconds, exposed: of a step.
+        memory: bytes of a rank at the peak.
+        fits: in the hardware's memory.
+        mfu: model flops utilisation at most.
+        wire: bytes that each rank sends in a step.
+    """
+
+    ranks: int
+    mesh: str
+    plan: str
+    seconds: float = 0.0
+    exposed: float = 0.0
+    memory: int = 0
+    fits: bool = False
+    mfu: float = 0.0
+    wire: int = 0
+    error: str = ""
+
+
+def draw(rows: Sequence[Row]) -> Any:
+    """The picture as a matplotlib figure: of each plan the fastest mesh by ranks, hollow if it does not fit."""
+    drawn = picture.figure(9, 7)
+    times, memory = drawn.subplots(2, 1, sharex=True)
+    for number, plan in enumerate(dict.fromkeys(row.plan for row in rows)):
+        best: dict[int, Row] = {}
+        for row in rows:
+            if row.plan == plan and (row.ranks not in best or row.seconds < best[row.ranks].seconds):
+                best[row.ranks] = row
+        line = [best[ranks] for ranks in sorted(best)]
+        for axes, values in ((times, [r.seconds for r in line]), (memory, [r.memory / 1e9 for r in line])):
+            ranks, colour = [r.ranks for r in line], f"C{number}"
+            axes.plot(ranks, values, color=colour, label=plan)
+            faces = [colour if r.fits else "white" for r in line]
+            axes.scatter(ranks, values, c=faces, edgecolors=colour, zorder=3)
+    for axes, title in ((times, "step, s"), (memory, "memory at the peak, GB a rank")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+    ticks = sorted({row.ranks for row in rows})
+    memory.set_xticks(ticks, [str(n) for n in ticks])
+    memory.set_xlabel("ranks (hollow: does not fit)")
+    times.legend(fontsize="small")
+    return drawn

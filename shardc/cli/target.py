@@ -9,7 +9,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import isfunction
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +20,7 @@ from shardc.cost import hardware
 from shardc.errors import InputError, MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan import Plan, parse_plan
+from shardc.validate import near
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,7 @@ def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
             for key, made in vars(module).items()
             if isfunction(made) and made.__module__ == module.__name__ and not key.startswith("_")
         ]
-        near = get_close_matches(name, own)
-        fix = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(own) or 'no functions'}"
+        fix = near(name, own, f"it has {', '.join(own) or 'no functions'}")
         raise InputError(f"{where} has no {what} {name!r}", fix=fix)
     return getattr(module, name)
 

@@ -9,7 +9,6 @@ tree algorithms under the low-latency protocol.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from math import ceil, log2
 
@@ -18,6 +17,7 @@ import torch
 from shardc.cost.model import CostModel, Messages
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh, split_part
+from shardc.validate import near
 
 
 @dataclass(frozen=True)
@@ -313,6 +313,5 @@ def find(name: str) -> Hardware:
         return calibrated(CostModel.load(name))
     if name.lower() in KNOWN:
         return KNOWN[name.lower()]
-    near = get_close_matches(name.lower(), KNOWN, n=1)
-    fix = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(KNOWN)}, or a file of calibrate's"
+    fix = near(name.lower(), KNOWN, f"use one of {', '.join(KNOWN)}, or a file of calibrate's")
     raise MeshError(f"no hardware is called {name!r}", fix=fix)

@@ -118,18 +118,18 @@ class CostModel:
         native = self.seconds(kind, ranks, wire_bytes)
         if ranks == 1 or not any(self.measured(one) for one in _EXCHANGEABLE):
             return native
-        if kind == "reduce_scatter":
-            held = wire_bytes * ranks / (ranks - 1)
-            summed = self.compute_seconds(0, held + held / ranks)
-            return min(native, self.seconds("all_to_all", ranks, wire_bytes) + summed)
-        if kind == "all_gather":
-            held = wire_bytes / (ranks - 1)
-            copied = self.compute_seconds(0, (ranks + 1) * held)
-            return min(native, self.seconds("all_to_all", ranks, wire_bytes) + copied)
+        if kind in ("reduce_scatter", "all_gather"):
+            return min(native, self.exchanged_seconds(ranks, wire_bytes))
         if kind == "all_reduce":
             halves = (self.best_seconds(one, ranks, wire_bytes / 2) for one in ("reduce_scatter", "all_gather"))
             return min(native, sum(halves))
         return native
+
+    def exchanged_seconds(self, ranks: int, wire_bytes: float) -> float:
+        """Seconds of a reduce-scatter or an all-gather as an all-to-all, and of what each rank sums up, or copies."""
+        held = wire_bytes / max(ranks - 1, 1)  # of the result, or of what is gathered
+        local = self.compute_seconds(0, (ranks + 1) * held)
+        return self.seconds("all_to_all", ranks, wire_bytes) + local
 
     def least_seconds(self, wire_bytes: float) -> float:
         """A lower bound of ``seconds`` for receiving ``wire_bytes`` by whatever collectives."""

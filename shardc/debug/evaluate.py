@@ -7,7 +7,7 @@ rule and each change of layout as what it means, not as what later passes make o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
@@ -30,6 +30,8 @@ from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
 Key = tuple[str, Any]  # (kind, name) of an input; (kind, index) of a tangent or an output
 MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.reshard)
+Env = dict[fx.Node, Any]
+LayoutOf = Callable[[fx.Node], Layout | None]
 
 
 class Failed(Exception):
@@ -73,86 +75,46 @@ def refuse(graph: fx.Graph) -> None:
 
 def on_one_device(gm: fx.GraphModule, feed: Mapping[Key, Tensor]) -> Values:
     """A graph at global shapes, layouts aside."""
-
-    def call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-        if node.target is ops.tag or node.target in MOVES:
-            return args[0]
-        if node.target is ops.pad:
-            return _resized(args[0], kwargs["dim"], kwargs["size"])
-        if node.target is ops.unpad:
-            return args[0].narrow(kwargs["dim"], 0, kwargs["size"])
-        return node.target(*args, **kwargs)
-
-    def fed(node: fx.Node) -> Any:
-        whole = _fed(node, feed)
-        return _padded(whole, ir.value(node).shape) if isinstance(whole, Tensor) else whole
-
-    out = Values()
-    for node, made in _run(gm, fed, lambda x: x, call):
-        if node.op != "output":
-            if isinstance(made, Tensor):
-                out.by_name[ir.info(node).name] = made
-            continue
-        out.results = {key_of(role): x for role, x in _results(gm.graph, made) if isinstance(x, Tensor)}
-    return out
+    return _on_layouts(gm, Lockstep(Mesh()), feed, lambda node: None)
 
 
 def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Values:
     """A graph at global shapes with layouts, on every rank."""
-    ranks = Lockstep(mesh)
-    env: dict[fx.Node, Any] = {}
+    return _on_layouts(gm, Lockstep(mesh), feed, lambda node: ir.value(node).layout)
 
-    def moved(x: PerRank, have: Layout, want: Layout) -> PerRank:
-        return x if have == want else ranks.shard(ranks.assemble(x, have), want)
 
-    def taken(node: fx.Node) -> dict[fx.Node, Any]:
-        """The operands as ``node`` needs them; one that it takes twice it takes in the same layout."""
-        here = dict(env)
-        operands = operands_of(node)
-        needs = ir.info(node).needs or tuple(ir.layout(x) for x in operands)
-        for x, want in zip(operands, needs, strict=True):
-            here[x] = moved(env[x], ir.layout(x), want)
-        return here
+def _on_layouts(gm: fx.GraphModule, ranks: Lockstep, feed: Mapping[Key, Tensor], layout_of: LayoutOf) -> Values:
+    def moved(x: PerRank, have: Layout | None, want: Layout | None) -> PerRank:
+        return x if have == want or have is None or want is None else ranks.shard(ranks.assemble(x, have), want)
 
-    def call(node: fx.Node, _: Any, __: Any) -> Any:
-        if node.target in MOVES:
-            (x,) = node.all_input_nodes
-            return moved(env[x], ir.layout(x), ir.layout(node))
-        if node.target is getitem:
-            source, index = env[node.args[0]], node.args[1]
-            return PerRank(one[index] for one in source) if isinstance(source, PerRank) else source[index]
-        here = taken(node)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: here[x])
+    def call(node: fx.Node, env: Env) -> Any:
+        operands = node.all_input_nodes
+        if node.target is ops.tag or node.target in MOVES:
+            return moved(env[operands[0]], layout_of(operands[0]), layout_of(node))
+        if node.target is getitem and not isinstance(env[operands[0]], PerRank):
+            return env[operands[0]][node.args[1]]
+        rule = find_rule(node.target) if ranks.mesh.axes and hasattr(node.target, "_schema") else None
+        needs = () if node.target is getitem or not ranks.mesh.axes else ir.info(node).needs
+        if needs is None:
+            needs = tuple(map(ir.layout, operands_of(node)))
+        # An operand that is taken twice is taken in one layout.
+        taken = {x: moved(env[x], layout_of(x), want) for x, want in zip(operands_of(node), needs, strict=False)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: taken.get(x, env[x]))
         if node.target in (ops.pad, ops.unpad):
-            dim, size = kwargs["dim"], kwargs["size"]
-            cut = node.target is ops.unpad
-            return PerRank(x.narrow(dim, 0, size) if cut else _resized(x, dim, size) for x in args[0])
-        rule = find_rule(node.target)
+            resized = _resized if node.target is ops.pad else _cut
+            return PerRank(resized(x, kwargs["dim"], kwargs["size"]) for x in args[0])
         if rule is None:
             return ranks.call(node.target, *args, **kwargs)
         spec = spec_of(one := call_of(node))
         assert spec is not None
         results = tuple(value.layout for value in ir.info(node).tensors if value.layout)
-        needs = ir.info(node).needs or tuple(ir.layout(x) for x in operands_of(node))
         return rule.localize(Local(ranks, one, spec, needs, results, tuple(args), dict(kwargs)))
 
-    def fed(node: fx.Node) -> Any:
-        whole = _fed(node, feed)
-        return (
-            ranks.shard(_padded(whole, ir.layout(node).shape), ir.layout(node)) if isinstance(whole, Tensor) else whole
-        )
+    def fed(node: fx.Node, whole: Any) -> PerRank:
+        shape = ir.value(node).shape if isinstance(whole, Tensor) else ()
+        return _shards(ranks, _padded(whole, shape), layout_of(node) if isinstance(whole, Tensor) else None)
 
-    out = Values()
-    for node, made in _run(gm, fed, lambda x: PerRank([x] * mesh.ranks), call, env):
-        if node.op != "output":
-            if isinstance(made, PerRank) and isinstance(made[0], Tensor):
-                out.by_name[ir.info(node).name] = _whole(ranks, made, ir.layout(node))
-            continue
-        for (role, x), source in zip(_results(gm.graph, made), node.args[0], strict=True):
-            if isinstance(x, PerRank) and role.layout is not None:
-                want = moved(x, ir.layout(source), role.layout)
-                out.results[key_of(role)] = _whole(ranks, want, role.layout)
-    return out
+    return _run(gm, ranks, feed, fed, call, layout_of, lambda role, node: layout_of(node))
 
 
 def on_ranks(
@@ -172,79 +134,79 @@ def on_ranks(
     """
     ranks = Lockstep(mesh)
 
-    def call(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    def call(node: fx.Node, env: Env) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         return ranks.call(node.target, *args, **kwargs)
 
-    def fed(node: fx.Node) -> Any:
+    def fed(node: fx.Node, whole: Any) -> PerRank:
         role = ir.role(node)
         if role.kind == "coordinate":
             return ranks.coordinate(tuple(role.name.split(",")))
         if saved is not None and role.kind != "tangent":
             return saved[node.name]
-        whole = _fed(node, feed)
-        if not isinstance(whole, Tensor):
-            return PerRank([whole] * mesh.ranks)
-        return ranks.shard(_padded(whole, lies[key_of(role)].shape), lies[key_of(role)])
+        layout = lies[key_of(role)] if isinstance(whole, Tensor) else None
+        return _shards(ranks, whole if layout is None else _padded(whole, layout.shape), layout)
 
-    out = Values()
-    for node, made in _run(gm, fed, lambda x: PerRank([x] * mesh.ranks), call):
-        if node.op != "output":
-            name = ir.info(node).name
-            if isinstance(made[0], Tensor) and name in layouts and tuple(made[0].shape) == layouts[name].local_shape:
-                out.by_name[name] = _whole(ranks, made, layouts[name])
-            continue
-        for role, x in _results(gm.graph, made):
-            if role.kind == "saved" and x is not None:
-                out.saved[role.name] = x
-            elif isinstance(x, PerRank) and isinstance(x[0], Tensor) and role.layout is not None:
-                out.results[key_of(role)] = _whole(ranks, x, role.layout)
-    return out
+    def layout_of(node: fx.Node) -> Layout | None:
+        found = layouts.get(ir.info(node).name)
+        return found if found is not None and ir.value(node).shape == found.local_shape else None
+
+    return _run(gm, ranks, feed, fed, call, layout_of, lambda role, node: role.layout)
 
 
 @torch.no_grad()
 def _run(
     gm: fx.GraphModule,
-    fed: Callable[[fx.Node], Any],
-    constant: Callable[[Any], Any],
-    call: Callable[[fx.Node, Any, Any], Any],
-    env: dict[fx.Node, Any] | None = None,
-) -> Iterator[tuple[fx.Node, Any]]:
-    """(node, what it makes) in order; of the output node, what it takes."""
-    env = {} if env is None else env
+    ranks: Lockstep,
+    feed: Mapping[Key, Tensor],
+    fed: Callable[[fx.Node, Any], PerRank],
+    call: Callable[[fx.Node, Env], Any],
+    layout_of: LayoutOf,
+    layout_of_result: Callable[[Role, fx.Node], Layout | None],
+) -> Values:
+    """What ``gm`` computes; ``fed`` cuts what comes in, and ``call`` runs an op."""
+    env: Env = {}
+    out = Values()
     for node in gm.graph.nodes:
-        if node.op == "placeholder":
-            env[node] = fed(node)
+        if node.op == "placeholder":  # of what is no tensor, the example's value
+            env[node] = fed(node, feed.get(key_of(ir.role(node)), node.meta["val"]))
         elif node.op == "get_attr":
-            env[node] = constant(operator.attrgetter(str(node.target))(gm))
-        elif node.op == "output":
-            yield node, [env[x] if isinstance(x, fx.Node) else None for x in node.args[0]]
-            return
-        else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+            env[node] = _shards(ranks, operator.attrgetter(str(node.target))(gm), None)
+        elif node.op == "call_function":
             try:
-                env[node] = call(node, args, dict(kwargs))
+                env[node] = call(node, env)
             except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
                 raise Failed(node, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-        yield node, env[node]
+        if node.op != "output" and _is_tensor(env[node]):
+            layout = layout_of(node)
+            if layout is not None or not ranks.mesh.axes:
+                out.by_name[ir.info(node).name] = _whole(ranks, env[node], layout)
+    for role, x in ir.outputs(gm.graph):
+        if isinstance(x, fx.Node) and role.kind == "saved":
+            out.saved[role.name] = env[x]
+        elif isinstance(x, fx.Node) and _is_tensor(env[x]):
+            out.results[key_of(role)] = _whole(ranks, env[x], layout_of_result(role, x))
+    return out
 
 
-def _fed(node: fx.Node, feed: Mapping[Key, Tensor]) -> Any:
-    """The global value of a placeholder; of one that is no tensor, the example's."""
-    return feed.get(key_of(ir.role(node)), node.meta["val"])
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, PerRank) and isinstance(x[0], Tensor)
 
 
-def _results(graph: fx.Graph, made: Sequence[Any]) -> list[tuple[Role, Any]]:
-    return list(zip((role for role, _ in ir.outputs(graph)), made, strict=True))
+def _shards(ranks: Lockstep, whole: Any, layout: Layout | None) -> PerRank:
+    return PerRank([whole] * ranks.mesh.ranks) if layout is None else ranks.shard(whole, layout)
 
 
-def _whole(ranks: Lockstep, x: PerRank, layout: Layout) -> Tensor | str:
+def _whole(ranks: Lockstep, x: PerRank, layout: Layout | None) -> Tensor | str:
+    if layout is None:
+        return x[0]
     try:
         return ranks.assemble(x, layout)
     except AssertionError as error:
         return str(error)
 
 
-def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
+def _padded(x: Any, shape: Sequence[int]) -> Any:
     for dim, size in enumerate(shape):
         x = _resized(x, dim, size)
     return x
@@ -253,3 +215,7 @@ def _padded(x: Tensor, shape: Sequence[int]) -> Tensor:
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
     """``dim`` grown to ``size`` with zeros."""
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, size - x.shape[dim]]) if x.shape[dim] != size else x
+
+
+def _cut(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.narrow(dim, 0, size)

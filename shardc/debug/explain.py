@@ -146,9 +146,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
         near = get_close_matches(tensor, by_name, n=3)
         fix = f"did you mean {' or '.join(map(repr, near))}?" if near else "dump the stage collectives to see its names"
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
-    rows: dict[str, list[Collective]] = {}
-    for row in program.schedule(hardware, stage="localize").collectives:
-        rows.setdefault(row.name.rpartition(".")[0], []).append(row)
+    rows = program.schedule(hardware, stage="localize").by_node
     record = ir.info(node)
     alike = "" if folded is None else folded.alike(record.name.removeprefix("d."))
     param = record.role is not None and record.role.kind == "param"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc._compat import pytree
 from shardc.dynamic.fit import Fit, moduli
 from shardc.errors import LayoutError
 from shardc.ir import graph as ir
@@ -72,30 +73,27 @@ def _node(
 
 
 def _fitted(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
-    """One argument of the three nodes, with polynomials in the place of numbers that differ."""
+    """What the three nodes are given, with polynomials in the place of numbers that differ."""
+    leaves, specs = zip(*map(pytree.tree_flatten, values), strict=True)
+    if any(spec != specs[0] for spec in specs):
+        raise Differs(f"{values} stand in one place")
+    return pytree.tree_unflatten([_leaf(each, places, fit) for each in zip(*leaves, strict=True)], specs[0])
+
+
+def _leaf(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
     first = values[0]
-    if len({type(x) for x in values}) > 1:
-        raise Differs(f"{values} stand in one place")
-    if isinstance(first, fx.Node):
-        if len({place[x] for x, place in zip(values, places, strict=True)}) > 1:
-            raise Differs(f"{values} stand in one place")
-        return first
-    if isinstance(first, tuple | list):
-        if len({len(x) for x in values}) > 1:
-            raise Differs(f"{values} stand in one place")
-        made = [_fitted(each, places, fit) for each in zip(*values, strict=True)]
-        return type(first)(made) if type(first) in (tuple, list) else tuple(made)
-    if isinstance(first, dict):
-        return {key: _fitted([x[key] for x in values], places, fit) for key in first}
-    if isinstance(first, slice):
-        return slice(*(_fitted([getattr(x, at) for x in values], places, fit) for at in ("start", "stop", "step")))
-    if type(first) is int:
-        return fit(tuple(values))
-    if isinstance(first, float) and len(set(values)) > 1:
-        return _quotient(values, fit)
-    if not all(_equal(first, x) for x in values):
-        raise Differs(f"{values} stand in one place")
-    return first
+    if isinstance(first, slice) and all(isinstance(x, slice) for x in values):
+        return slice(*(_leaf([getattr(x, at) for x in values], places, fit) for at in ("start", "stop", "step")))
+    if len({type(x) for x in values}) == 1:
+        if isinstance(first, fx.Node) and len({place[x] for x, place in zip(values, places, strict=True)}) == 1:
+            return first
+        if type(first) is int:
+            return fit(tuple(values))
+        if isinstance(first, float) and len(set(values)) > 1:
+            return _quotient(values, fit)
+        if not isinstance(first, fx.Node) and all(_equal(first, x) for x in values):
+            return first
+    raise Differs(f"{values} stand in one place")
 
 
 def _quotient(values: Sequence[float], fit: Fit) -> Quotient:
@@ -154,15 +152,13 @@ def _bones(layout: Any) -> Any:
 
 
 def _depends(found: Any) -> bool:
+    """Whether there is a polynomial in what was fitted."""
     if isinstance(found, Shape):
         return _depends((found.sizes, found.strides))
-    if isinstance(found, dict):
-        return _depends(tuple(found.values()))
     if isinstance(found, slice):
         return _depends((found.start, found.stop, found.step))
-    if isinstance(found, tuple | list):
-        return any(map(_depends, found))
-    return isinstance(found, Polynomial | Quotient)
+    leaves = pytree.tree_leaves(found)
+    return any(isinstance(x, Polynomial | Quotient) or isinstance(x, Shape | slice) and _depends(x) for x in leaves)
 
 
 def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:

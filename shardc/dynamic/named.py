@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardc import _compat
 from shardc.errors import InputError
+from shardc.validate import near
 
 
 class DynamicDims:
@@ -76,8 +76,7 @@ def check_dynamic(dynamic: Any, model: nn.Module) -> None:
     for name, dims in dynamic.items():
         head = str(name).partition(".")[0]
         if head not in parameters and not head.startswith("target"):
-            near = get_close_matches(head, [*parameters, "target"])
-            hint = f"did you mean {near[0]!r}?" if near else f"its inputs are {', '.join(parameters)}"
+            hint = near(head, [*parameters, "target"], f"its inputs are {', '.join(parameters)}")
             raise InputError(f"dynamic names {name!r}, which {type(model).__name__} does not take", fix=hint)
         for dim, size in dims.items():
             if type(dim) is not int or not isinstance(size, str) or not size:

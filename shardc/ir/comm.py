@@ -3,7 +3,7 @@
 A group's name says which axes its ranks differ along, so that one graph serves every rank: the runtime
 gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined here:
 
-    permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.wire.permute`
+    permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.wire.direct`
     all_gather_into_tensor_coalesced,
     reduce_scatter_tensor_coalesced,
     all_reduce_coalesced               what `_c10d_functional`'s of these names do, in messages from each rank

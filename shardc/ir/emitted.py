@@ -12,6 +12,7 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir.host import NAMES as MOVES
+from shardc.ir.layout import split_top
 from shardc.ir.segments import Segment
 from shardc.ir.tally import arguments_of, collective_kind
 
@@ -151,7 +152,8 @@ def uses_of(source: str) -> Uses:
                 spans.update({used: (spans.get(used, (0, 0))[0], at) for used in unnamed.get(slot, ())})
                 unnamed.get(slot, set()).clear()
         if line.startswith("return"):
-            results = [_behind(behind, each) for each in _parts(line.removeprefix("return").strip())]
+            returned = split_top(line.removeprefix("return").strip().removeprefix("(").removesuffix(")"))
+            results = [_behind(behind, each) for each in returned if each]
         for gone in _DELETED.findall(line):
             for slot in behind.pop(gone, ()):
                 spans[slot] = spans.get(slot, (0, 0))[0], at
@@ -194,17 +196,6 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
         last(slots, base)
     given_until = [spans.pop(-1 - at, (0, 0))[1] for at in range(len(taken))]
     return Uses(spans, given_until, results, {}, [set() for _ in results], base)
-
-
-def _parts(text: str) -> list[str]:
-    """The items of a tuple that is written out."""
-    out, depth, start = [], 0, 1
-    for at, letter in enumerate(text):
-        depth += (letter in "([") - (letter in ")]")
-        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
-            out.append(text[start:at])
-            start = at + 1
-    return [part for part in out if part.strip()]
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:

@@ -130,13 +130,6 @@ class Mesh:
             rank, out[name] = divmod(rank, size)
         return {name: out[name] for name, _ in self.shape}
 
-    def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at ``coordinate``; axes left out count as 0."""
-        rank = 0
-        for name, size in self.shape:
-            rank = rank * size + coordinate.get(name, 0)
-        return rank
-
     def index(self, axis: str, rank: int) -> int:
         """Where ``rank`` stands along ``axis``, which may be a part."""
         name, pre, _ = split_part(axis)
@@ -145,19 +138,7 @@ class Mesh:
 
     def group(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` along ``axes`` only, the first axis varying slowest."""
-        axes = tuple(axes)
-        members = [r for r in range(self.ranks) if self.same_outside(axes, r, rank)]
-        return tuple(sorted(members, key=lambda r: tuple(self.index(a, r) for a in axes)))
-
-    def same_outside(self, axes: Iterable[str], one: int, other: int) -> bool:
-        """Whether two ranks differ along ``axes`` only."""
-        # Replace the coordinates along `axes` by those of `other`; what remains must be `other`.
-        here, there = self.coordinate(one), self.coordinate(other)
-        for axis in axes:
-            name, pre, _ = split_part(axis)
-            step = self._sizes[name] // (pre * self.size(axis))
-            here[name] += (self.index(axis, other) - self.index(axis, one)) * step
-        return here == there
+        return next(group for group in groups_of(self, tuple(axes)) if rank in group)
 
     @staticmethod
     def of(mesh: object) -> Mesh:
@@ -178,6 +159,27 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={size}' for name, size in self.shape)})"
+
+
+@lru_cache(maxsize=1024)
+def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """All groups of ranks that differ along ``axes`` only, each with the first axis varying slowest.
+
+    >>> groups_of(Mesh(dp=2, tp=2), ("dp",))
+    ((0, 2), (1, 3))
+    """
+    steps = []
+    for axis in axes:
+        name, pre, _ = split_part(axis)
+        steps.append((name, mesh.size(name) // (pre * mesh.size(axis)), mesh.size(axis)))
+    groups: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}
+    for rank in range(mesh.ranks):
+        outside, along = mesh.coordinate(rank), []
+        for name, step, size in steps:
+            along.append(outside[name] // step % size)
+            outside[name] -= along[-1] * step
+        groups.setdefault(tuple(outside.values()), []).append((along, rank))
+    return tuple(tuple(rank for _, rank in sorted(members)) for members in groups.values())
 
 
 @lru_cache(maxsize=4096)

@@ -54,17 +54,6 @@ class Polynomial:
     def denominator(self) -> int:
         return lcm(*(c.denominator for c, _ in self.terms)) if self.terms else 1
 
-    def __str__(self) -> str:
-        d = self.denominator
-        text = " + ".join(_term(c * d, self.names, powers) for c, powers in self.terms) or "0"
-        text = text.replace("+ -", "- ")
-        return text if d == 1 else f"({text}) / {d}" if len(self.terms) > 1 else f"{text} / {d}"
-
-
-def _term(c: Fraction, names: Sequence[str], powers: Powers) -> str:
-    factors = [name if power == 1 else f"{name}**{power}" for name, power in zip(names, powers, strict=True) if power]
-    return " * ".join(([str(c)] if c != 1 or not factors else []) + factors)
-
 
 def monomial(values: Sequence[int], powers: Powers) -> int:
     """The product of ``values`` to their powers."""

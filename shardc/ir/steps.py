@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from math import prod
 
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Digits, Layout, cut_digits
@@ -38,44 +40,39 @@ class _Step:
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
     def broken(self, op: Callable[..., object]) -> str | None:
+        """Why ``op`` does not make the result."""
         source, made = self.source, self.made
-        if op is ops.all_gather:
-            return self.unbinds(source, made, "the operand") or self.same_pending()
-        if op is ops.shard:
-            return self.unbinds(made, source, "the result") or self.same_pending()
+        if op in (ops.all_gather, ops.shard):
+            split, whole = (source, made) if op is ops.all_gather else (made, source)
+            return self.unbinds(split, whole) or self.same_pending()
         if op is ops.reduce_scatter:
-            return self.unbinds(made, source, "the result") or self.reduces(source, made)
-        if op is ops.all_reduce:
-            return self.same_dims() or self.reduces(source, made)
-        if op is ops.to_partial:
-            return self.same_dims() or self.reduces(made, source)
-        if op is ops.permute_ranks:
-            return self.unused() or self.moves() or self.whole_shards() or self.same_pending()
-        return self.splits() or self.moves() or self.same_pending()
+            return self.unbinds(made, source) or self.reduces(source, made)
+        if op in (ops.all_reduce, ops.to_partial):
+            pending, done = (source, made) if op is ops.all_reduce else (made, source)
+            return self.same_dims() or self.reduces(pending, done)
+        if op is ops.permute_ranks:  # one axis may take another's place
+            used = self.missing(self.bound(source) | self.bound(made), f"neither {source} nor {made}")
+            return used or self.moves() or self.whole_shards() or self.same_pending()
+        return self.splits(source) or self.splits(made) or self.moves() or self.same_pending()
 
     # --- what a step may do
 
-    def unbinds(self, split: Layout, whole: Layout, what: str) -> str | None:
-        """Why ``whole`` is not ``split``, which is ``what``, with the axes taken from its dims."""
-        if missing := [atom for atom in self.over if atom not in self.bound(split)]:
-            return f"{missing[0]!r} does not split {what}, {split}"
+    def missing(self, bound: set[str], what: str) -> str | None:
+        """Which of the axes is not among those that are ``bound``."""
+        lost = next((atom for atom in self.over if atom not in bound), None)
+        return None if lost is None else f"{lost!r} splits {what}"
+
+    def splits(self, layout: Layout) -> str | None:
+        """Why the axes do not split the operand or the result, which has this layout."""
+        what = "the operand" if layout is self.source else "the result"
+        return self.missing(self.bound(layout), f"no dim of {what}, {layout}")
+
+    def unbinds(self, split: Layout, whole: Layout) -> str | None:
+        """Why ``whole`` is not ``split`` with the axes taken from its dims."""
         expected = self.without(split)
-        if expected.dims == whole.dims:
-            return None
+        if (lost := self.splits(split)) is not None or expected.dims == whole.dims:
+            return lost
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
-
-    def splits(self) -> str | None:
-        """Why the axes do not split both the operand and the result."""
-        for layout, what in ((self.source, "the operand"), (self.made, "the result")):
-            if missing := [atom for atom in self.over if atom not in self.bound(layout)]:
-                return f"{missing[0]!r} does not split {what}, {layout}"
-        return None
-
-    def unused(self) -> str | None:
-        """Which axis splits neither; where whole shards change ranks, one axis may take another's place."""
-        used = self.bound(self.source) | self.bound(self.made)
-        missing = [atom for atom in self.over if atom not in used]
-        return f"{missing[0]!r} splits neither {self.source} nor {self.made}" if missing else None
 
     def moves(self) -> str | None:
         """Why the axes do not only stand elsewhere in the result."""
@@ -97,7 +94,7 @@ class _Step:
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
             return None
-        before, after = pending.partial_text() or "nothing", done.partial_text() or "nothing"
+        before, after = _pending_text(pending), _pending_text(done)
         return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
 
     def same_dims(self) -> str | None:
@@ -108,8 +105,7 @@ class _Step:
     def same_pending(self) -> str | None:
         if self.pending(self.source) == self.pending(self.made):
             return None
-        before, after = self.source.partial_text() or "nothing", self.made.partial_text() or "nothing"
-        return f"{before} pending becomes {after} pending"
+        return f"{_pending_text(self.source)} pending becomes {_pending_text(self.made)} pending"
 
     # --- layouts in atoms
 
@@ -136,15 +132,13 @@ class _Step:
         return layout.replace(dims=dims)
 
 
+def _pending_text(layout: Layout) -> str:
+    return layout.partial_text() or "nothing"
+
+
 def _cuts(layout: Layout) -> list[list[tuple[bool, int]]]:
     """For each dim its runs of bound and of local digits: whether bound, and how many values together."""
-    out = []
-    for digits in layout.dims:
-        runs: list[tuple[bool, int]] = []
-        for radix, axis in digits:
-            if runs and runs[-1][0] == (axis is not None):
-                runs[-1] = runs[-1][0], runs[-1][1] * radix
-            else:
-                runs.append((axis is not None, radix))
-        out.append(runs)
-    return out
+    return [
+        [(bound, prod(d.radix for d in run)) for bound, run in groupby(digits, lambda d: d.axis is not None)]
+        for digits in layout.dims
+    ]

@@ -12,28 +12,33 @@ from typing import Any
 import torch
 
 from shardc.cost.unshard import keep_within
-from shardc.passes.absent import Absent
+from shardc.passes.absent import Absent as Absent
 from shardc.passes.algorithms import Algorithms
-from shardc.passes.bucket import Bucket
-from shardc.passes.canonicalize import Canonicalize
-from shardc.passes.collectives import Collectives
-from shardc.passes.localize import Localize
-from shardc.passes.objective import Objective
-from shardc.passes.offload import Offload
-from shardc.passes.options import Options
-from shardc.passes.pad import Pad
-from shardc.passes.partition import Cut, Partition, inference
-from shardc.passes.pipeline import Hook, Pass, Pipeline
-from shardc.passes.plan_memory import PlanMemory
-from shardc.passes.precision import Precision
-from shardc.passes.problem import Problem
-from shardc.passes.propagate import Propagate
-from shardc.passes.reshard import Reshard
-from shardc.passes.schedule import Schedule
-from shardc.passes.seed import Seed
-from shardc.passes.settle import Settle
-from shardc.passes.silence import Silence
-from shardc.passes.simplify import Simplify
+from shardc.passes.bucket import Bucket as Bucket
+from shardc.passes.canonicalize import Canonicalize as Canonicalize
+from shardc.passes.collectives import Collectives as Collectives
+from shardc.passes.greedy import Greedy
+from shardc.passes.localize import Localize as Localize
+from shardc.passes.objective import Objective as Objective
+from shardc.passes.offload import Offload as Offload
+from shardc.passes.options import Options as Options
+from shardc.passes.pad import Pad as Pad
+from shardc.passes.partition import Cut
+from shardc.passes.partition import Partition as Partition
+from shardc.passes.partition import inference as inference
+from shardc.passes.pipeline import Hook as Hook
+from shardc.passes.pipeline import Pass as Pass
+from shardc.passes.pipeline import Pipeline as Pipeline
+from shardc.passes.plan_memory import PlanMemory as PlanMemory
+from shardc.passes.precision import Precision as Precision
+from shardc.passes.propagate import Problem
+from shardc.passes.propagate import Propagate as Propagate
+from shardc.passes.reshard import Reshard as Reshard
+from shardc.passes.schedule import Schedule as Schedule
+from shardc.passes.seed import Seed as Seed
+from shardc.passes.settle import Settle as Settle
+from shardc.passes.silence import Silence as Silence
+from shardc.passes.simplify import Simplify as Simplify
 from shardc.plan.bound import BoundPlan
 
 
@@ -65,7 +70,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Propagate(Problem(
                 mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
-            )),
+            ), Greedy()),
             # It needs the layouts of tangents, and adds none of its own.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.
@@ -97,32 +102,3 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     if (silent := options.silent()) != frozenset():
         made = made.after(PlanMemory.name, Silence(silent))
     return made if options.pipeline is None else options.pipeline(made)
-
-
-__all__ = [
-    "Absent",
-    "Algorithms",
-    "Bucket",
-    "Canonicalize",
-    "Collectives",
-    "Hook",
-    "Localize",
-    "Objective",
-    "Offload",
-    "Options",
-    "Pad",
-    "Partition",
-    "Pass",
-    "Pipeline",
-    "PlanMemory",
-    "Precision",
-    "Propagate",
-    "Reshard",
-    "Schedule",
-    "Seed",
-    "Settle",
-    "Silence",
-    "Simplify",
-    "inference",
-    "pipeline",
-]

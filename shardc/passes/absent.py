@@ -51,7 +51,7 @@ class Absent:
             elif not missing:
                 continue
             elif _of_several(node):
-                absent.update(_leave_out(graph, node, absent))
+                absent.update(_leave_out(node, absent))
             elif (other := _other_term(node, missing)) is not None:
                 node.replace_all_uses_with(other)
             else:
@@ -71,7 +71,7 @@ def _of_several(node: fx.Node) -> bool:
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
-def _leave_out(graph: fx.Graph, node: fx.Node, absent: set[fx.Node]) -> list[fx.Node]:
+def _leave_out(node: fx.Node, absent: set[fx.Node]) -> list[fx.Node]:
     """Takes absent tensors out of a collective of several; the results of these, which are absent too."""
     given: Any = node.args[0]
     kept = [at for at, x in enumerate(given) if x not in absent]

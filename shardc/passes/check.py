@@ -10,7 +10,7 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import SPECS, broken, halves, verify, verify_half
-from shardc.ir.verify.identity import Program, program
+from shardc.ir.verify.identity import Computed, Program, computed, program, same
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
@@ -57,18 +57,18 @@ class VerifyHalf(Hook):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.made: tuple[halves.Computed, list[str]] | None = None
+        self.made: tuple[Computed, list[str]] | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
         if self.made is None:
-            self.made = halves.computed(gm.graph), halves.started(gm.graph)
+            self.made = computed(gm.graph), halves.started(gm.graph)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         verify_half(gm, self.mesh, stage)
         assert self.made is not None
         values, order = self.made
-        self.made = halves.computed(gm.graph), halves.started(gm.graph)
-        found = halves.same(values, self.made[0]) if stage in KEEP_VALUES else None
+        self.made = computed(gm.graph), halves.started(gm.graph)
+        found = same(values, self.made[0]) if stage in KEEP_VALUES else None
         if found is None and stage in KEEP_ORDER and self.made[1] != order:
             found = "its collectives do not start in the order that was scheduled"
         if found is not None:

@@ -32,25 +32,57 @@ class Padded:
     filling: float | None
 
 
-class Forms:
-    """A graph in the making whose values may have filling: the `Builder` that rules spell padded ops through.
+class Calls:
+    """A graph in the making, each op with its fake value, and a record like that of what it stands for.
 
     Args:
-        names: taken in the old graph.
+        names: taken already.
         fake_mode, device: of fake values.
 
     Attributes:
-        plain: old node -> new, without filling.
-        padded: old node -> its padded form, where it has one.
         record: of the old node that what is made stands for.
     """
 
     def __init__(self, names: NameScope, fake_mode: Any, device: torch.device) -> None:
         self.graph, self.names = fx.Graph(), names
         self.fake_mode, self.device = fake_mode, device
+        self.record = Info("", None)
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.fake_mode, torch.no_grad():
+            val = target(*self.vals(args), **self.vals(kwargs))
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["val"] = val
+        short = getattr(target, "overloadpacket", target).__name__
+        name = self.names.fresh(f"{self.record.name}.{short}")
+        return ir.set_info(node, replace(self.record, name=name, value=ir.value_of(val), role=None, needs=None))
+
+    def vals(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, self.val)
+
+    def val(self, node: fx.Node) -> Any:
+        if "val" not in node.meta:
+            value = ir.value(node)
+            with self.fake_mode:
+                node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+        return node.meta["val"]
+
+    def shape(self, x: Any) -> tuple[int, ...]:
+        return tuple(self.val(x).shape)
+
+
+class Forms(Calls):
+    """A graph in the making whose values may have filling: the `Builder` that rules spell padded ops through.
+
+    Attributes:
+        plain: old node -> new, without filling.
+        padded: old node -> its padded form, where it has one.
+    """
+
+    def __init__(self, names: NameScope, fake_mode: Any, device: torch.device) -> None:
+        super().__init__(names, fake_mode, device)
         self.plain: dict[fx.Node, fx.Node] = {}
         self.padded: dict[fx.Node, Padded] = {}
-        self.record = Info("", None)
         self._made: dict[Any, fx.Node] = {}
 
     def without(self, x: fx.Node) -> fx.Node:
@@ -128,33 +160,11 @@ class Forms:
 
     # --- Builder
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.fake_mode, torch.no_grad():
-            val = target(*self.vals(args), **self.vals(kwargs))
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = val
-        short = getattr(target, "overloadpacket", target).__name__
-        name = self.names.fresh(f"{self.record.name}.{short}")
-        return ir.set_info(node, replace(self.record, name=name, value=ir.value_of(val), role=None, needs=None))
-
-    def vals(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, self.val)
-
-    def val(self, node: fx.Node) -> Any:
-        if "val" not in node.meta:
-            value = ir.value(node)
-            with self.fake_mode:
-                node.meta["val"] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-        return node.meta["val"]
-
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
         raise AssertionError(f"a value that is whole needs no coordinate along {axes}")
 
     def key(self) -> fx.Node:
         raise AssertionError("random draws are made without filling")
-
-    def shape(self, x: Any) -> tuple[int, ...]:
-        return tuple(self.val(x).shape)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
         raise AssertionError(f"a value that is whole needs no group along {axes}")

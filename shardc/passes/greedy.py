@@ -26,7 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import VIEWS, call_of, move_of, operands_of
 from shardc.passes.choose import Gradient, choose, compute_seconds
-from shardc.passes.problem import Problem
+from shardc.passes.propagate import Problem
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies

@@ -23,6 +23,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.collectives import step_of
+from shardc.passes.forms import Calls
 from shardc.passes.spell import spell
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
@@ -55,10 +56,10 @@ class Localize:
         env: dict[fx.Node, Any] = {}
         for node in gm.graph.nodes:
             emitter.at(node)
-            env[node] = self._node(gm, node, env, emitter)
+            env[node] = self._node(node, env, emitter)
         return fx.GraphModule(gm, emitter.finish())
 
-    def _node(self, gm: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
+    def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
         if node.op == "placeholder":
             return emitter.placeholder(node)
         if node.op == "get_attr":
@@ -111,31 +112,20 @@ def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
     return emitter.call(aten.constant_pad_nd.default, x, widths, 0.0)
 
 
-class Emitter:
+class Emitter(Calls):
     """Builds the local graph: the `Builder` that rules and steps spell through."""
 
     def __init__(self, mesh: Mesh, fake_mode: Any, device: torch.device) -> None:
-        self.mesh, self.fake_mode, self.device = mesh, fake_mode, device
-        self.graph = fx.Graph()
-        self.names = NameScope()
+        super().__init__(NameScope(), fake_mode, device)
+        self.mesh = mesh
         self._numbers: dict[str, fx.Node] = {}
         self._last_primal: fx.Node | None = None
-        self._info = Info("", None)
 
     def at(self, node: fx.Node) -> None:
-        """What is emitted from here on stands for ``node``."""
-        self._info = ir.info(node) if node.op != "output" else Info("", None)
+        """What is emitted from here on stands for ``node``; `named` gives the last of it the name of that."""
+        self.record = ir.info(node) if node.op != "output" else Info("", None)
 
     # --- Builder
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.fake_mode, torch.no_grad():
-            val = target(*_fakes(args), **_fakes(kwargs))
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = val
-        # Named after its op; `named` gives the last one the name of the node that it stands for.
-        self._record(node, f"{self._info.name}.{_short(target)}", replace(self._info, role=None, needs=None))
-        return node
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         """``x``, as a copy where it does not lie so."""
@@ -162,9 +152,6 @@ class Emitter:
             self._record(node, name, Info("", None, Origin(), Role(kind, role_name, len(self._numbers))))
             self._numbers[name] = node
         return self._numbers[name]
-
-    def shape(self, x: Any) -> tuple[int, ...]:
-        return tuple(x.meta["val"].shape)
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
@@ -194,8 +181,8 @@ class Emitter:
         """Gives what stands for the current global node that node's name."""
         if isinstance(made, fx.Node) and made.op == "call_function":
             record = ir.info(made)
-            if record.name != self._info.name and record.name.startswith(f"{self._info.name}."):
-                ir.set_info(made, replace(record, name=self.names.fresh(self._info.name)))
+            if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):
+                ir.set_info(made, replace(record, name=self.names.fresh(self.record.name)))
         return made
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
@@ -211,11 +198,3 @@ class Emitter:
 
     def _record(self, node: fx.Node, name: str, like: Info) -> None:
         ir.set_info(node, replace(like, name=self.names.fresh(name), value=ir.value_of(node.meta["val"])))
-
-
-def _fakes(arguments: Any) -> Any:
-    return fx.map_arg(arguments, lambda n: n.meta["val"])
-
-
-def _short(target: Any) -> str:
-    return str(getattr(target, "overloadpacket", target).__name__)

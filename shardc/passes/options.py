@@ -42,7 +42,6 @@ class Options:
             None for real CPU ranks only.
         comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only. By kind:
             ``{"gather": "none"}`` for all-gathers, ``{"reduce": "none"}`` for reduce-scatters and all-reduces.
-        debug: "buffers" runs graphs op by op and checks every use of a collective's result (`shardc.runtime.checked`).
         fold: capture and plan alike blocks on four of them, and repeat what comes of it (`shardc.fold`); the program is
             the same. None: where the module runs. True warns where blocks look alike and do not come out so.
         lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
@@ -72,7 +71,6 @@ class Options:
     overlap: bool = True
     direct: bool | None = None
     comm: Literal["real", "none"] | Mapping[Literal["gather", "reduce"], Literal["real", "none"]] = "real"
-    debug: Literal["buffers"] | None = None
     fold: bool | None = None
     lower_by: Literal["auto", "blocks", "whole"] = "auto"
     store: bool = field(default_factory=lambda: os.environ.get("SHARDC_STORE", "1") != "0")

@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import fx
 
+from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
-from shardc.passes.greedy import Greedy
-from shardc.passes.problem import Chooser, Problem
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+
+OutputLayout = Callable[[int, str, Layout], tuple[Layout, str]]
+PinLayout = Callable[[str, Layout], tuple[Layout, str]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What the plan says, and what strategies are priced by.
+
+    Args:
+        mesh, cost: what strategies are priced on.
+        batch_axes: axes that split the batch; outputs stay split over these only, by default.
+        output_layout: (index, name, natural layout) -> (layout, plan entry) of a forward output.
+        pin_layout: (tag name, layout as it comes) -> (layout, plan entry) of a tagged activation.
+        grad_layouts: storage layout of each parameter's gradient, by name.
+        compute_layouts: compute layout of each parameter, by name: what its gradient has before the batch axes.
+        reduce: "mean" or "sum": what the gradient of an output that is whole over a batch axis is of the ranks'.
+        strict: an op without a rule is an error.
+        deferred: parameters whose gradients stay as they come, pending sums and all.
+    """
+
+    mesh: Mesh
+    cost: CostModel
+    batch_axes: tuple[str, ...]
+    output_layout: OutputLayout
+    pin_layout: PinLayout
+    grad_layouts: dict[str, Layout] = field(default_factory=dict)
+    compute_layouts: dict[str, Layout] = field(default_factory=dict)
+    reduce: str = "mean"
+    strict: bool = False
+    deferred: frozenset[str] = frozenset()
+
+
+class Chooser(Protocol):
+    """Gives every value of a seeded graph a layout, and every op its ``Info.needs``.
+
+    The verifier checks behind it that every op's needs and layouts agree with its rule, and that what is pinned stayed.
+    """
+
+    def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
+        """Returns the layout in which each output of ``graph`` is wanted."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +65,7 @@ class Propagate:
     """
 
     problem: Problem
-    chooser: Chooser = Greedy()
+    chooser: Chooser
     name = "propagate"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

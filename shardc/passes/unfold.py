@@ -19,8 +19,9 @@ from torch import Tensor, fx
 from shardc.cost.sequence import ALIASED, aliased
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
+from shardc.ir.repeat import Repeat
 from shardc.passes.unfold_body import Body, Place, calls, phases
-from shardc.passes.unfold_names import Names, NotPeriodic, Run
+from shardc.passes.unfold_names import Names, NotPeriodic
 
 
 class Unfold:
@@ -37,7 +38,7 @@ class Unfold:
         NotPeriodic: the blocks' nodes do not repeat.
     """
 
-    def __init__(self, joint: fx.Graph, run: Run, keep: int) -> None:
+    def __init__(self, joint: fx.Graph, run: Repeat, keep: int) -> None:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.names = Names(run, keep)
         self.regions = 0  # how many checkpoint regions a block has
@@ -272,13 +273,9 @@ class _Unfolding:
         if node not in self.meta:
             self.meta[node] = _meta(node)
         made.meta.update(self.meta[node])
-        place = self.places.get(node)
-        rename: Callable[[str], str] = (
-            partial(self.names.outside, moved_by=shift)
-            if place is None
-            else partial(self.names.among_blocks, block=place.block, moved_by=shift)
+        record = self._renamed(
+            ir.info(node), partial(self.names.node, moved_by=shift, placed=node in self.places), shift
         )
-        record = self._renamed(ir.info(node), rename, shift)
         if record.role is not None and record.role.kind == "saved":
             record = replace(record, role=replace(record.role, name=made.name))
         return ir.set_info(made, record)

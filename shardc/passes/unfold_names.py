@@ -4,28 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Protocol
 
 from shardc.errors import ShardcError
+from shardc.ir.repeat import Repeat
 
 NEEDED_BY = "needed by "
 
 
 class NotPeriodic(ShardcError):
     """A graph in which blocks do not repeat node by node."""
-
-
-class Run(Protocol):
-    """A run of alike blocks; see `shardc.capture.repeats.Repeat`."""
-
-    @property
-    def first(self) -> int: ...
-
-    @property
-    def count(self) -> int: ...
-
-    @property
-    def prefix(self) -> str: ...
 
 
 class Names:
@@ -39,7 +26,7 @@ class Names:
         keep: how many of them were captured.
     """
 
-    def __init__(self, run: Run, keep: int) -> None:
+    def __init__(self, run: Repeat, keep: int) -> None:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.last = run.first  # the last block in front of those that are put in
         self.ends = {run.first, run.first + keep - 1}
@@ -73,25 +60,22 @@ class Names:
                 raise NotPeriodic(f"{early} and {late} do not count on evenly")
             self._families[family] = (each, min(known[1], behind), step)
 
-    def among_blocks(self, name: str, block: int, moved_by: int) -> str:
-        """The name of the counterpart, ``moved_by`` blocks on in the whole graph, of a node of ``block``."""
-        if self._number(name) is not None:
-            return self.module(name, moved_by)
-        if (found := self._family(name)) is None:
-            return name
-        family, at, value = found
-        each, _, step = self._families[family]
-        return _with_number(name, at, value + each * (moved_by if step > 0 else self.missing - moved_by))
+    def node(self, name: str, moved_by: int, placed: bool) -> str:
+        """The name of what stands for a node ``moved_by`` blocks on in the whole graph.
 
-    def outside(self, name: str, moved_by: int) -> str:
-        """The name of a node of no place in a period, which stands ``moved_by`` blocks on in the whole graph."""
+        Args:
+            placed: the node has a place in a period, so that it is moved with its block.
+        """
         if self._number(name) is not None:
             return self.module(name, moved_by)
         if (found := self._family(name)) is None:
             return name
         family, at, value = found
-        each, behind, _ = self._families[family]
-        return _with_number(name, at, value + each * self.missing * (value >= behind))
+        each, behind, step = self._families[family]
+        blocks = self.missing * (value >= behind)
+        if placed:
+            blocks = moved_by if step > 0 else self.missing - moved_by
+        return _with_number(name, at, value + each * blocks)
 
     def module(self, name: str, moved_by: int) -> str:
         """The name of a module, or of what it holds, ``moved_by`` blocks on; behind the run all move alike."""

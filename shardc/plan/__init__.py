@@ -1,32 +1,18 @@
 """Plans: frozen, composable values that say where a model's tensors lie on a mesh."""
 
-from shardc.plan.expression import parse_plan
-from shardc.plan.from_hsdp import hsdp_plan
-from shardc.plan.ports import (
-    ActivationPin,
-    batch_axes,
-    resolve_activations,
-    resolve_inputs,
-    resolve_outputs,
-)
-from shardc.plan.resolve import ParamPlan, resolve_params
-from shardc.plan.value import Plan, ddp, fsdp, hsdp, offload, precision, tp
-
-__all__ = [
-    "ActivationPin",
-    "ParamPlan",
-    "Plan",
-    "batch_axes",
-    "ddp",
-    "fsdp",
-    "hsdp",
-    "hsdp_plan",
-    "offload",
-    "parse_plan",
-    "precision",
-    "resolve_activations",
-    "resolve_inputs",
-    "resolve_outputs",
-    "resolve_params",
-    "tp",
-]
+from shardc.plan.expression import parse_plan as parse_plan
+from shardc.plan.from_hsdp import hsdp_plan as hsdp_plan
+from shardc.plan.ports import ActivationPin as ActivationPin
+from shardc.plan.ports import batch_axes as batch_axes
+from shardc.plan.ports import resolve_activations as resolve_activations
+from shardc.plan.ports import resolve_inputs as resolve_inputs
+from shardc.plan.ports import resolve_outputs as resolve_outputs
+from shardc.plan.resolve import ParamPlan as ParamPlan
+from shardc.plan.resolve import resolve_params as resolve_params
+from shardc.plan.value import Plan as Plan
+from shardc.plan.value import ddp as ddp
+from shardc.plan.value import fsdp as fsdp
+from shardc.plan.value import hsdp as hsdp
+from shardc.plan.value import offload as offload
+from shardc.plan.value import precision as precision
+from shardc.plan.value import tp as tp

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcError
 from shardc.plan.value import CONSTRUCTORS, Plan
+from shardc.validate import near
 
 PLACEMENTS = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial, "_StridedShard": StridedShard}
 
@@ -79,11 +79,8 @@ class _Reader:
     def _name(self, node: ast.Name) -> Any:
         if node.id in self.names:
             return self.names[node.id]
-        near = get_close_matches(node.id, self.names)
         known = ", ".join(sorted(name for name in self.names if not name.startswith("_")))
-        raise self._at(
-            node, f"unknown name {node.id!r}", f"did you mean {near[0]!r}?" if near else f"known are {known}"
-        )
+        raise self._at(node, f"unknown name {node.id!r}", near(node.id, self.names, f"known are {known}"))
 
     def _join(self, node: ast.BinOp) -> Plan:
         left, right = self.read(node.left), self.read(node.right)

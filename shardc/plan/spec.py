@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import prod
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import from_placements
 from shardc.plan.forms import DimSpec, DimsSpec, Form, OnAxes, freeze, is_placements, read, show
+from shardc.validate import near
 
 Uneven = Literal["error", "drop"]
 
@@ -25,8 +25,7 @@ def check_axis(axis: str, mesh: Mesh, entry: str) -> None:
     """Raises PlanError, with near matches, where ``axis`` is not on ``mesh``."""
     if axis in mesh:
         return
-    near = get_close_matches(axis, mesh.axes)
-    fix = f"did you mean {near[0]!r}?" if near else f"use one of {list(mesh.axes)}"
+    fix = near(axis, mesh.axes, f"use one of {list(mesh.axes)}")
     raise PlanError(f"unknown mesh axis {axis!r}; the mesh is {mesh}", plan_entry=entry or None, fix=fix)
 
 

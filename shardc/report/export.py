@@ -10,7 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from shardc.report.memory import OWNERS
-from shardc.report.prediction import Collective, Prediction, Total
+from shardc.report.prediction import Collective, Prediction, Total, grouped
 
 HEAD = ("kind", "axis", "ranks", "dtype", "count", "B/rank", "ms", "exposed", "phase", "tensor", "hidden by", "cause")
 TOTALS = ("axis", "kind", "phase", "entry")
@@ -18,9 +18,7 @@ TOTALS = ("axis", "kind", "phase", "entry")
 
 def table(schedule: Prediction, rows: int | None) -> str:
     """Three tables and two lines: collectives, totals, memory; the step; whether it fits."""
-    alike: dict[tuple[Any, ...], list[Collective]] = {}
-    for each in schedule.transfers:
-        alike.setdefault(_alike(each), []).append(each)
+    alike = grouped(schedule.transfers, _alike)
     shown = sorted(alike.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
     parts = [

@@ -203,13 +203,8 @@ class Costs:
         (256*(dp - 1)/dp, 192)
         """
         mesh, hardware = mesh or self.mesh, hardware or self.hardware
-        out: Values = {BATCH: sizes.get("batch", self.batch), SEQUENCE: sizes.get("sequence", self.sequence)}
-        out |= self.machine(mesh, hardware)
-        return out
-
-    def machine(self, mesh: Mesh, hardware: Hardware) -> Values:
-        """Numbers for every symbol but batch and sequence."""
         out: Values = {axis_symbol(axis): mesh.size(axis) for axis in mesh.axes}
+        out |= {BATCH: sizes.get("batch", self.batch), SEQUENCE: sizes.get("sequence", self.sequence)}
         out[RATE] = hardware.peak(self.dtype) * hardware.matmul
         for each in self.moves:
             out |= each.machine(mesh, hardware)
@@ -221,9 +216,8 @@ class Costs:
         Args:
             sizes: ``sequence``, by default the program's.
         """
-        held = {SEQUENCE: sizes.get("sequence", self.sequence)}
         whole = unrounded(self.seconds)
-        steps = [whole.subs({**held, **self.machine(mesh, self.hardware)}) for mesh in (one, other)]
+        steps = [whole.subs({**self.values(mesh, None, **sizes), BATCH: BATCH}) for mesh in (one, other)]
         gap = sympy.Poly(sympy.expand(steps[0] - steps[1]), BATCH)
         roots = () if gap.is_zero or gap.is_ground else sympy.nroots(gap, n=15)
         at = sorted(float(sympy.re(r)) for r in roots if abs(sympy.im(r)) < 1e-9 and sympy.re(r) > 0)

@@ -7,9 +7,10 @@ Works on the global graph with its layouts (stage ``collectives``), on the sched
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from torch import fx
 
@@ -18,7 +19,7 @@ from shardc.cost.kernels import flops_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.report.export import layers_of
-from shardc.report.prediction import HOST, Collective, Run
+from shardc.report.prediction import HOST, Collective, Run, grouped
 from shardc.report.schedule import Schedule
 
 SEVERITIES = ("high", "medium", "low")
@@ -65,14 +66,6 @@ class Subject:
     step: Schedule
 
     @cached_property
-    def rows(self) -> dict[str, list[Collective]]:
-        """The collectives of the schedule by the name of their node in the global graph; level 3 gathers twice."""
-        out: dict[str, list[Collective]] = {}
-        for each in self.schedule.collectives:
-            out.setdefault(each.name.rpartition(".")[0], []).append(each)
-        return out
-
-    @cached_property
     def runs(self) -> dict[str, Run]:
         return {run.kernel.name: run for run in self.schedule.runs}
 
@@ -93,7 +86,7 @@ class Subject:
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
         """A finding that ``part`` of the collective ``node`` is for nothing."""
-        rows = self.rows.get(ir.info(node).name)
+        rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:
             cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
             at = (cause.tensor, cause.module, cause.source)
@@ -116,24 +109,26 @@ def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
 # --- the rules
 
 
-def gather_then_slice(subject: Subject) -> Iterator[Finding]:
-    """Ranks gather what each then takes its own part of."""
-    for node in subject.graph.nodes:
-        if node.target is ops.all_gather and node.users and all(user.target is ops.shard for user in node.users):
-            yield from subject.wasted(
-                "gather-then-slice", node, 1.0, f"gathered over {node.kwargs['axis']}, then sliced again",
-                "give its producer and its consumer the same layout, or move the split to the other dim",
-            )  # fmt: skip
+# Of what every rank gets and each then takes its own part of: the rule, the part that is for nothing, what is done and
+# what mends it.
+_SLICED = {
+    ops.all_gather: (
+        "gather-then-slice", 1.0, "gathered over {}, then sliced again",
+        "give its producer and its consumer the same layout, or move the split to the other dim",
+    ),
+    ops.all_reduce: (
+        "reduce-then-slice", 0.5, "summed over {} everywhere, then sliced",
+        "split the consumer's dim where the sum is made, for a reduce-scatter at half the bytes",
+    ),
+}  # fmt: skip
 
 
-def reduce_then_slice(subject: Subject) -> Iterator[Finding]:
-    """Ranks sum all of what each then takes its own part of."""
+def then_sliced(subject: Subject) -> Iterator[Finding]:
+    """Ranks gather, or sum, all of what each then takes its own part of."""
     for node in subject.graph.nodes:
-        if node.target is ops.all_reduce and node.users and all(user.target is ops.shard for user in node.users):
-            yield from subject.wasted(
-                "reduce-then-slice", node, 0.5, f"summed over {node.kwargs['axis']} everywhere, then sliced",
-                "split the consumer's dim where the sum is made, for a reduce-scatter at half the bytes",
-            )  # fmt: skip
+        if node.target in _SLICED and node.users and all(user.target is ops.shard for user in node.users):
+            rule, part, message, change = _SLICED[node.target]
+            yield from subject.wasted(rule, node, part, message.format(node.kwargs["axis"]), change)
 
 
 def repeated_collective(subject: Subject) -> Iterator[Finding]:
@@ -275,8 +270,7 @@ def low_precision_sum(subject: Subject) -> Iterator[Finding]:
     """Gradients that are summed in half precision over many ranks."""
     rows = [c for c in subject.schedule.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.ranks >= 16]
     low = [c for c in rows if c.dtype in ("bf16", "f16") and c.phase == "backward"]
-    for axis in dict.fromkeys(c.axis for c in low):
-        of = [c for c in low if c.axis == axis]
+    for axis, of in grouped(low, lambda c: c.axis).items():
         yield subject.finding(
             "low-precision-sum", (axis, "", ""), 0.0, sum(c.wire for c in of),
             f"gradients summed in {of[0].dtype} over {of[0].ranks} ranks lose low bits",
@@ -289,31 +283,24 @@ def _route(subject: Subject, row: Collective) -> Route:
 
 
 RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    gather_then_slice, reduce_then_slice, repeated_collective, unread_collective, collective_run_again, small_messages,
-    exposed_axis, axis_across_nodes, replicated_work, whole_parameter, low_precision_sum,
+    then_sliced, repeated_collective, unread_collective, collective_run_again, small_messages, exposed_axis,
+    axis_across_nodes, replicated_work, whole_parameter, low_precision_sum,
 )  # fmt: skip
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
     """Findings that differ only in the number of a repeated layer as one, about as many things as they are together."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for f in findings:
-        groups.setdefault(
-            tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message))), []
-        ).append(f)
-    out = []
-    for of in groups.values():
-        first = of[0]
-        subject, module, message = (
-            _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")
-        )
-        out.append(
-            Finding(
-                first.rule, first.severity, subject, module, first.source, sum(f.seconds for f in of),
-                sum(f.bytes for f in of), message, first.change, sum(f.count for f in of),
-            )
-        )  # fmt: skip
-    return out
+
+    def kind(f: Finding) -> tuple[str, ...]:
+        return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
+
+    return list(map(_together, grouped(findings, kind).values()))
+
+
+def _together(of: list[Finding]) -> Finding:
+    named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
+    summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
+    return replace(of[0], **named, **summed)
 
 
 def _common(names: list[str]) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import cached_property
+from operator import attrgetter
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -18,6 +20,8 @@ from shardc.report.memory import Memory
 if TYPE_CHECKING:
     from shardc.report.formulas import Costs
 
+T = TypeVar("T")
+K = TypeVar("K")
 HOST = "host"  # in the place of mesh axes, of copies between host and device
 
 
@@ -134,6 +138,11 @@ class Prediction:
         """The transfers between host and device."""
         return tuple(each for each in self.transfers if each.axis == HOST)
 
+    @cached_property
+    def by_node(self) -> dict[str, list[Collective]]:
+        """The collectives by the name of their node in the global graph; level 3 gathers twice."""
+        return grouped(self.collectives, lambda each: each.name.rpartition(".")[0])
+
     @property
     def wire(self) -> int:
         """Bytes that each rank sends to others."""
@@ -160,10 +169,7 @@ class Prediction:
 
     def totals(self, by: str) -> dict[str, Total]:
         """Totals by "axis", "kind", "module", "tensor", "phase" or "entry", largest exposed time first."""
-        groups: dict[str, list[Collective]] = {}
-        for each in self.transfers:
-            key = getattr(each.cause, by) if by in ("module", "tensor", "entry") else getattr(each, by)
-            groups.setdefault(key, []).append(each)
+        groups = grouped(self.transfers, attrgetter(f"cause.{by}" if by in ("module", "tensor", "entry") else by))
         made = {
             key: Total(len(of), sum(c.wire for c in of), sum(c.seconds for c in of), sum(c.exposed for c in of))
             for key, of in groups.items()
@@ -173,3 +179,11 @@ class Prediction:
     def fits(self, gigabytes: float | None = None) -> bool:
         """Whether the peak is within ``gigabytes`` (of 10^9 bytes; by default what the hardware has)."""
         return self.memory.peak.total <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """``items`` by their keys, in the order in which these come first."""
+    out: dict[K, list[T]] = {}
+    for item in items:
+        out.setdefault(key(item), []).append(item)
+    return out

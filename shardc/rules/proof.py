@@ -134,7 +134,7 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
             if not commute(spec, assignment, pending):
                 continue
             operands = tuple(
-                Layout(mesh, place(spec, mesh, dims, assignment), [(a, op) for a, op, at in carried if i in at])
+                Layout(mesh, place(spec, dims, assignment), [(a, op) for a, op, at in carried if i in at])
                 for i, dims in enumerate(spec.operands)
             )
             yield Strategy(operands, results_of(spec, mesh, assignment, pending))

@@ -146,7 +146,7 @@ def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
     raise RuleError(f"factors with strides {list(cuts)} do not divide a dim of {prod(d.radix for d in digits)}")
 
 
-def place(spec: Spec, mesh: Mesh, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
+def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
     """The digits of an operand or result with ``dims`` when the factors have ``assignment``."""
     return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
 
@@ -162,14 +162,14 @@ def results_of(
         for factor, digits in assignment.items():
             if factor not in present:
                 pending += [(d.axis, spec._reduce[factor]) for d in digits if d.axis is not None]
-        out.append(Layout(mesh, place(spec, mesh, dims, assignment), pending))
+        out.append(Layout(mesh, place(spec, dims, assignment), pending))
     return tuple(out)
 
 
 def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
     """The strategy that computes result ``index`` at ``layout`` directly, without partials; or None."""
     assignment = project(spec, spec.results[index], layout.without_partial())
-    operands = tuple(Layout(mesh, place(spec, mesh, dims, assignment)) for dims in spec.operands)
+    operands = tuple(Layout(mesh, place(spec, dims, assignment)) for dims in spec.operands)
     results = results_of(spec, mesh, assignment)
     if results[index] != layout or any(r.partial for r in results):
         return None
@@ -188,7 +188,7 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
     joint: Assignment = {}
     for at, (dims, layout) in enumerate(zip(spec.operands, operands, strict=True)):
         mine = project(spec, dims, layout)
-        if Layout(mesh, place(spec, mesh, dims, mine)) != layout.without_partial():
+        if Layout(mesh, place(spec, dims, mine)) != layout.without_partial():
             return f"operand {at} at {layout} splits a factor that must stay whole"
         for factor, digits in mine.items():
             if joint.setdefault(factor, digits) != digits:
@@ -300,7 +300,7 @@ def _strategy(
     layouts = []
     for at, dims in enumerate(spec.operands):
         partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
-        layouts.append(Layout(mesh, place(spec, mesh, dims, assignment), partial))
+        layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
     return Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
 
 

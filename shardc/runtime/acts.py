@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -152,12 +152,7 @@ def _runs(values: Any) -> str:
     """One value, or each with how often it comes in a row: ``True x 3, False``."""
     if not isinstance(values, tuple):
         return repr(values)
-    runs: list[tuple[Any, int]] = []
-    for value in values:
-        if runs and runs[-1][0] == value:
-            runs[-1] = value, runs[-1][1] + 1
-        else:
-            runs.append((value, 1))
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
     return ", ".join(f"{value} x {count}" if count > 1 else f"{value}" for value, count in runs)
 
 

@@ -9,7 +9,6 @@ names of the graph to the registered ones before lowering.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from math import prod
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,12 +16,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-import shardc.runtime.wire.direct
-import shardc.runtime.wire.permute  # noqa: F401  (collectives that graphs may call on these groups)
+import shardc.runtime.wire.direct  # noqa: F401  (collectives that graphs may call on these groups)
 from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh, split_part
+from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
 from shardc.runtime.agreement import Agreement
@@ -160,19 +158,7 @@ class Groups:
 
     def _groups(self, axes: Axes) -> list[list[int]]:
         """The global ranks of every group along ``axes``, one group after the other."""
-        dims: list[tuple[str | None, int]] = []
-        for name, size in self.mesh.shape:
-            above = 1
-            for axis in axes:
-                if split_part(axis)[0] == name:
-                    before = split_part(axis)[1]
-                    dims += [(None, before // above), (axis, self.mesh.size(axis))]
-                    above = before * self.mesh.size(axis)
-            dims.append((None, size // above))
-        outside = [at for at, (axis, _) in enumerate(dims) if axis is None]
-        along = [at for at, (axis, _) in enumerate(dims) if axis is not None]
-        ranks = torch.tensor(self._global).view([size for _, size in dims]).permute(*outside, *along)
-        return ranks.reshape(-1, prod(self.mesh.size(axis) for axis in axes)).tolist()
+        return [[self._global[rank] for rank in group] for group in groups_of(self.mesh, axes)]
 
     def _make(self, axes: Axes) -> dist.ProcessGroup:
         """This rank's group along ``axes``. What is made, and in which order, is the same on all ranks."""

@@ -45,7 +45,7 @@ def clip_grad_norm_(
         local = local_grad(name, param)
         grads.append(local)
         dtype = torch.promote_types(dtype, local.dtype)
-        if local.numel() and mesh.same_outside(storages[name].bound, groups.rank, 0):
+        if local.numel() and groups.rank in mesh.group(storages[name].bound, 0):
             wide = torch.float32 if local.dtype in _SMALL else local.dtype
             norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device))
     largest = norm_type == float("inf")

@@ -75,8 +75,3 @@ def test_conditions_are_what_makes_all_numbers_whole() -> None:
     # In the units that these leave over, all coefficients are whole.
     scale = moduli([half, quarter, both], EXAMPLE)
     assert both.substituted(scale).terms == ((Fraction(1), (1, 1)),)
-
-
-def test_text() -> None:
-    assert str(Polynomial(("b", "t"), ((Fraction(1, 8), (1, 1)),))) == "b * t / 8"
-    assert str(Polynomial(("b",), ((Fraction(1, 2), (1,)), (Fraction(1, 2), (0,))))) == "(b + 1) / 2"

@@ -90,7 +90,7 @@ def through(
     call = Call(op, (operand, *frozen), (), tuple(Value(w.dtype, tuple(w.shape)) for w in wholes))
     spec, rule = spec_of(call), find_rule(op)
     assert spec is not None and rule is not None
-    wanted = Layout(sim.mesh, place(spec, sim.mesh, spec.operands[0], project(spec, spec.operands[0], held.layout)))
+    wanted = Layout(sim.mesh, place(spec, spec.operands[0], project(spec, spec.operands[0], held.layout)))
     results = infer(spec, (wanted,) * len(spec.operands))
     assert not isinstance(results, str), results
     shards, moved = held.shards, 0

@@ -15,7 +15,7 @@ from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.passes import Bucket, Hook, Pipeline, Propagate, Simplify
 from shardc.passes.greedy import Greedy
-from shardc.passes.problem import Problem
+from shardc.passes.propagate import Problem
 
 
 @dataclass(frozen=True)

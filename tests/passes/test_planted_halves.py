@@ -14,8 +14,11 @@ from torch import fx, nn
 import shardc
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.arena import PLAN
-from shardc.ir.tally import collective_kind
+from shardc.ir.arena import PLAN, place
+from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.tally import arguments_of, collective_kind
+from shardc.ir.verify import halves
+from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import Partition, Pass, Pipeline
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -132,11 +135,21 @@ def overlap_two_slots(graph: fx.Graph) -> bool:
     return False
 
 
+def forget_how_long_slots_are_used(graph: fx.Graph) -> bool:
+    """Each slot is free again right behind the start of its collective, so that others are placed where it lies."""
+    output = ir.output_node(graph)
+    plan = output.meta[PLAN]
+    short = place(replace(slot, end=slot.start) for slot in plan.slots)
+    output.meta[PLAN] = replace(plan, slots=short)
+    return any(one.offset != other.offset for one, other in zip(plan.slots, short, strict=True))
+
+
 SAID = {
     delete_a_wait: "before it is waited on",
     drop_a_reduction: "is not the value that it was|nobody reads what it brings",
     exchange_two_outputs: "is not the value that it was",
     swap_two_starts: "do not start in the order that was scheduled",
+    forget_how_long_slots_are_used: "its result lies where .* does, at the same time",
     overlap_two_slots: "its result lies where .* does, at the same time",
 }
 FAULTS = [
@@ -148,13 +161,13 @@ FAULTS = [
     ),
     ("plan_memory", swap_two_starts),
     ("plan_memory", overlap_two_slots),
+    ("plan_memory", forget_how_long_slots_are_used),
 ]
+IN_SLOTS = (overlap_two_slots, forget_how_long_slots_are_used)
 
 
 # Only results of messages have slots.
-WHERE = [
-    (*fault, direct) for fault in FAULTS for direct in (False, True) if direct or fault[1] is not overlap_two_slots
-]
+WHERE = [(*fault, direct) for fault in FAULTS for direct in (False, True) if direct or fault[1] not in IN_SLOTS]
 
 
 @pytest.mark.parametrize(("name", "plant", "direct"), WHERE, ids=lambda x: getattr(x, "__name__", str(x)))
@@ -182,6 +195,28 @@ def test_two_saved_values_that_the_cut_exchanges() -> None:
     BrokenCut.plant = staticmethod(exchange_two_outputs)
     with pytest.raises(VerifyError, match="after partition: .*is not the value that it was"):
         lower(edit, False)
+
+
+def test_a_result_that_is_sent_on_keeps_its_bytes_until_that_has_arrived() -> None:
+    """A gathered weight is handed on to a collective, which is waited for where another result has its bytes."""
+    program = lower(lambda pipeline: pipeline, True)
+    graph, mesh = program.backward.graph, program.mesh
+    assert not list(halves.slots(Subject(program.backward, mesh, no_rules)))
+    slots = ir.output_node(graph).meta[PLAN].slots
+    gathers = [node for node in graph.nodes if node.target in IN_MESSAGES and collective_kind(node) == "all_gather"]
+    made = {slots[arguments_of(node)["slots"][0]]: node for node in gathers}
+    slot = next(one for one in made for x in slots if x.start > one.end and x.offset < one.offset + one.size and x.size)
+    result = next(iter(made[slot].users))
+    wait = next(iter(result.users))
+    with graph.inserting_after(wait):
+        sent = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (wait, "sum", "shardc:tp"))
+    with graph.inserting_before(ir.output_node(graph)):
+        arrived = graph.call_function(WAIT, (sent,))
+    for node, name in ((sent, "sum"), (arrived, "sum.waited")):
+        node.meta.update(wait.meta)
+        ir.set_info(node, replace(ir.info(wait), name=name))
+    found = [reason for _, reason in halves.slots(Subject(program.backward, mesh, no_rules))]
+    assert found and "does, at the same time" in found[0]
 
 
 def test_right_halves_are_taken() -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.certificate import certify
 from shardc.ir.comm import waits_of
+from shardc.ir.executable import certify
 from shardc.ir.graph import Info, NameScope, Role, Value
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
 from shardc.ir.text import dump
-from shardc.ir.verify import halves
+from shardc.ir.verify import halves, identity
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes.bucket import Bucket
 from shardc.passes.from_start import from_start
@@ -135,7 +135,7 @@ def check(seed: int) -> tuple[int, int]:
         for n in ir.placeholders(draft.graph)
     ]
     before = ranks.run(draft.gm, feed)
-    count, computed = sum(is_start(n) for n in draft.graph.nodes), halves.computed(draft.graph)
+    count, computed = sum(is_start(n) for n in draft.graph.nodes), identity.computed(draft.graph)
     alone = [in_flight(draft.graph, moves) for moves in (False, True)]
     bucket = Bucket(draft.draw.choice((0, 500, 2000, -1)), direct=draft.draw.random() < 0.5)
     schedule = Schedule(draft.draw.choice((0, 1000, 4000, -1)))
@@ -144,7 +144,7 @@ def check(seed: int) -> tuple[int, int]:
     gm = schedule(gm)
     gm.graph.lint()
     what = f"seed {seed}: {bucket}, {schedule} on {draft.mesh}"
-    assert halves.same(computed, halves.computed(gm.graph)) is None, what
+    assert identity.same(computed, identity.computed(gm.graph)) is None, what
     gm = PlanMemory(draft.mesh)(gm)
     subject = Subject(gm, draft.mesh, no_rules)
     assert [*halves.slots(subject)] == [], what

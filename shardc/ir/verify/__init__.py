@@ -15,7 +15,7 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import halves, layouts, local, sent, structure
+from shardc.ir.verify import halves, layouts, local, structure
 from shardc.ir.verify.identity import Program, changed
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
@@ -24,7 +24,7 @@ PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
 LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
-HALF = (*LOCAL, sent.read, sent.once, halves.slots)  # from the cut on
+HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # from the cut on
 
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
@@ -104,7 +104,7 @@ def verify_halves(
     verify_half(forward, mesh, "partition")
     if backward is not None:
         verify_half(backward, mesh, "partition")
-        for node, reason in sent.kept(forward, backward):
+        for node, reason in halves.kept(forward, backward):
             raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
         if joint is not None and (found := halves.cut(joint, forward.graph, backward.graph)) is not None:
             raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), found)

@@ -13,60 +13,10 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
-from shardc.ir.graph import Role, info, outputs
+from shardc.ir.graph import info, outputs
 from shardc.ir.tally import arguments_of, collective_kind
-from shardc.ir.verify.identity import digest, known
+from shardc.ir.verify.identity import computed, same
 from shardc.ir.verify.subject import Broken, Subject
-
-Computed = dict[tuple[str, str, int], bytes]
-
-
-def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
-    """The fingerprint of each output of a local graph, by its role's kind, name and index.
-
-    That of a collective's result is of what it takes, however it is spelled: alone or with others, native or in
-    messages, waited for or not.
-
-    Args:
-        saved: fingerprints of placeholders for saved values, by their role's name.
-    """
-    found: dict[fx.Node, Any] = {}
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            role = info(node).role or Role("", info(node).name)
-            own = digest("placeholder", role.kind, role.name, role.index)
-            found[node] = (saved or {}).get(role.name, own) if role.kind == "saved" else own
-        elif node.op == "get_attr":
-            found[node] = digest("constant", node.target)
-        elif node.op == "call_function":
-            found[node] = _made(node, found)
-    return {
-        (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
-    }
-
-
-def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
-    """The fingerprint of what ``node`` makes; a list of them where a collective makes several."""
-    if node.target is WAIT:
-        return found[node.args[0]]
-    if node.target is getitem and isinstance(made := found[node.args[0]], list):
-        return made[node.args[1]]
-    if (kind := collective_kind(node)) is None:
-        return digest(node.target, known(node.args, found), known(sorted(node.kwargs.items()), found))
-    (_, given), *rest = arguments_of(node).items()
-    said = [(name, value) for name, value in rest if name not in ("slots", "group_size")]
-    if isinstance(given, list | tuple):
-        return [digest(kind, found[x], known(said, found)) for x in given]
-    return digest(kind, found[given], known(said, found))
-
-
-def same(before: Computed, now: Computed) -> str | None:
-    """Which output is not what it was, or None."""
-    for role in [*before, *(role for role in now if role not in before)]:
-        if before.get(role) != now.get(role):
-            kind, name, _ = role
-            return f"{kind} {name} is {'gone' if role not in now else 'not the value that it was'}"
-    return None
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
@@ -144,3 +94,62 @@ def _sharing(
             yield number, live[at - 1][1]
         insort(live, (low, number))
         insort(ends, (end, number))
+
+
+def read(subject: Subject) -> Broken:
+    """What a collective brings leads to an output."""
+    live: set[fx.Node] = set()
+    for node in reversed(subject.nodes):
+        if node.op == "output" or node in live:
+            live.update(node.all_input_nodes)
+    for node in subject.calls:
+        if collective_kind(node) is not None and node not in live:
+            yield node, "nobody reads what it brings"
+
+
+def once(subject: Subject) -> Broken:
+    """No value is sent twice to become the same."""
+    seen: dict[Any, fx.Node] = {}
+    for node in subject.calls:
+        for value, rest in _sent(node):
+            first = seen.setdefault((collective_kind(node), value, rest), node)
+            if first is not node:
+                yield node, f"it brings what {_name(first)} has brought, of {_name(value)}"
+
+
+def kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
+    """The collectives of ``backward`` that run again though ``forward`` has kept what they bring."""
+    held = {
+        info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
+    }
+    for node in backward.graph.nodes:
+        if collective_kind(node) is not None:
+            for wait in waits_of(node):
+                if info(wait).name in held:
+                    yield node, f"forward keeps what it brings, {_name(wait)}"
+
+
+def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
+    """Each value that a collective sends, with what else says what becomes of it."""
+    if collective_kind(node) is None:
+        return []
+    given = arguments_of(node)
+    (first, values), *rest = given.items()
+    said = tuple((name, repr(one)) for name, one in rest if name != "slots")
+    return [(value, said) for value in (values if isinstance(values, list | tuple) else [values])]
+
+
+def _brought(x: fx.Node) -> fx.Node:
+    """The wait that ``x`` is a view of, or ``x``."""
+    here = x
+    while here.op == "call_function" and here.target is not WAIT:
+        schema = getattr(here.target, "_schema", None)
+        viewed = schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
+        if not viewed and here.target is not torch.ops.aten.reshape.default:
+            return x
+        here = here.all_input_nodes[0]
+    return here if here.target is WAIT else x
+
+
+def _name(node: fx.Node) -> str:
+    return grammar.name_text(info(node).name)

@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import getitem
 from typing import Any
 
 from torch import fx
 
 from shardc.ir import grammar, ops
-from shardc.ir.graph import Role, info, outputs
+from shardc.ir.comm import WAIT
+from shardc.ir.graph import Role, info, output_node, outputs
+from shardc.ir.tally import arguments_of, collective_kind
+
+Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind, name and index
 
 
 @dataclass(frozen=True)
@@ -25,20 +30,16 @@ class Program:
 
     Args:
         values: the fingerprints of its values.
-        results: role and fingerprint of each output that there is.
+        results: those of its outputs.
     """
 
     values: frozenset[bytes]
-    results: tuple[tuple[str, str, int, bytes], ...]
+    results: Computed
 
 
 def program(gm: fx.GraphModule) -> Program:
-    """What ``gm`` computes, data movement left out."""
-    found = fingerprints(gm.graph)
-    results = [
-        (role.kind, role.name, role.index, found[made]) for role, made in outputs(gm.graph) if isinstance(made, fx.Node)
-    ]
-    return Program(frozenset(found.values()), tuple(results))
+    """What ``gm``, a graph at global shapes, computes, data movement left out."""
+    return Program(frozenset(fingerprints(gm.graph).values()), computed(gm.graph))
 
 
 def changed(before: Program, gm: fx.GraphModule) -> tuple[fx.Node, str] | None:
@@ -48,31 +49,62 @@ def changed(before: Program, gm: fx.GraphModule) -> tuple[fx.Node, str] | None:
         if node.op != "output" and found[node] not in before.values:
             taken = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
             return node, f"no op took {taken or 'these arguments'} this way before the pass"
-    now = program(gm).results
-    for one, other in zip(before.results, now, strict=False):
-        if one != other:
-            return next(iter(reversed(gm.graph.nodes))), f"{other[0]} {other[1]} is not the value that it was"
-    if len(now) != len(before.results):
-        return next(iter(reversed(gm.graph.nodes))), f"{len(before.results)} outputs became {len(now)}"
+    other = same(before.results, computed(gm.graph))
+    return None if other is None else (output_node(gm.graph), other)
+
+
+def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
+    """The fingerprint of each output.
+
+    Args:
+        saved: fingerprints of placeholders for saved values, by their role's name.
+    """
+    found = fingerprints(graph, saved)
+    return {
+        (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
+    }
+
+
+def same(before: Computed, now: Computed) -> str | None:
+    """Which output is not what it was, or None."""
+    for role in [*before, *(role for role in now if role not in before)]:
+        if before.get(role) != now.get(role):
+            kind, name, _ = role
+            return f"{kind} {name} is {'gone' if role not in now else 'not the value that it was'}"
     return None
 
 
-def fingerprints(graph: fx.Graph) -> dict[fx.Node, bytes]:
-    """The fingerprint of each node but the output."""
-    out: dict[fx.Node, bytes] = {}
+def fingerprints(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> dict[fx.Node, Any]:
+    """The fingerprint of each node but the output; a list of them of one that makes several tensors by a collective.
+
+    Data movement at global shapes changes none. That of a local collective's result is of what it takes, however it is
+    spelled: alone or with others, native or in messages, waited for or not.
+    """
+    out: dict[fx.Node, Any] = {}
     for node in graph.nodes:
-        if node.op == "output":
-            continue
-        if node.target in ops.MARKERS.values():
-            out[node] = out[node.args[0]]
-        elif node.op == "placeholder":
+        if node.op == "placeholder":
             role = info(node).role or Role("", info(node).name)
-            out[node] = digest("placeholder", role.kind, role.name, role.index)
+            own = digest("placeholder", role.kind, role.name, role.index)
+            out[node] = (saved or {}).get(role.name, own) if role.kind == "saved" else own
         elif node.op == "get_attr":
             out[node] = digest("constant", node.target)
-        else:
-            out[node] = digest(node.target, known(node.args, out), known(sorted(node.kwargs.items()), out))
+        elif node.op == "call_function":
+            out[node] = _made(node, out)
     return out
+
+
+def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+    if node.target is WAIT or node.target in ops.MARKERS.values():
+        return found[node.args[0]]
+    if node.target is getitem and isinstance(made := found[node.args[0]], list):
+        return made[node.args[1]]
+    if (kind := collective_kind(node)) is None:
+        return digest(node.target, known(node.args, found), known(sorted(node.kwargs.items()), found))
+    (_, given), *rest = arguments_of(node).items()
+    said = [(name, value) for name, value in rest if name not in ("slots", "group_size")]
+    if isinstance(given, list | tuple):
+        return [digest(kind, found[x], known(said, found)) for x in given]
+    return digest(kind, found[given], known(said, found))
 
 
 def known(argument: Any, found: Mapping[fx.Node, Any]) -> Any:

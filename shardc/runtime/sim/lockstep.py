@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -21,7 +20,7 @@ from shardc.errors import MeshError
 from shardc.ir.comm import group_name
 from shardc.ir.host import MOVES
 from shardc.ir.layout import Layout
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.order import last_uses
 from shardc.ir.random import draw_key
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, group_axes
@@ -119,7 +118,7 @@ class Lockstep:
         axes = group_axes(named.pop("group_name"), self.mesh)
         if axes is None:
             raise MeshError(f"{name} is over no group of the mesh {self.mesh}: {args} {kwargs}")
-        groups = _groups(self.mesh, axes)
+        groups = groups_of(self.mesh, axes)
         out = named.pop("out", None)
         named.pop("slots", None)  # where a rank's runtime would put the results
         x, *options = named.values()
@@ -154,8 +153,3 @@ def _by_group(function: Callable[..., Any], x: PerRank, options: Sequence[Any], 
         for rank, made in zip(ranks, function([x[r] for r in ranks], *options), strict=True):
             out[rank] = made
     return out
-
-
-@lru_cache(maxsize=1024)
-def _groups(mesh: Mesh, axes: tuple[str, ...]) -> Groups:
-    return tuple(dict.fromkeys(mesh.group(axes, rank) for rank in range(mesh.ranks)))

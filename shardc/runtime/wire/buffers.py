@@ -98,13 +98,11 @@ class Buffers:
     Attributes:
         held, peak: bytes of collectives' results in use now, and the most that ever were; what a half hands to its
             caller counts until it does.
-        taken: how many results were placed.
-        strays: how many of these found their range in use.
+        strays: how many results found their range in use.
     """
 
     held: int = 0
     peak: int = 0
-    taken: int = 0
     strays: int = 0
     arenas: dict[str, Arena] = field(default_factory=lambda: {INSIDE: Arena(), KEPT: Arena()})
     _inside: dict[int, int] = field(default_factory=dict)  # bytes in use, by turn
@@ -139,7 +137,6 @@ class Buffers:
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Memory for a result that has the slot."""
-        self.taken += 1
         self._turn += 1
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
         size = counted[turn] = prod(shape) * like.element_size()

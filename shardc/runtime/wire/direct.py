@@ -1,14 +1,16 @@
 """Collectives in messages from each rank straight to each other rank: ``shardc::*_coalesced`` (see `shardc.ir.comm`).
 
-A shard goes from where it lies to its place in the receiver's result; small ones share a message
-(`shardc.runtime.wire.mail`). Gloo's own collectives copy a list of tensors into one buffer and out of it again, run a
-reduce-scatter as a whole all-reduce, and take several times as long for a gather (on one machine). A sum is taken when
-the result is waited for, in the ranks' order, so that replicas are equal bit for bit.
+A shard goes from where it lies to its place in the receiver's result. Small ones share a message: they are copied
+together before, and are read where they come (`shardc.ir.packing`). Gloo's own collectives copy a list of tensors into
+one buffer and out of it again, run a reduce-scatter as a whole all-reduce, and take several times as long for a gather
+(on one machine). A sum is taken when the result is waited for, in the ranks' order, so that replicas are equal bit for
+bit. ``shardc::permute_ranks`` is an all-to-all in which each rank sends to one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +20,93 @@ from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.packing import Packing
 from shardc.runtime.exchange import COMBINE
 from shardc.runtime.wire.buffers import empty, lend
 from shardc.runtime.wire.loops import let_compute_first
-from shardc.runtime.wire.mail import exchange, packing_of
+
+# Apart from the messages that a user may send on the same groups.
+_TAG = 0x5A
+
+
+@dataclass(frozen=True)
+class Mail:
+    """Messages to and from all peers.
+
+    Args:
+        messages: to be waited for.
+        packing: the tensors that share one.
+        came: by peer, the bytes of that one; empty where none do.
+        packs: its memory, as it comes and as it goes.
+    """
+
+    messages: list[Any]
+    packing: Packing
+    came: dict[int, Tensor]
+    packs: tuple[Tensor, ...]
+
+    def packed(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
+        """What came from a peer in one message, by the number of the tensor: flat, of the dtype of its ``like``."""
+        starts = self.packing.offsets
+        ends = [*starts.values(), self.packing.size][1:]
+        return {
+            at: self.came[peer][start:end].view(like[at].dtype)
+            for (at, start), end in zip(starts.items(), ends, strict=True)
+        }
+
+
+def packing_of(rows: Sequence[Tensor]) -> Packing:
+    """How tensors go to one peer."""
+    return Packing.of([(row.dtype, row.numel() * row.element_size()) for row in rows])
+
+
+def exchange(
+    group: dist.ProcessGroup,
+    rows: Sequence[Tensor],
+    into: Callable[[int, int], Tensor],
+    packing: Packing,
+    slots: Sequence[int] = (),
+) -> Mail:
+    """Starts the messages to and from all peers.
+
+    Args:
+        group: of the peers.
+        rows: of each tensor, [ranks, elements]: what goes to each rank; expanded where all get the same.
+        into: (number of a tensor, peer) -> where what comes belongs; not asked of those that share a message.
+        packing: which those are.
+        slots: of that message's memory, as it comes and as it goes.
+    """
+    peers = [(group.rank() + step) % group.size() for step in range(1, group.size())]
+    came: dict[int, Tensor] = {}
+    goes: dict[int, Tensor] = {}
+    packs: tuple[Tensor, ...] = ()
+    if packing.offsets and peers:
+        parts = {peer: [rows[at][peer].view(torch.uint8) for at in packing.offsets] for peer in peers}
+        kinds = 1 if all(row.stride(0) == 0 for row in rows) else len(peers)
+        packs = tuple(
+            empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.room))
+            for at, count in enumerate((len(peers), kinds))
+        )
+        comes, go = (pack[:, : packing.size] for pack in packs)
+        came = dict(zip(peers, comes, strict=True))
+        goes = dict(zip(peers, go.expand(len(peers), -1), strict=True))
+        for peer in peers[:kinds]:
+            torch.cat(parts[peer], out=goes[peer])
+    alone = [at for at, row in enumerate(rows) if at not in packing.offsets and row.shape[1]]
+    # Places first: what tells a peer of them would else wait behind all that goes to it, and a link would carry one
+    # direction after the other.
+    messages = []
+    for peer in peers:
+        places = [into(at, peer) for at in alone]
+        messages += [group.recv([x], peer, _TAG) for x in (*places, *_of(came, peer))]
+    for peer in peers:
+        messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
+    return Mail(messages, packing, came, packs)
+
+
+def _of(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:
+    return (packs[peer],) if packs else ()
+
 
 _REDUCE = {
     "sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
@@ -165,3 +250,15 @@ def _started(made: list[Tensor], work: _Exchange) -> list[Tensor]:
 _library.impl("all_gather_into_tensor_coalesced", _all_gather, "CPU")
 _library.impl("reduce_scatter_tensor_coalesced", _reduce_scatter, "CPU")
 _library.impl("all_reduce_coalesced", _all_reduce, "CPU")
+
+
+def _permute_ranks(x: torch.Tensor, destinations: list[int], group_name: str) -> torch.Tensor:
+    """Sends ``x`` to ``destinations[rank in the group]``; the result must be waited for."""
+    rank = dist.get_rank(_resolve_process_group(group_name))  # type: ignore[arg-type]  # a str with a name of its own
+    sends, receives = [0] * len(destinations), [0] * len(destinations)
+    sends[destinations[rank]] = receives[destinations.index(rank)] = x.numel()
+    flat = torch.ops._c10d_functional.all_to_all_single(x.reshape(-1), receives, sends, group_name)
+    return flat.view(x.shape)
+
+
+_library.impl("permute_ranks", _permute_ranks, "CompositeExplicitAutograd")

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-import shardc.runtime.wire.direct  # noqa: F401  (collectives in messages)
-import shardc.runtime.wire.permute  # noqa: F401  (one of the collectives)
+import shardc.runtime.wire.direct  # noqa: F401  (collectives that are measured)
 from shardc.ir.packing import LARGEST
 from shardc.ir.tally import wire_elements
 from shardc.runtime.wire.loops import let_compute_first

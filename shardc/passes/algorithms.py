@@ -1,0 +1,264 @@
+"""Spells the collectives of a local graph by the algorithms that the cost model finds fastest.
+
+    reduce_scatter   natively, or an all-to-all whose pieces each rank reduces by itself
+    all_gather       natively, or an all-to-all of as many copies as there are ranks
+    all_reduce       natively, or a reduce-scatter and an all-gather, each by its fastest algorithm
+
+All move the same bytes. Which is fastest is a matter of the backend: gloo runs a reduce-scatter as a
+whole all-reduce, so that there the all-to-all wins. A cost model that was not measured on the backend
+(`python -m shardc calibrate`) has no opinion, and all stay native.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.cost.model import CostModel
+from shardc.ir.graph import NameScope, Value, info, set_info, value
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import arguments_of, group_of, wire_elements
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+# The op that reduces along the first dim, its dims, and what else it takes.
+_REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
+    "sum": lambda dtype: (aten.sum.dim_IntList, [0], {"dtype": dtype}),
+    "avg": lambda dtype: (aten.mean.dim, [0], {}),
+    "max": lambda dtype: (aten.amax.default, [0], {}),
+    "min": lambda dtype: (aten.amin.default, [0], {}),
+    "product": lambda dtype: (aten.prod.dim_int, 0, {"dtype": dtype}),
+}
+
+
+class Algorithm(ABC):
+    """A way to do one kind of collective.
+
+    Attributes:
+        kind: "reduce_scatter", "all_gather" or "all_reduce".
+    """
+
+    kind: str
+
+    @abstractmethod
+    def seconds(self, group: Group, x: Value) -> float:
+        """What it takes on ``group`` for a rank's tensor like ``x``; infinite where it cannot be done so."""
+
+    @abstractmethod
+    def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        """The result for ``x``, whose leading dim the ranks divide if it is scattered."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective, and the algorithms that there are.
+
+    Args:
+        name: of the process group.
+        ranks: how many they are.
+        cost: a measured cost model.
+        algorithms: of equally fast ones the first is taken.
+    """
+
+    name: str
+    ranks: int
+    cost: CostModel
+    algorithms: tuple[Algorithm, ...]
+
+    def best(self, kind: str, x: Value) -> Algorithm:
+        """The fastest algorithm for a tensor like ``x``."""
+        return min((each for each in self.algorithms if each.kind == kind), key=lambda each: each.seconds(self, x))
+
+    def native(self, kind: str, x: Value) -> float:
+        """Seconds of the backend's own collective of ``kind``."""
+        return self.cost.seconds(kind, self.ranks, self._wire(kind, x))
+
+    def exchanged(self, kind: str, x: Value) -> float:
+        """Seconds of one of ``kind`` as an all-to-all."""
+        return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
+
+    def _wire(self, kind: str, x: Value) -> int:
+        return wire_elements(kind, self.ranks, prod(x.shape)) * x.itemsize
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Where the nodes of an algorithm go: in front of the collective what starts it, the rest in front of its wait.
+
+    Args:
+        node, wait: the collective that is replaced, and the wait for it.
+        group: its ranks.
+        op: how it reduces, if it does.
+        names: the names in the graph.
+    """
+
+    node: fx.Node
+    wait: fx.Node
+    group: Group
+    op: str
+    names: NameScope
+
+    def start(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node in front of the collective."""
+        return self._emit(self.node, target, args, kwargs)
+
+    def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node in front of the wait."""
+        return self._emit(self.wait, target, args, kwargs)
+
+    def reduced(self, pieces: fx.Node) -> fx.Node:
+        """What the ranks' ``pieces``, one below the other, come to as the collective reduces; in front of the wait."""
+        target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
+        return self.rest(target, pieces, dims, **kwargs)
+
+    def behind(self) -> Spelling:
+        """For a second collective, which starts when the first has arrived."""
+        return replace(self, node=self.wait)
+
+    def _emit(self, before: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        with before.graph.inserting_before(before):
+            made = before.graph.call_function(target, args, kwargs)
+        made.meta = dict(before.meta)
+        values = partial(fx.map_arg, fn=lambda node: node.meta["val"])
+        val = made.meta["val"] = target(*values(args), **values(kwargs))
+        name = self.names.fresh(f"{info(before).name}.{target.overloadpacket.__name__}")
+        return set_info(made, replace(info(before), name=name, value=Value(val.dtype, tuple(val.shape))))
+
+
+# --- the algorithms that there are
+
+
+@dataclass(frozen=True)
+class Native(Algorithm):
+    """The backend's collective of this kind."""
+
+    kind: str
+
+    def seconds(self, group: Group, x: Value) -> float:
+        return group.native(self.kind, x)
+
+    def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        ranks, name = at.group.ranks, at.group.name
+        if self.kind == "reduce_scatter":
+            made = at.start(c10d.reduce_scatter_tensor.default, x, at.op, ranks, name)
+        elif self.kind == "all_gather":
+            made = at.start(c10d.all_gather_into_tensor.default, x, ranks, name)
+        else:
+            made = at.start(c10d.all_reduce.default, x, at.op, name)
+        return at.rest(c10d.wait_tensor.default, made)
+
+
+class ExchangedScatter(Algorithm):
+    """An all-to-all whose pieces each rank reduces by itself."""
+
+    kind = "reduce_scatter"
+
+    def seconds(self, group: Group, x: Value) -> float:
+        return group.exchanged(self.kind, x)
+
+    def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        ranks, shape = at.group.ranks, value(x).shape
+        each = [shape[0] // ranks] * ranks
+        pieces = at.start(c10d.all_to_all_single.default, x, each, each, at.group.name)
+        pieces = at.rest(c10d.wait_tensor.default, pieces)
+        return at.reduced(at.rest(aten.reshape.default, pieces, [ranks, each[0], *shape[1:]]))
+
+
+class ExchangedGather(Algorithm):
+    """An all-to-all of as many copies as there are ranks."""
+
+    kind = "all_gather"
+
+    def seconds(self, group: Group, x: Value) -> float:
+        return group.exchanged(self.kind, x)
+
+    def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        ranks, shape = at.group.ranks, value(x).shape
+        lead, rest = (shape[0], shape[1:]) if shape else (1, ())
+        x = at.start(aten.expand.default, x, [ranks, *shape])
+        x = at.start(aten.clone.default, x, memory_format=torch.contiguous_format)
+        x = at.start(aten.reshape.default, x, [ranks * lead, *rest])
+        made = at.start(c10d.all_to_all_single.default, x, [lead] * ranks, [lead] * ranks, at.group.name)
+        return at.rest(c10d.wait_tensor.default, made)
+
+
+class TwoSteps(Algorithm):
+    """A reduce-scatter of the tensor in a row, and an all-gather of the pieces."""
+
+    kind = "all_reduce"
+
+    def seconds(self, group: Group, x: Value) -> float:
+        if prod(x.shape) % group.ranks:
+            return inf
+        flat = replace(x, shape=(prod(x.shape),))
+        piece = replace(x, shape=(prod(x.shape) // group.ranks,))
+        first, second = group.best("reduce_scatter", flat), group.best("all_gather", piece)
+        return first.seconds(group, flat) + second.seconds(group, piece)
+
+    def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
+        shape = value(x).shape
+        flat = at.start(aten.reshape.default, x, [prod(shape)])
+        piece = at.group.best("reduce_scatter", value(flat)).spell(flat, at)
+        whole = at.group.best("all_gather", value(piece)).spell(piece, at.behind())
+        return at.rest(aten.reshape.default, whole, list(shape))
+
+
+_KINDS = {
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.all_reduce.default: "all_reduce",
+}
+
+# Of equally fast ones the first is taken.
+ALGORITHMS: tuple[Algorithm, ...] = (*map(Native, _KINDS.values()), ExchangedScatter(), ExchangedGather(), TwoSteps())
+
+
+@dataclass(frozen=True)
+class Algorithms:
+    """Replaces native collectives where another algorithm is faster.
+
+    Takes a local graph with fake values, in any order; leaves coalesced collectives alone. What starts a
+    collective stays where it was, what its result needs comes after the wait.
+
+    Args:
+        mesh: says how many ranks a group has.
+        cost: a measured cost model.
+        algorithms: those that there are.
+    """
+
+    mesh: Mesh
+    cost: CostModel
+    algorithms: tuple[Algorithm, ...] = ALGORITHMS
+    name = "algorithms"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        native = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _KINDS]
+        names = NameScope.of(gm.graph) if native else NameScope()
+        changed = [node for node in native if self._spelled(node, names)]
+        if changed:
+            gm.graph.lint()
+            gm.recompile()
+        return gm
+
+    def _spelled(self, node: fx.Node, names: NameScope) -> bool:
+        """Whether ``node`` was replaced by a faster algorithm."""
+        arguments, kind = arguments_of(node), _KINDS[node.target]
+        x: fx.Node = arguments["input"]
+        _, ranks = group_of(node, self.mesh)
+        group = Group(arguments["group_name"], ranks, self.cost, self.algorithms)
+        best = group.best(kind, value(x))
+        if isinstance(best, Native):
+            return False
+        (wait,) = node.users
+        result = best.spell(x, Spelling(node, wait, group, arguments.get("reduce_op", ""), names))
+        set_info(result, info(wait))  # it takes the place, and the name, of what was waited for
+        wait.replace_all_uses_with(result)
+        for gone in (wait, node):
+            node.graph.erase_node(gone)
+        return True
