@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from shardc.plan.forms import Form, quote, show, show_sizes
 
 Call = tuple[str, dict[str, Any]]
+BY_GLOB = ("overrides", "levels", "thresholds")  # arguments that are a number for each glob
 
 
 class Called(Protocol):
@@ -68,7 +69,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
-    if key in ("overrides", "levels"):
+    if key in BY_GLOB:
         return show_sizes(value)
     if isinstance(value, dict):
         return _specs_text(key, value)

@@ -235,6 +235,7 @@ def fsdp(
     shard_size: int = -1,
     overrides: Mapping[str, int] | None = None,
     levels: Mapping[str, int] | None = None,
+    thresholds: Mapping[str, int | str] | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
@@ -249,15 +250,16 @@ def fsdp(
             ranks of several axes). Over the rest it is replicated, and gradients are reduced a second time.
         overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
         levels: parameter glob -> level, where it is not ``level``. The last match wins.
+        thresholds: parameter glob -> threshold, where it is not ``threshold``. The last match wins.
 
     Raises:
         PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size that does not
             divide the ranks of ``axis``, two of which neither divides the other, or a glob that matches no parameter.
     """
     entry = f"fsdp({axis!r}, ...)"
-    sizes, others = by_glob(overrides, "overrides", entry), by_glob(levels, "levels", entry)
+    said = {"overrides": overrides, "levels": levels, "thresholds": thresholds}
     axes = axis_names(axis, f"fsdp({axis!r})")
-    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, sizes, others)])
+    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])
 
 
 def hsdp(
@@ -266,15 +268,16 @@ def hsdp(
     level: int = 3,
     threshold: int | str = 0,
     levels: Mapping[str, int] | None = None,
+    thresholds: Mapping[str, int | str] | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
-    ``level``, ``threshold`` and ``levels`` are those of `fsdp`.
+    ``level``, ``threshold``, ``levels`` and ``thresholds`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    others = by_glob(levels, "levels", entry)
+    said = by_glob({"levels": levels, "thresholds": thresholds}, entry)
     axes = axis_names(shard, entry), axis_names(replicate, entry)
-    return Plan.of([Fsdp(*axes, level, cast(int, threshold), levels=others)])
+    return Plan.of([Fsdp(*axes, level, cast(int, threshold), **said)])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
@@ -347,9 +350,12 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
 
 
-def by_glob(given: Mapping[str, int] | None, what: str, entry: str) -> tuple[tuple[str, int], ...]:
-    """A table of numbers by glob, as entries hold it."""
-    return tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
+    """Tables of numbers by glob, as entries hold them."""
+    return {
+        what: tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+        for what, given in said.items()
+    }
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:

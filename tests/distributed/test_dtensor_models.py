@@ -106,7 +106,7 @@ def uneven() -> None:
 
 
 def parallelized(on: str) -> None:
-    """Of `parallelize_module`, over all of the mesh or over one of its axes: the hooks are dropped, FSDP may be added."""
+    """By `parallelize_module`, over all of the mesh or one of its axes: hooks are dropped, FSDP may be added."""
     styles = {
         "norm": SequenceParallel(),
         "up": ColwiseParallel(input_layouts=Shard(1)),
