@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +95,7 @@ def compile(
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
-    _check_kinds(model, plan, backend, options, loss, precompiled)
+    _check_kinds(model, plan, backend, options, loss, precompiled, init_sync)
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
@@ -169,7 +169,9 @@ def compile(
     return sharded
 
 
-def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any) -> None:
+def _check_kinds(
+    model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any, init_sync: Any
+) -> None:
     """Raises InputError where an argument of `compile` is not what it should be."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
@@ -195,6 +197,7 @@ def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, p
     checked(options, Options | None, "options", fix="pass shardc.Options(...)")
     checked(loss, Callable[..., Any] | None, "loss", fix="pass a function of the output and the targets")
     kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
+    checked(init_sync, bool, "init_sync")
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
 
 
@@ -277,7 +280,7 @@ def _store(
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
     if isinstance(x, DTensor) and x.device.type != "meta":  # one at a time is whole
-        whole = x.detach().full_tensor()
+        whole = cast(DTensor, x.detach()).full_tensor()
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     if init_sync and x.device.type != "meta":
         value = x.detach().to(device, copy=True).contiguous()

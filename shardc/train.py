@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from shardc._compat import pytree
 from shardc.errors import BackwardError, InputError
 from shardc.runtime.module import ShardedModule
-from shardc.validate import checked
+from shardc.validate import Range, typed
 
 
+@typed()
 def train_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: Annotated[float, Range(0)] | None = None
 ) -> Callable[..., Tensor]:
     """A function that takes the arguments of ``module``, does one training step, and returns the loss, detached.
 
@@ -32,7 +33,7 @@ def train_step(
     Raises:
         InputError: ``module`` or ``optimizer`` is something else; when the function runs, a loss that is no scalar.
     """
-    _check_module(module)
+    sharded = _sharded(module)
     mine = {id(param) for param in module.parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -47,9 +48,9 @@ def train_step(
             loss = module(*args, **kwargs)
         _check_loss(loss, "the module")
         loss.backward()
-        if not module.shardc.sync.held():
+        if not sharded.shardc.sync.held():
             if max_norm is not None:
-                module.clip_grad_norm_(max_norm)
+                sharded.clip_grad_norm_(max_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
@@ -57,6 +58,7 @@ def train_step(
     return step
 
 
+@typed()
 def value_and_grad(
     module: nn.Module, fn: Callable[..., Any] | None = None, *, has_aux: bool = False
 ) -> Callable[..., tuple[Any, dict[str, Tensor]]]:
@@ -76,13 +78,11 @@ def value_and_grad(
             scalar.
         BackwardError: when the function runs, gradients are held back (``module.no_sync()``).
     """
-    _check_module(module)
-    checked(fn, Callable[..., Any] | None, "fn", fix="pass a function of the module and of its inputs")
-    checked(has_aux, bool, "has_aux")
+    sharded = _sharded(module)
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
-        module.shardc.sync.refuse("value_and_grad()")
-        if module.shardc.sync.held():
+        sharded.shardc.sync.refuse("value_and_grad()")
+        if sharded.shardc.sync.held():
             raise BackwardError(
                 "value_and_grad() while gradients are not to be reduced, by no_sync() or set_requires_grad_sync(False)",
                 fix="call it outside of no_sync(), and add up the gradients that it returns",
@@ -104,11 +104,12 @@ def value_and_grad(
     return call
 
 
-def _check_module(module: Any) -> None:
+def _sharded(module: nn.Module) -> ShardedModule:
     if not isinstance(module, ShardedModule):
         raise InputError(
             "the module is not from shardc.compile", fix="pass what shardc.compile returned, or write the step by hand"
         )
+    return module
 
 
 def _check_loss(loss: Any, source: str) -> None:

@@ -81,7 +81,7 @@ def hsdp_plan(
         levels={f"{glob}.*": _LEVELS[said["optimizer_level"]] for glob, said in own.items()},
         thresholds={f"{glob}.*": said["threshold"] * _KB for glob, said in own.items()},
     )  # fmt: skip
-    reduced = {(): root, **own}
+    reduced: dict[Any, dict[str, Any]] = {(): root, **own}
     if any(said["reduce_dtype"] is not None for said in reduced.values()):
         plan = reduce(or_, (precision(reduce=said["reduce_dtype"], modules=of) for of, said in reduced.items()), plan)
     return plan | Plan(

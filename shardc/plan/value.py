@@ -21,7 +21,7 @@ from shardc.plan.from_hf import hf_entries
 from shardc.plan.from_sharding_plan import sharding_plan_entries
 from shardc.plan.from_styles import style_entries
 from shardc.plan.json import decode, encode
-from shardc.validate import checked
+from shardc.validate import checked, typed
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -105,6 +105,7 @@ class Plan:
         return plan
 
     @classmethod
+    @typed(PlanError)
     def from_hf(cls, model: nn.Module, axis: str = "tp") -> Plan:
         """The tensor-parallel plan that a Hugging Face model carries (``_tp_plan``, ``base_model_tp_plan``).
 
@@ -114,6 +115,7 @@ class Plan:
         return cls.of(hf_entries(model, axis))
 
     @classmethod
+    @typed(PlanError)
     def from_styles(
         cls, styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str = "tp", model: nn.Module | None = None
     ) -> Plan:
@@ -194,6 +196,7 @@ class Plan:
         return encode(self.calls())
 
     @classmethod
+    @typed(PlanError)
     def load(cls, path: str | Path, namespace: Constructors | None = None) -> Plan:
         """The plan that `save` wrote.
 
@@ -211,6 +214,7 @@ class Plan:
         return cls.from_json(text, str(path), namespace)
 
     @classmethod
+    @typed(PlanError)
     def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
         """The plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
         plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
