@@ -40,7 +40,7 @@ class Plan:
             dict by keyword.
         reduce: "mean" (the default) or "sum". Without a loss in the graph, gradients are those of the mean, or of the
             sum, of the losses of the ranks that split the batch. With one, it has no effect.
-        grad_scale: a factor on every parameter's gradient, 1.0 if not given.
+        grad_scale: a factor on every parameter's gradient, 1.0 if not given. Gradients of inputs are not scaled.
         dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed from them is already
             the global loss, so ``reduce`` has no effect then.
         accumulate: the module starts as after ``set_requires_grad_sync(False)``.
