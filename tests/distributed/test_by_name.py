@@ -11,12 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardc
 from shardc import ddp, fsdp, hsdp, precision
 from tests.ranks import run_ranks
-from tests.state import assert_same, batch, model
+from tests.state import assert_same, batch, close, model
 
 REDUCED = precision(reduce=torch.bfloat16) | precision(reduce=torch.float32, modules="single")
 REDUCED |= precision(reduce=torch.float64, modules="wide")
@@ -110,6 +110,33 @@ def of_cells(hybrid: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert_same(module, source)
+
+
+def as_shard_module(local: list[str] | None) -> None:
+    """hyper-parallel's plan: outputs are DTensors, or local where a module returns local tensors; values are one's."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = shardc.Plan.from_sharding_plan(
+        plan={"mid.weight": ("tp", "None"), "back.weight": ("None", "tp")},
+        input_plan={"input": ("None", "None")},
+        output_plan={"output": ("tp", "None"), "mid.output": ("None", "tp")},
+        return_local_tensor=local,
+    )
+    source = model()
+    module = shardc.compile(source, mesh, plan, backend="eager")
+    x, y = batch()
+    out, expected = module(x), source(x)
+    assert isinstance(out, DTensor) == (local is None)
+    whole = out.full_tensor() if isinstance(out, DTensor) else None
+    mine = (whole, expected) if whole is not None else (out, expected.chunk(2)[dist.get_rank()])
+    close(mine[0].detach(), mine[1].detach())
+    if whole is not None:
+        F.mse_loss(whole, y).backward()
+        F.mse_loss(expected, y).backward()
+        assert_same(module, source, grads=True)
+
+
+def test_two_ranks_as_shard_module() -> None:
+    run_ranks(2, partial(as_shard_module, None), partial(as_shard_module, ["head"]))
 
 
 def test_two_ranks_with_cells() -> None:
