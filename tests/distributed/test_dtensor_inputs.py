@@ -73,6 +73,6 @@ def test_two_ranks() -> None:
 
 @pytest.mark.long
 def test_four_ranks() -> None:
-    specs = ("@dp, _", "@tp, _", "_, @tp", "@(dp tp), _", "_, _", "@dp, @tp", None)
-    cases = product(specs, (square, None), (8, 6, 5))
-    run_ranks(4, *(partial(resharded, 2, spec, loss, rows) for spec, loss, rows in cases))
+    specs = ("@dp, _", "@tp, _", "_, @tp", "@(dp,tp), _", "_, _", "@dp, @tp", None)
+    cases = product(specs, ((square, 8), (None, 6), (None, 5)))
+    run_ranks(4, *(partial(resharded, 2, spec, loss, rows) for spec, (loss, rows) in cases))
