@@ -14,7 +14,7 @@ from shardc.precompiled import load
 from shardc.program import Program
 from shardc.rules import register_rule
 from shardc.runtime.sim.training import Simulation
-from shardc.train import train_step
+from shardc.train import train_step, value_and_grad
 
 __version__ = "0.2.0"
 
@@ -42,4 +42,5 @@ __all__ = [
     "register_rule",
     "tp",
     "train_step",
+    "value_and_grad",
 ]

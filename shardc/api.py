@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
 from shardc.passes.objective import unit_of
 from shardc.passes.options import Options
+from shardc.plan.from_dtensors import check_kept, drop_style_hooks, dtensor_entries
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
@@ -60,7 +61,9 @@ def compile(
     (dropout, ``torch.rand``) are the same on every mesh. They are not those of torch's own generator.
 
     Args:
-        model: an ordinary single-device module (or a function of tensors), on a device, on ``meta`` or fake.
+        model: an ordinary single-device module (or a function of tensors), on a device, on ``meta`` or fake. Parameters
+            that are DTensors on ``mesh``, or on some of its axes, stay split as they are; the plan says the rest. Hooks
+            of ``parallelize_module`` are not run.
         mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything except running.
         plan: where parameters, inputs and activations lie.
         loss: ``loss(output, *targets)``, traced into the graph. ``module(*inputs, *targets)`` is then the global loss.
@@ -79,7 +82,7 @@ def compile(
         or by ``module.lower(*global_examples)``.
 
     Raises:
-        InputError: an argument of the wrong kind.
+        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``.
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
         PlanError, LayoutError: the plan does not fit the mesh or the model.
@@ -91,7 +94,7 @@ def compile(
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
-    _check_kinds(model, plan, backend, options, loss, precompiled)
+    _check_kinds(model, plan, backend, options, loss, precompiled, init_sync)
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
@@ -103,19 +106,24 @@ def compile(
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)
+    held = dtensor_entries(module, mesh)
+    plan = Plan.of([*held, *plan.entries]) if held else plan
     check_axes(plan, abstract)
     shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
     params = resolve_params(plan, abstract, shapes, names)
+    check_kept(held, params)
     check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
+    drop_style_hooks(template)
     homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}
     sources: Sources = {}
     store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
     sharded = clone_tree(module, store)
+    drop_style_hooks(sharded)
     state = State(
         mesh=abstract,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
@@ -160,7 +168,9 @@ def compile(
     return sharded
 
 
-def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any) -> None:
+def _check_kinds(
+    model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any, init_sync: Any
+) -> None:
     """Raises InputError where an argument of `compile` is not what it should be."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
@@ -180,17 +190,13 @@ def _check_kinds(model: Any, plan: Any, backend: Any, options: Any, loss: Any, p
                 f"parameter {name!r} is of a lazy module and has no shape yet",
                 fix="call the model once, then compile it",
             )
-        if isinstance(param, DTensor):
-            raise InputError(
-                f"parameter {name!r} is a DTensor already, by fully_shard, parallelize_module or distribute_tensor",
-                fix="pass the plain model, and say in the plan what these said",
-            )
     if not isinstance(plan, Plan):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")
     checked(options, Options | None, "options", fix="pass shardc.Options(...)")
     checked(loss, Callable[..., Any] | None, "loss", fix="pass a function of the output and the targets")
     kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
+    checked(init_sync, bool, "init_sync")
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
 
 
@@ -269,23 +275,27 @@ def _store(
     x: Tensor,
 ) -> Tensor:
     """A parameter or buffer as the sharded module holds it, on ``mesh`` if there is one; notes what it was cut of."""
+    given = x
     if groups is None or mesh is None:
-        return x
+        return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
+    if isinstance(x, DTensor) and x.device.type != "meta":  # one at a time is whole
+        whole = cast(DTensor, x.detach()).full_tensor()
+        x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     if init_sync and x.device.type != "meta":
         value = x.detach().to(device, copy=True).contiguous()
         groups.of_first(value.view(-1).view(torch.uint8))
         x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     if not isinstance(x, nn.Parameter):
-        return x.clone() if x.device.type == "meta" else x.detach().to(device, copy=True)
+        return _like(x, x.device) if x.device.type == "meta" else x.detach().to(device, copy=True)
     storage = storages[name]
     if x.device.type == "meta":
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
         padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
     made = to_parameter(padded, storage, x.shape, mesh, groups.rank, x.requires_grad)
-    for hook in (x._backward_hooks or {}).values():
+    for hook in (given._backward_hooks or {}).values():
         made.register_hook(hook)
-    for hook in (x._post_accumulate_grad_hooks or {}).values():
+    for hook in (given._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)
     if x.device.type != "meta" and not groups.agreement.alone:
         note_source(sources, name, storage, x, made)

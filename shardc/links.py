@@ -9,8 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardc.cost.model import CostModel, Messages
 from shardc.errors import MeshError
 from shardc.runtime.wire.measure import Sent, measure_messages
+from shardc.validate import typed
 
 
+@typed()
 def measure_links(mesh: DeviceMesh) -> CostModel:
     """The default cost model with measured times of messages between the ranks of ``mesh``, for ``Options(cost=...)``.
 

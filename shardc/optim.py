@@ -19,6 +19,7 @@ from shardc.errors import InputError
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.norm import local_grad
 from shardc.runtime.storage import like_parameter
+from shardc.validate import typed
 
 # They compute each element from that element's own history, so that a shard's update is the shard of the update.
 ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
@@ -29,6 +30,7 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
+@typed()
 def wrap(
     optimizer_cls: type[torch.optim.Optimizer],
     module: nn.Module,

@@ -33,7 +33,7 @@ from shardc.report.formulas import Costs
 from shardc.report.lint import Finding, lint
 from shardc.report.schedule import Schedule, build, model_flops
 from shardc.report.tiles import Tiles
-from shardc.validate import near
+from shardc.validate import near, typed
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ class Program(Executable):
         few = self.folded is not None and not self.is_half(stage)
         return self.folded.whole(stage, self.graph(stage)) if few and self.folded else self.graph(stage)
 
+    @typed()
     def text(self, stage: str = "collectives", *, origins: bool = False) -> str:
         """The annotated graph after ``stage``; with ``origins``, each line ends in module, source and cause.
 
@@ -173,6 +174,7 @@ class Program(Executable):
         graph = self.graph(stage) if stage in few else self.whole(stage)
         return dump(LazyGraphModule(self.joint.captured.graph, graph), self.mesh, origins=origins)
 
+    @typed()
     def draw(self, name: str, stage: str = "collectives") -> Tiles:
         """Which ranks hold which part of a tensor: ``print`` it, or ``save("picture.png")`` it.
 
@@ -196,6 +198,7 @@ class Program(Executable):
         """The graph as it was after ``stage``, with the constants that it holds."""
         return LazyGraphModule(self.joint.captured.graph, self.graph(stage))
 
+    @typed()
     def schedule(
         self,
         hardware: str | Hardware = "h100",
@@ -232,6 +235,7 @@ class Program(Executable):
             useful_flops=useful, optimizer_copies=optimizer_copies, notes=() if folded is None else folded.notes,
         )  # fmt: skip
 
+    @typed()
     def costs(self, hardware: str | Hardware = "h100", dims: Dims | None = None) -> Costs:
         """Bytes and seconds of each axis as formulas in batch, sequence and axis sizes; see `shardc.report.derive`.
 
@@ -240,11 +244,13 @@ class Program(Executable):
         """
         return derive(self, find(hardware) if isinstance(hardware, str) else hardware, dims)
 
+    @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
         joint = self.schedule(hardware, stage="localize")
         return lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
 
+    @typed()
     def save(self, directory: str | Path) -> list[Path]:
         """Writes the program, for `shardc.load`, and the text of every stage; returns the paths.
 

@@ -1,19 +1,22 @@
-"""`train_step`: loss, gradients and update of one step behind one call."""
+"""`train_step` and `value_and_grad`: a step, or its loss and gradients, behind one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
-from shardc.errors import InputError
+from shardc._compat import pytree
+from shardc.errors import BackwardError, InputError
 from shardc.runtime.module import ShardedModule
+from shardc.validate import Range, typed
 
 
+@typed()
 def train_step(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, max_norm: Annotated[float, Range(0)] | None = None
 ) -> Callable[..., Tensor]:
     """A function that takes the arguments of ``module``, does one training step, and returns the loss, detached.
 
@@ -30,10 +33,7 @@ def train_step(
     Raises:
         InputError: ``module`` or ``optimizer`` is something else; when the function runs, a loss that is no scalar.
     """
-    if not isinstance(module, ShardedModule):
-        raise InputError(
-            "the module is not from shardc.compile", fix="pass what shardc.compile returned, or write the step by hand"
-        )
+    sharded = _sharded(module)
     mine = {id(param) for param in module.parameters()}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -46,18 +46,76 @@ def train_step(
     def step(*args: Any, **kwargs: Any) -> Tensor:
         with torch.enable_grad():
             loss = module(*args, **kwargs)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            made = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise InputError(
-                f"the module returns {made}, and a step needs a loss",
-                fix="pass loss= to shardc.compile, and the targets to the step",
-            )
+        _check_loss(loss, "the module")
         loss.backward()
-        if not module.shardc.sync.held():
+        if not sharded.shardc.sync.held():
             if max_norm is not None:
-                module.clip_grad_norm_(max_norm)
+                sharded.clip_grad_norm_(max_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     return step
+
+
+@typed()
+def value_and_grad(
+    module: nn.Module, fn: Callable[..., Any] | None = None, *, has_aux: bool = False
+) -> Callable[..., tuple[Any, dict[str, Tensor]]]:
+    """A function that returns a value and its gradients, ``(value, {name: gradient})``, and leaves ``.grad`` alone.
+
+    The gradients are what ``value.backward()`` would add to ``.grad``: DTensors laid out like the parameters, of those
+    that require a gradient. A parameter that the value does not depend on has zeros.
+
+    Args:
+        module: from `shardc.compile`.
+        fn: ``fn(module, *args, **kwargs)``, which calls ``module`` and returns one number. None calls
+            ``module(*args, **kwargs)``, which returns its loss; forward, loss and backward are then one compiled step.
+        has_aux: ``fn`` returns ``(number, anything)``; the value is then this pair, without gradients.
+
+    Raises:
+        InputError: ``module``, ``fn`` or ``has_aux`` is something else; when the function runs, a value that is no
+            scalar.
+        BackwardError: when the function runs, gradients are held back (``module.no_sync()``).
+    """
+    sharded = _sharded(module)
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
+        sharded.shardc.sync.refuse("value_and_grad()")
+        if sharded.shardc.sync.held():
+            raise BackwardError(
+                "value_and_grad() while gradients are not to be reduced, by no_sync() or set_requires_grad_sync(False)",
+                fix="call it outside of no_sync(), and add up the gradients that it returns",
+            )
+        with torch.enable_grad():
+            out = module(*args, **kwargs) if fn is None else fn(module, *args, **kwargs)
+        if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+            raise InputError("with has_aux=True, fn returns (value, aux)", fix="return a pair, or leave has_aux out")
+        value = out[0] if has_aux else out
+        _check_loss(value, "the module" if fn is None else "fn")
+        params = {name: param for name, param in module.named_parameters() if param.requires_grad}
+        found = torch.autograd.grad(value, list(params.values()), allow_unused=True)
+        grads = {
+            name: torch.zeros_like(param, requires_grad=False) if grad is None else grad
+            for (name, param), grad in zip(params.items(), found, strict=True)
+        }
+        return pytree.tree_map_only(Tensor, Tensor.detach, out), grads
+
+    return call
+
+
+def _sharded(module: nn.Module) -> ShardedModule:
+    if not isinstance(module, ShardedModule):
+        raise InputError(
+            "the module is not from shardc.compile", fix="pass what shardc.compile returned, or write the step by hand"
+        )
+    return module
+
+
+def _check_loss(loss: Any, source: str) -> None:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        made = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise InputError(
+            f"{source} returns {made}, and a step needs a loss",
+            fix="pass loss= to shardc.compile, and the targets to the step",
+        )

@@ -17,16 +17,18 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import lru_cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from functools import lru_cache, wraps
+from inspect import signature
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
 from shardc.errors import InputError, ShardcError
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 DTYPES = {str(x).removeprefix("torch."): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _NAMES = {bool: "True or False", int: "an integer", float: "a number", str: "a string", type(None): "None"}
@@ -102,6 +104,30 @@ def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str
         made = checked(value, hint, f"{name}: {key}" if name else key, error, **said)
         if made is not value:
             object.__setattr__(instance, key, made)
+
+
+def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Function]:
+    """A decorator: arguments are checked against their annotations, as `checked`, and passed on as they are.
+
+    An argument that is left out, or is none of the function's, is Python's own error.
+    """
+
+    def decorate(function: Function) -> Function:
+        shown = signature(function)
+        hints: dict[str, Any] = {}
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not hints:
+                hints.update(get_type_hints(function, include_extras=True))
+            for name, value in shown.bind(*args, **kwargs).arguments.items():
+                if name in hints and shown.parameters[name].kind not in (2, 4):  # *args, **kwargs
+                    checked(value, hints[name], name, error)
+            return function(*args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
 
 
 def near(word: Any, known: Any, otherwise: str = "") -> str:
@@ -255,7 +281,8 @@ def expected(kind: Any) -> str:
             return f"a list, each item {expected(args[0])}"
         return f"a list of {len(args)}"
     if origin is not None:
-        return "a table" if issubclass(origin, Mapping) else "a function"
+        words = {type: "a class", Mapping: "a table", Iterable: "a list"}
+        return next((word for known, word in words.items() if issubclass(origin, known)), "a function")
     article = "an" if kind.__name__[0] in "AEIO" else "a"
     return _NAMES.get(kind) or ("a table" if hasattr(kind, "_fields") else f"{article} {kind.__name__}")
 

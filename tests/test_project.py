@@ -44,7 +44,7 @@ ALLOWED = {
     "passes": {"errors", "ir", "rules", "plan", "cost", "progress", "_compat"},
     "runtime": {"errors", "ir", "_compat"},
     "optim": {"errors", "runtime", "_compat"},
-    "train": {"errors", "runtime"},
+    "train": {"errors", "runtime", "_compat"},
     "links": {"errors", "cost", "runtime"},
     "integrations": {"errors", "plan", "runtime"},
     "dynamic": {"errors", "ir", "capture", "passes", "program", "_compat"},

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 from shardc.plan.forms import Form, quote, show, show_sizes
 
 Call = tuple[str, dict[str, Any]]
+SPECS = ("params", "inputs", "outputs", "activations")  # arguments that take specs
+BY_GLOB = ("overrides", "levels", "thresholds")  # arguments that are a number for each glob
 
 
 class Called(Protocol):
@@ -68,10 +70,12 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
-    if key in ("overrides", "levels"):
+    if key in BY_GLOB:
         return show_sizes(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and key in SPECS:
         return _specs_text(key, value)
+    if isinstance(value, list | tuple) and not all(isinstance(item, str) for item in value):
+        return repr(value)
     if isinstance(value, list):
         return f"[{', '.join(map(quote, value))}]"
     if isinstance(value, tuple):

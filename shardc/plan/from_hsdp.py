@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from shardc.plan.value import Plan, fsdp, precision
 
 _KB = 1024
 _LEVELS = {"level1": 1, "level2": 2, "level3": 3}
+# What cells may differ in.
+_CELL = {"shard_size": -1, "threshold": 64, "optimizer_level": "level1", "reduce_dtype": None}
 
 
 def hsdp_plan(
@@ -26,6 +30,8 @@ def hsdp_plan(
     bucket_size: int = -1,
     *,
     axis: str | Sequence[str] = "dp",
+    cells: Mapping[str, Mapping[str, Any]] | None = None,
+    use_eager_hook: bool = True,
 ) -> Plan:
     """The plan for the arguments of hyper-parallel's ``hsdp(cell, ...)``, with its meanings, units and defaults.
 
@@ -44,28 +50,40 @@ def hsdp_plan(
         comm_fusion: fuse collectives into buckets.
         bucket_size: KB of a bucket if they are fused; -1 for one bucket of all, 0 for none.
         axis: the mesh axis (or axes) of the data-parallel ranks, which hyper-parallel takes from the cell's layout.
+        cells: module glob -> arguments of a call of ``hsdp()`` for these cells alone: ``shard_size``, ``threshold``,
+            ``optimizer_level`` and ``reduce_dtype``, with hyper-parallel's defaults. The last match wins. The other
+            arguments hold for the model.
+        use_eager_hook: there, eager mode or graph mode; no difference here (``shardc.compile(backend="eager")`` runs op
+            by op).
 
     Raises:
         PlanError: as ``hsdp()`` does, for a size that is neither positive nor -1, an unknown level or a value of
-            another type.
+            another type; an argument of ``cells`` that is none of its four.
 
     >>> hsdp_plan(shard_size=4, optimizer_level="level3", comm_async=True)
     fsdp("dp", level=3, threshold=65536, shard_size=4) | Plan(reduce="sum", bucket_size=0)
     """
-    _check("shard_size", shard_size, _is_int(shard_size) and (shard_size > 0 or shard_size == -1), "positive or -1")
-    _check("threshold", threshold, _is_int(threshold) and threshold >= 0, "a number of KB, 0 or more")
-    _check("optimizer_level", optimizer_level, optimizer_level in _LEVELS, f"one of {list(_LEVELS)}")
+    given = (shard_size, threshold, optimizer_level, reduce_dtype)
+    _check_cell(root := dict(zip(_CELL, given, strict=True)))
     for name, value in {
         "enable_grad_accumulation": enable_grad_accumulation, "comm_async": comm_async, "comm_fusion": comm_fusion,
+        "use_eager_hook": use_eager_hook,
     }.items():  # fmt: skip
         _check(name, value, isinstance(value, bool), "True or False")
     _check("grad_scale", grad_scale, isinstance(grad_scale, float), "a float, such as 0.5")
-    _check("reduce_dtype", reduce_dtype, reduce_dtype is None or isinstance(reduce_dtype, torch.dtype), "a torch.dtype")
     _check("bucket_size", bucket_size, _is_int(bucket_size) and bucket_size >= -1, "a number of KB, or -1")
     size = (bucket_size * _KB if bucket_size > 0 else bucket_size) if comm_fusion else 0
-    plan = fsdp(axis, _LEVELS[optimizer_level], threshold * _KB, shard_size)
-    if reduce_dtype is not None:
-        plan |= precision(reduce=reduce_dtype)
+    _check("cells", cells, isinstance(cells, Mapping | None), 'a table such as {"layers.*": {"threshold": 0}}')
+    own = {glob: _cell(glob, arguments) for glob, arguments in (cells or {}).items()}
+    plan = fsdp(
+        axis, _LEVELS[optimizer_level], threshold * _KB, shard_size,
+        overrides={f"{glob}.*": said["shard_size"] for glob, said in own.items()},
+        levels={f"{glob}.*": _LEVELS[said["optimizer_level"]] for glob, said in own.items()},
+        thresholds={f"{glob}.*": said["threshold"] * _KB for glob, said in own.items()},
+    )  # fmt: skip
+    reduced: dict[Any, dict[str, Any]] = {(): root, **own}
+    if any(said["reduce_dtype"] is not None for said in reduced.values()):
+        plan = reduce(or_, (precision(reduce=said["reduce_dtype"], modules=of) for of, said in reduced.items()), plan)
     return plan | Plan(
         reduce="sum",
         grad_scale=grad_scale if grad_scale != 1.0 else None,
@@ -73,6 +91,24 @@ def hsdp_plan(
         overlap=None if comm_async else False,
         bucket_size=size,
     )
+
+
+def _cell(glob: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the call of ``hsdp()`` for one cell, checked."""
+    _check(f"cells[{glob!r}]", arguments, isinstance(arguments, Mapping), "a table of arguments of hsdp()")
+    said = dict(_CELL) | dict(arguments)
+    for name in arguments:
+        _check(f"cells[{glob!r}]", name, name in _CELL, f"one of {list(_CELL)}; the others hold for the whole model")
+    _check_cell(said)
+    return said
+
+
+def _check_cell(said: Mapping[str, Any]) -> None:
+    size, least, level, dtype = (said[name] for name in _CELL)
+    _check("shard_size", size, _is_int(size) and (size > 0 or size == -1), "positive or -1")
+    _check("threshold", least, _is_int(least) and least >= 0, "a number of KB, 0 or more")
+    _check("optimizer_level", level, level in list(_LEVELS), f"one of {list(_LEVELS)}")
+    _check("reduce_dtype", dtype, dtype is None or isinstance(dtype, torch.dtype), "a torch.dtype")
 
 
 def _is_int(value: Any) -> bool:

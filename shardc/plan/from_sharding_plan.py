@@ -13,6 +13,7 @@ from shardc.errors import PlanError
 from shardc.plan.entries import Entry, Param, Setting
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
+from shardc.validate import checked
 
 
 def sharding_plan_entries(
@@ -43,16 +44,18 @@ def sharding_plan_entries(
     for name, value in (plan or {}).items():
         entries.append(Param(name, freeze(_translate(value), f"plan[{quote(name)}]")))
     for key, value in [*(input_plan or {}).items(), *(output_plan or {}).items()]:
-        module, _, where = key.rpartition(".")
+        module, _, where = str(key).rpartition(".")
         if where not in ("input", "output"):
             raise PlanError(
                 f"key {key!r} ends in neither input nor output",
-                plan_entry=f"Plan.from_sharding_plan({quote(key)})",
+                plan_entry=f"Plan.from_sharding_plan({quote(str(key))})",
                 fix=f'write "{key}.input" or "{key}.output"',
             )
         specs = _translate(value)
         entries += activation_entries(f"{module}:{where}", specs) if module else port_entries(f"{where}s", specs)
-    return [*entries, Setting("dtensor_outputs", not list(return_local_tensor or ()))]
+    fix = 'write ["relu"], a list of modules'
+    local = checked(return_local_tensor, tuple[str, ...] | None, "return_local_tensor", PlanError, fix=fix)
+    return [*entries, Setting("dtensor_outputs", not local)]
 
 
 def _translate(value: Any) -> Any:

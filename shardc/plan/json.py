@@ -23,13 +23,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
-from shardc.plan.calls import Call
+from shardc.plan.calls import SPECS, Call
 from shardc.plan.entries.precision import DTYPE_FIELDS
 from shardc.plan.forms import Form, OnAxes, is_placements, show_placement
 from shardc.validate import DTYPES
 
 VERSION = 1
-SPEC_ARGUMENTS = ("params", "inputs", "outputs", "activations")
 
 
 def encode(calls: Iterable[Call]) -> str:
@@ -39,7 +38,7 @@ def encode(calls: Iterable[Call]) -> str:
 
 
 def _encode_argument(key: str, value: Any) -> Any:
-    if key in SPEC_ARGUMENTS:
+    if key in SPECS:
         return {at: _encode_form(form) for at, form in value.items()}
     return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
 
@@ -92,7 +91,7 @@ def _check_keys(found: dict[str, Any], known: tuple[str, ...], path: str, what: 
 
 
 def _decode_argument(key: str, value: Any, path: str) -> Any:
-    if key in SPEC_ARGUMENTS:
+    if key in SPECS:
         return {at: _decode_form(form, path) for at, form in _of(dict, value, path, key).items()}
     if key in DTYPE_FIELDS and isinstance(value, str):
         return DTYPES.get(value, value)

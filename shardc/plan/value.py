@@ -21,7 +21,7 @@ from shardc.plan.from_hf import hf_entries
 from shardc.plan.from_sharding_plan import sharding_plan_entries
 from shardc.plan.from_styles import style_entries
 from shardc.plan.json import decode, encode
-from shardc.validate import checked
+from shardc.validate import checked, typed
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -40,7 +40,7 @@ class Plan:
             dict by keyword.
         reduce: "mean" (the default) or "sum". Without a loss in the graph, gradients are those of the mean, or of the
             sum, of the losses of the ranks that split the batch. With one, it has no effect.
-        grad_scale: a factor on every parameter's gradient, 1.0 if not given.
+        grad_scale: a factor on every parameter's gradient, 1.0 if not given. Gradients of inputs are not scaled.
         dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed from them is already
             the global loss, so ``reduce`` has no effect then.
         accumulate: the module starts as after ``set_requires_grad_sync(False)``.
@@ -105,6 +105,7 @@ class Plan:
         return plan
 
     @classmethod
+    @typed(PlanError)
     def from_hf(cls, model: nn.Module, axis: str = "tp") -> Plan:
         """The tensor-parallel plan that a Hugging Face model carries (``_tp_plan``, ``base_model_tp_plan``).
 
@@ -114,6 +115,7 @@ class Plan:
         return cls.of(hf_entries(model, axis))
 
     @classmethod
+    @typed(PlanError)
     def from_styles(
         cls, styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str = "tp", model: nn.Module | None = None
     ) -> Plan:
@@ -194,6 +196,7 @@ class Plan:
         return encode(self.calls())
 
     @classmethod
+    @typed(PlanError)
     def load(cls, path: str | Path, namespace: Constructors | None = None) -> Plan:
         """The plan that `save` wrote.
 
@@ -211,6 +214,7 @@ class Plan:
         return cls.from_json(text, str(path), namespace)
 
     @classmethod
+    @typed(PlanError)
     def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
         """The plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
         plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
@@ -235,6 +239,7 @@ def fsdp(
     shard_size: int = -1,
     overrides: Mapping[str, int] | None = None,
     levels: Mapping[str, int] | None = None,
+    thresholds: Mapping[str, int | str] | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
@@ -249,15 +254,16 @@ def fsdp(
             ranks of several axes). Over the rest it is replicated, and gradients are reduced a second time.
         overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
         levels: parameter glob -> level, where it is not ``level``. The last match wins.
+        thresholds: parameter glob -> threshold, where it is not ``threshold``. The last match wins.
 
     Raises:
         PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size that does not
             divide the ranks of ``axis``, two of which neither divides the other, or a glob that matches no parameter.
     """
     entry = f"fsdp({axis!r}, ...)"
-    sizes, others = by_glob(overrides, "overrides", entry), by_glob(levels, "levels", entry)
+    said = {"overrides": overrides, "levels": levels, "thresholds": thresholds}
     axes = axis_names(axis, f"fsdp({axis!r})")
-    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, sizes, others)])
+    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])
 
 
 def hsdp(
@@ -266,15 +272,16 @@ def hsdp(
     level: int = 3,
     threshold: int | str = 0,
     levels: Mapping[str, int] | None = None,
+    thresholds: Mapping[str, int | str] | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
-    ``level``, ``threshold`` and ``levels`` are those of `fsdp`.
+    ``level``, ``threshold``, ``levels`` and ``thresholds`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    others = by_glob(levels, "levels", entry)
+    said = by_glob({"levels": levels, "thresholds": thresholds}, entry)
     axes = axis_names(shard, entry), axis_names(replicate, entry)
-    return Plan.of([Fsdp(*axes, level, cast(int, threshold), levels=others)])
+    return Plan.of([Fsdp(*axes, level, cast(int, threshold), **said)])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
@@ -347,9 +354,12 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
 
 
-def by_glob(given: Mapping[str, int] | None, what: str, entry: str) -> tuple[tuple[str, int], ...]:
-    """A table of numbers by glob, as entries hold it."""
-    return tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
+    """Tables of numbers by glob, as entries hold them."""
+    return {
+        what: tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+        for what, given in said.items()
+    }
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:

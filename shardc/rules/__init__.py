@@ -32,7 +32,7 @@ from shardc.rules.fallback import fallback_rule
 from shardc.rules.notation import rule
 from shardc.rules.rule import Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
-from shardc.validate import checked
+from shardc.validate import typed
 
 FAMILIES = (
     pointwise,
@@ -92,6 +92,7 @@ def _shapes(x: Any) -> Any:
     return torch.Size(x.shape) if isinstance(x, Value) else x
 
 
+@typed(RuleError)
 def register_rule(
     op: Any,
     text: str,
@@ -117,8 +118,6 @@ def register_rule(
 
     >>> _ = register_rule("mylib::rowwise_scale", "i j, i -> i j", linear="0|1")
     """
-    checked(text, str, "register_rule: text", RuleError, fix='write "i k, k j -> i j"')
-    checked(linear, str, "register_rule: linear", RuleError, fix='write "0|1"')
     if not isinstance(op, str) and not hasattr(op, "_schema"):
         raise RuleError(f"{op!r} is no op", fix="pass torch.ops.mylib.scale.default, or its name")
     name = op if isinstance(op, str) else str(op).replace(".", "::", 1)

@@ -45,6 +45,8 @@ def rule(
     """
     name = op.replace("::", ".") if "::" in op else f"aten.{op.removeprefix('aten.')}"
     operands, results = parse(text)
+    if not all(i.isdigit() for group in linear.split("|") if group for i in group.split("&")):
+        raise RuleError(f"linear is {linear!r}, not positions of operands", fix='write "0|1" or "0&1"')
     sets = tuple(frozenset(int(i) for i in group.split("&")) for group in linear.split("|") if group)
     _check(name, text, operands + results, factors)
     kinds = dict(factors)

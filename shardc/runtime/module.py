@@ -30,7 +30,7 @@ from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
 from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
-from shardc.validate import Range, checked, near
+from shardc.validate import Range, near, typed
 
 
 class ShardedModule(nn.Module):
@@ -104,6 +104,7 @@ class ShardedModule(nn.Module):
         flat = program.output_spec.flatten_up_to(outputs)
         return pytree.tree_unflatten(as_dtensors(flat, roles, state.device_mesh), program.output_spec)
 
+    @typed()
     def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
         """A block whose steps communicate no gradients: each rank sums whole gradients, whatever the plan's level.
 
@@ -116,11 +117,13 @@ class ShardedModule(nn.Module):
         """
         return self.shardc.sync.within("none", self._matching(parameters))
 
+    @typed()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; it also drops gradients that are held back (`no_sync`)."""
         super().zero_grad(set_to_none)
         self.shardc.sync.drop()
 
+    @typed()
     def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
         """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
 
@@ -130,15 +133,14 @@ class ShardedModule(nn.Module):
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        mode = "all" if checked(sync, bool, "sync") else "levels"
-        self.shardc.sync.set(mode, self._matching(parameters))
+        self.shardc.sync.set("all" if sync else "levels", self._matching(parameters))
 
     def _matching(self, glob: str) -> list[str] | None:
         """The parameters that a glob of `no_sync` matches, None for all of them."""
         if glob == "*":
             return None
         names = list(self.shardc.sync.levels)
-        found = fnmatch.filter(names, checked(glob, str, "parameters"))
+        found = fnmatch.filter(names, glob)
         if not found:
             raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
         return found
@@ -186,6 +188,7 @@ class ShardedModule(nn.Module):
             return out_args, out_kwargs
         return out_args[0] if len(out_args) == 1 else out_args
 
+    @typed()
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
         """Initialises parameters and buffers shard by shard; values equal those of one device with the same seed.
 
@@ -210,14 +213,16 @@ class ShardedModule(nn.Module):
         state.fresh = True
         changes.watch(self)
 
+    @typed()
     def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
         """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
         self.shardc.check()
-        if checked(with_grads, bool, "with_grads"):
+        if with_grads:
             self.shardc.sync.refuse("summon_full_params(with_grads=True)")
-        self.shardc.fresh |= checked(writeback, bool, "writeback")
+        self.shardc.fresh |= writeback
         return summon_full_params(self, self.shardc.storages, self.shardc.rank, writeback, with_grads)
 
+    @typed()
     def full_state_dict(self, device: torch.device | str | None = None, rank0_only: bool = False) -> dict[str, Any]:
         """The unsharded model's state dict, plain whole tensors; all ranks call it.
 
@@ -228,23 +233,28 @@ class ShardedModule(nn.Module):
         """
         state = self.shardc
         state.check()
-        if not checked(rank0_only, bool, "rank0_only") or state.groups is None:
+        if not rank0_only or state.groups is None:
             return full_state_dict(self, state.storages, device)
         state.groups.agreement.act(Act((("act", f"full_state_dict of {state.name} for the first rank"),)), ask=True)
         return first_state_dict(self, state.storages, state.groups, device)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    @typed()
+    def clip_grad_norm_(
+        self,
+        max_norm: Annotated[float, Range(0)],
+        norm_type: Annotated[float, Range(0, above=True)] = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
         """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
         state = self.shardc
         state.sync.refuse("clip_grad_norm_()")
-        checked(max_norm, Annotated[float, Range(0)], "max_norm")
-        checked(norm_type, Annotated[float, Range(0, above=True)], "norm_type")
         if state.groups is None:
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
         return clip_grad_norm_(
             self, state.storages, state.groups, state.device, max_norm, norm_type, error_if_nonfinite
         )
 
+    @typed()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As torch's; takes whole tensors of the unsharded model, or DTensors on any mesh. All ranks call it.
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardc
 from shardc.errors import PlanError
-from shardc.plan import Plan, fsdp, hsdp_plan, precision, resolve_params
+from shardc.plan import Plan, fsdp, hsdp_plan, parse_plan, precision, resolve_params
 
 PLANS: list[tuple[dict[str, Any], Plan]] = [
     ({}, fsdp("dp", 1, 64 * 1024) | Plan(reduce="sum", overlap=False, bucket_size=0)),
@@ -42,6 +42,35 @@ def test_meanings(at: int) -> None:
     assert hsdp_plan(**arguments) == plan
 
 
+CELLS: dict[str, dict[str, Any]] = {
+    "1": {"optimizer_level": "level3", "threshold": 0},
+    "2": {"shard_size": 1, "reduce_dtype": torch.float64},
+}
+
+
+def test_cells_of_their_own() -> None:
+    """A call for one cell has hyper-parallel's defaults; its level, sizes and dtype are by glob."""
+    plan = hsdp_plan(2, 0, "level2", reduce_dtype=torch.float32, comm_async=True, axis="dp", cells=CELLS)
+    assert plan == (
+        fsdp(
+            "dp", 2, 0, 2, overrides={"1.*": -1, "2.*": 1}, levels={"1.*": 3, "2.*": 1},
+            thresholds={"1.*": 0, "2.*": 64 * 1024},
+        )
+        | precision(reduce=torch.float32)
+        | precision(modules="1")
+        | precision(reduce=torch.float64, modules="2")
+        | Plan(reduce="sum", bucket_size=0)
+    )  # fmt: skip
+    assert Plan.from_json(plan.to_json()) == plan and parse_plan(repr(plan)) == plan
+    params = {f"{at}.weight": ((8, 8), 4) for at in range(3)}
+    found = resolve_params(plan, shardc.Mesh(dp=4), params)
+    assert {name: (str(p.storage), p.level) for name, p in found.items()} == {
+        "0.weight": ("[8@dp:2x2,8]", 2), "1.weight": ("[8@dp,8]", 3), "2.weight": ("[8,8]", 1),
+    }  # fmt: skip
+    small = hsdp_plan(cells={"0": {"threshold": 0}, "[01]": {"threshold": 1}})  # of 256 B, and the last match wins
+    assert {str(p.storage) for p in resolve_params(small, shardc.Mesh(dp=4), params).values()} == {"[8,8]"}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"shard_size": 0}, "shard_size=0 is not positive or -1"),
     ({"shard_size": 2.0}, "shard_size=2.0 is not positive or -1"),
@@ -54,6 +83,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"comm_async": None}, "comm_async=None is not True or False"),
     ({"comm_fusion": 0}, "comm_fusion=0 is not True or False"),
     ({"bucket_size": -2}, "bucket_size=-2 is not a number of KB, or -1"),
+    ({"use_eager_hook": "yes"}, "use_eager_hook='yes' is not True or False"),
+    ({"optimizer_level": ["level1"]}, "optimizer_level=['level1'] is not one of ['level1', 'level2', 'level3']"),
+    ({"cells": ["up"]}, """cells=['up'] is not a table such as {"layers.*": {"threshold": 0}}"""),
 ]
 
 
@@ -64,6 +96,22 @@ def test_refused(at: int) -> None:
         hsdp_plan(**arguments)
     shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     assert str(caught.value) == f"{text}\n  plan entry: hsdp_plan({shown})"
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ("level3", "cells['up']='level3' is not a table of arguments of hsdp()"),
+        ({"level": 3}, "cells['up']='level' is not one of ['shard_size', 'threshold', 'optimizer_level', 'reduce_d"),
+        ({"grad_scale": 0.5}, "cells['up']='grad_scale' is not one of"),
+        ({"threshold": "64"}, "threshold='64' is not a number of KB"),
+        ({"optimizer_level": "level0"}, "optimizer_level='level0' is not one of"),
+    ],
+)
+def test_refused_of_cells(said: Any, text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        hsdp_plan(cells={"up": said})
+    assert str(caught.value).startswith(text)
 
 
 def test_threshold_is_in_kilobytes() -> None:

@@ -81,7 +81,7 @@ ERRORS: dict[str, tuple[Any, str]] = {
     ),
     "unknown argument": (
         {"shardc_plan": 1, "calls": [{"fsdp": {"axis": "dp", "treshold": 3}}]},
-        "unknown key 'treshold' in fsdp\n  source: plan.json\n  fix: did you mean 'threshold'?",
+        "unknown key 'treshold' in fsdp\n  source: plan.json\n  fix: did you mean 'threshold' or 'thresholds'?",
     ),
     "unknown argument, none near": (
         {"shardc_plan": 1, "calls": [{"ddp": {"axis": "dp", "zzz": 3}}]},

@@ -149,7 +149,11 @@ def trained() -> Any:
 
 
 STATE: dict[str, Case] = {
-    "an optimizer of a function": (lambda: shardc.optim.wrap(F.relu, Mlp()), InputError, "the module"),
+    "an optimizer of a function": (
+        lambda: shardc.optim.wrap(F.relu, Mlp()),
+        InputError,
+        "optimizer_cls is .*relu.*not a class",
+    ),
     "values on no ranks": (lambda: compiled().init_weights(), MeshError, "abstract mesh"),
     "values by what is no function": (lambda: compiled().init_weights("xavier"), (MeshError, InputError), "."),  # type: ignore[dict-item]
 }
@@ -168,6 +172,7 @@ RULES: dict[str, Case] = {
         RuleError,
         "z",
     ),
+    "linear as text": (lambda: shardc.register_rule("a::b", "i -> i", linear="first"), RuleError, "linear is 'first'"),
     "linear as a list": (lambda: shardc.register_rule("a::b", "i -> i", linear=[0]), RuleError, r"\[0\]"),  # type: ignore[arg-type]
     "a region of no function": (lambda: shardc.local_map(3, in_layouts="_", out_layouts="_"), InputError, "3"),  # type: ignore[arg-type]
     "a region of another number": (

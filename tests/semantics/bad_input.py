@@ -71,7 +71,11 @@ COMPILE: dict[str, Case] = {
         InputError,
         "Mlp is wrapped",
     ),
-    "a model of fully_shard": (lambda: compiled(model=sharded()), InputError, "'up.weight' is a DTensor already"),
+    "a model with DTensors on other axes": (
+        lambda: compiled(model=sharded()),
+        InputError,
+        "'up.weight' is a DTensor on",
+    ),
     "a dict for a mesh": (lambda: compiled(mesh={"dp": 2}), MeshError, "{'dp': 2} is not a mesh"),
     "a number for a mesh": (lambda: compiled(mesh=2), MeshError, "2 is not a mesh"),
     "no mesh": (lambda: compiled(mesh=None), MeshError, "None is not a mesh"),

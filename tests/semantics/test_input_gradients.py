@@ -92,10 +92,11 @@ def behind_a_local_module() -> None:
         close(ours.grad, theirs.grad)
 
 
-def of_the_global_loss() -> None:
-    """With a loss in the graph it is one device's, as everything is."""
+def of_the_global_loss(scale: float) -> None:
+    """With a loss in the graph it is one device's, whatever parameters' gradients are scaled by."""
     _, source = pair()
-    module = compiled(source, shardc.fsdp("dp"), {"dp": 2}, loss=F.mse_loss)
+    plan = shardc.fsdp("dp") | shardc.Plan(grad_scale=scale)
+    module = compiled(source, plan, {"dp": 2}, loss=F.mse_loss)
     x, y = torch.randn(4, 8, dtype=torch.float64), batch()[1]
     mine, target = module.shard_inputs(x, y)
     mine.requires_grad_()
@@ -103,6 +104,7 @@ def of_the_global_loss() -> None:
     x.requires_grad_()
     F.mse_loss(source(x), y).backward()
     close(mine.grad, module.shard_inputs(x.grad))
+    close(module.weight.grad.full_tensor(), source.weight.grad * scale)
 
 
 def dtensors(plan: shardc.Plan, loss: Any) -> None:
@@ -154,7 +156,8 @@ def test_two_ranks() -> None:
         partial(whole_in_between, "..."),
         partial(whole_in_between, "@dp, _"),
         behind_a_local_module,
-        of_the_global_loss,
+        partial(of_the_global_loss, 1.0),
+        partial(of_the_global_loss, 0.25),
         partial(dtensors, shardc.fsdp("dp"), None),
         partial(dtensors, shardc.fsdp("dp"), F.mse_loss),
         partial(dtensors, shardc.fsdp("dp") | shardc.Plan(dtensor_outputs=True), None),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
-from shardc.plan.calls import Call
+from shardc.plan.calls import BY_GLOB, Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.forms import show_sizes
 from shardc.plan.match import matching, must_match
@@ -67,6 +67,7 @@ class Fsdp(Data):
     shard_size: ShardSize = -1
     overrides: tuple[tuple[str, ShardSize], ...] = ()
     levels: tuple[tuple[str, Level], ...] = ()
+    thresholds: tuple[tuple[str, Annotated[int, Bytes()]], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
@@ -107,7 +108,7 @@ class Fsdp(Data):
                 )
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
-        for glob, _ in (*self.overrides, *self.levels):
+        for glob, _ in (*self.overrides, *self.levels, *self.thresholds):
             must_match(glob, names, "parameter", str(self))
         return {}
 
@@ -118,7 +119,8 @@ class Fsdp(Data):
         chosen = [size for glob, size in self.overrides if matching(glob, param.names)]
         axes = _minor(param.layout.mesh, self.shard, chosen[-1] if chosen else self.shard_size)
         assert axes is not None, f"{self} was not checked"
-        if param.nbytes < self.threshold and not chosen:
+        least = [size for glob, size in self.thresholds if matching(glob, param.names)]
+        if param.nbytes < (least[-1] if least else 0 if chosen else self.threshold):
             return replace(stored, storage_cause=f"{self}: {param.nbytes} B stay whole")
         if not axes:
             stored = replace(stored, storage_cause=f"{self}: split over 1 rank")
@@ -154,7 +156,7 @@ class Fsdp(Data):
     def call(self) -> Call:
         options: dict[str, Any] = {"level": self.level} | super().call[1]
         shard, replicate = options.pop("shard"), options.pop("replicate", None)
-        options |= {name: dict(options[name]) for name in ("overrides", "levels") if name in options}
+        options |= {name: dict(options[name]) for name in BY_GLOB if name in options}
         if replicate:
             return "hsdp", {"shard": shard, "replicate": replicate} | options
         return "fsdp", {"axis": shard} | options
@@ -166,6 +168,7 @@ class Fsdp(Data):
         over = f"{self.shard_size} ranks of " if self.shard_size != -1 else ""
         other = f", {show_sizes(dict(self.overrides))}" if self.overrides else ""
         levels = "".join(f", {glob} level {level}" for glob, level in self.levels)
+        levels += "".join(f", {glob} under {size} B whole" for glob, size in self.thresholds)
         where = f"storage over {over}{', '.join(self.shard)}{kept}{small}{other}{levels}"
         return f"fsdp level {self.level}", "inputs, params", where
 

@@ -1,0 +1,108 @@
+"""A model that holds DTensors already: where these lie, as entries of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.placement_types import Placement
+
+from shardc.errors import InputError, PlanError
+from shardc.ir.mesh import Mesh
+from shardc.plan.entries import Param
+from shardc.plan.forms import OnAxes
+from shardc.plan.placed import ParamPlan
+
+
+def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
+    """An entry for each parameter of ``model`` that is a DTensor, with the axes that split it.
+
+    An axis on which it is whole is left to the plan.
+
+    Raises:
+        InputError: a DTensor on other ranks than those of ``mesh``, or a pending sum; a module of ``fully_shard``.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            what = f"module {name!r}" if name else f"the model {type(module).__name__}"
+            fix = 'pass the plain model, and write shardc.fsdp("dp") in place of fully_shard'
+            raise InputError(f"{what} is wrapped by fully_shard", fix=fix)
+    found = []
+    for name, param in model.named_parameters():
+        if not isinstance(param, DTensor):
+            continue
+        said = dict(zip(_axes(name, param, mesh), param.placements, strict=True))
+        if any(placement.is_partial() for placement in said.values()):
+            raise InputError(
+                f"parameter {name!r} is a DTensor with a pending sum: {param.placements}",
+                fix="redistribute it to Shard or Replicate before shardc.compile",
+            )
+        if split := tuple((axis, placement) for axis, placement in said.items() if not placement.is_replicate()):
+            found.append(Param(name, OnAxes(split)))
+    return found
+
+
+def check_kept(held: Sequence[Param], stored: Mapping[str, ParamPlan]) -> None:
+    """Raises PlanError where the whole plan stores a parameter elsewhere than the DTensor that the model holds.
+
+    Args:
+        held: from `dtensor_entries`.
+    """
+    for entry in held:
+        assert isinstance(entry.spec, OnAxes)
+        found = stored[entry.glob]
+        for axis, placement in entry.spec.placements:
+            mesh, dim = found.storage.mesh, _dim(placement)
+            if mesh.size(axis) > 1 and found.storage.dim_of(axis) != dim:
+                raise PlanError(
+                    f"parameter {entry.glob!r} is a DTensor whose dim {dim} is split over {axis!r}; the plan stores it "
+                    f"as {found.storage}",
+                    plan_entry=found.storage_cause,
+                    fix="leave the parameter out of the plan, or redistribute it to what the plan says first",
+                )
+
+
+def drop_style_hooks(model: nn.Module) -> None:
+    """Takes off the hooks by which ``parallelize_module`` moves inputs and outputs: the compiler moves them.
+
+    Raises:
+        InputError: a hook of ``distribute_module`` or of a style that is not torch's own, which may do anything.
+    """
+    for name, module in model.named_modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key, hook in list(hooks.items()):
+                held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+                makers = {getattr(made, "__module__", None) for made in (hook, *(getattr(x, "func", x) for x in held))}
+                if ColwiseParallel.__module__ in makers:
+                    del hooks[key]
+                elif distribute_module.__globals__["__name__"] in makers:
+                    raise InputError(
+                        f"module {name!r} has a hook by distribute_module, with code of its own",
+                        fix="pass the plain model; write where tensors lie as Plan(activations=...), and what the hook "
+                        "computes in forward",
+                    )
+
+
+def _axes(name: str, param: Any, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
+    """The axes of ``mesh`` that the placements of ``param`` are for."""
+    names = param.device_mesh.mesh_dim_names or ()
+    sizes = dict(zip(names, param.device_mesh.shape, strict=False))
+    wanted = Mesh.of(mesh)
+    same = bool(names) and all(axis in wanted and wanted.size(axis) == size for axis, size in sizes.items())
+    if same and isinstance(mesh, DeviceMesh) and param.device_mesh != mesh:
+        same = param.device_mesh == mesh[names]
+    if not same:
+        raise InputError(
+            f"parameter {name!r} is a DTensor on {param.device_mesh}, the model is compiled for {mesh}",
+            fix="compile for the mesh on which the DTensors are (or one with its axes), or pass the plain model",
+        )
+    return names
+
+
+def _dim(placement: Placement) -> int:
+    return int(placement.dim)  # type: ignore[attr-defined]
