@@ -83,9 +83,8 @@ class Build:
             reads = joint.captured.reads if folded is None else folded.reads
             made = replace(signature, reads=reads.values(template, self.loss))
             identity = Identity(made, described(template, self.loss), self.device.type)
-            return Program(
-                joint, Source(identity, self._again(template, args, kwargs, with_loss), self._lower_again), folded
-            )
+            again = self._again(template, args, kwargs, with_loss)
+            return Program(joint, Source(identity, again, self._lower_again, type(template).__name__), folded)
 
         asked = Request(
             template, self.mesh, self.plan, self.params, args, kwargs, self.device, self.loss if with_loss else None,
