@@ -160,9 +160,9 @@ def trace(schedule: Prediction) -> dict[str, Any]:
             {**arrow, "ph": "s", "tid": tid, "ts": c.start * 1e6}, {**arrow, "ph": "f", "tid": 0, "ts": still * 1e6}
         ]  # fmt: skip
     for sample in schedule.memory.samples:
-        at = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
+        now = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
         held = dict(zip(OWNERS, sample.held, strict=True))
-        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": at * 1e6, "args": held})
+        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": now * 1e6, "args": held})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
