@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-ci test-long lint types format docs
+.PHONY: demo test test-ci test-long lint types format docs gpu
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_decoder.py --plan fsdp --nproc 2
@@ -31,6 +31,10 @@ types: $(INSTALLED)
 # The pages and the reference as a site, in out/site; a broken link is an error.
 docs: $(INSTALLED)
 	$(BIN)/mkdocs build --strict
+
+# All that is to be seen on a GPU, in one table and in out/gpu (or $OUT); of the Python that is there, nothing is installed.
+gpu:
+	$(PYTHON) -m benchmarks.gpu --device cuda --out $(or $(OUT),out/gpu)
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,4 +1,7 @@
-"""What a process can say of itself: memory at its peak, bytes that it sent, collectives that it started."""
+"""What a process can say of itself: memory at its peak, bytes that it sent, collectives that it started.
+
+Of an accelerator, memory is what torch's allocator has given out on it.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,35 @@ def collectives_started() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-def restart_peak() -> None:
+def settle(device: str) -> None:
+    """Waits until the device has done what it was given."""
+    if device != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def restart_peak(device: str) -> None:
     """Makes `peak_memory` count from here on."""
-    (_PROC / "self/clear_refs").write_text("5")
+    if device == "cpu":
+        (_PROC / "self/clear_refs").write_text("5")
+    else:
+        torch.get_device_module(device).reset_peak_memory_stats()
 
 
-def peak_memory() -> int:
-    """The most resident bytes of this process since `restart_peak`."""
-    return _field("self/status", "VmHWM") * 1024
+def peak_memory(device: str) -> int:
+    """The most bytes on the device since `restart_peak`: of the host, this process's resident ones."""
+    if device == "cpu":
+        return _field("self/status", "VmHWM") * 1024
+    return int(torch.get_device_module(device).max_memory_allocated())
 
 
-def memory_left() -> int:
-    """Resident bytes when all that can be freed is freed, without those of tensors that are alive still.
+def memory_left(device: str) -> int:
+    """Resident bytes when all that can be freed is freed, without those of tensors that are alive still; 0 elsewhere.
 
     Called when training is over and its objects are dropped, it gives what the interpreter, the libraries and the
     compiler's leavings take: what `peak_memory` is to be counted from.
     """
+    if device != "cpu":
+        return 0
     torch._dynamo.reset()
     gc.collect()
     storages = {}

@@ -26,6 +26,7 @@ class Result:
         size, family: of the work, and of the rows that took turns; the limit is in every family.
         kind, name: of the row.
         seconds: of each timed step, on its slowest rank.
+        issued: of each timed step's call, on the rank that took longest: an accelerator may be at work still then.
         first_seconds: of building the row and its first step, compilation included, on the slowest rank.
         peak_bytes: memory that training takes at its peak, on the rank that takes most.
         sent_bytes: what a rank writes to its sockets in a step (the median step of the rank that writes most).
@@ -40,6 +41,7 @@ class Result:
     kind: str
     name: str
     seconds: tuple[float, ...] = ()
+    issued: tuple[float, ...] = ()
     first_seconds: float = 0.0
     peak_bytes: int = 0
     sent_bytes: int = 0

@@ -16,8 +16,11 @@ from benchmarks.report import Result
 from benchmarks.work import Work
 from benchmarks.worker import Failed, Place, Stepped, run
 
-# Inductor's compile workers would be a pool of processes for every row.
-WORKER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# On a CPU, Inductor's compile workers would be a pool of processes for every row.
+WORKER_ENVIRONMENT = {
+    "cpu": {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+    "cuda": {"OMP_NUM_THREADS": "1"},
+}
 
 _SHARE = 0.85  # of the memory that is there, for the workers of all rows that take turns
 
@@ -37,13 +40,13 @@ def together(mine: Any) -> list[Any]:
 class Actor:
     """A row's worker process on this host, and what its ranks have reported so far."""
 
-    def __init__(self, row: Row, work: Work, world: str, trace: bool) -> None:
+    def __init__(self, row: Row, work: Work, world: str, trace: bool, device: str) -> None:
         self.row = row
         self.error = ""
         self.steps: list[list[Stepped]] = []
         self.peaks: list[int] = []
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        place = Place(dist.get_rank(), dist.get_world_size(), address, port, f"{world}/{row.name}", trace)
+        place = Place(dist.get_rank(), dist.get_world_size(), address, port, f"{world}/{row.name}", trace, device)
         context = multiprocessing.get_context("spawn")
         self._orders, theirs = context.Pipe()
         self._process = context.Process(target=run, args=(row, work, place, theirs), daemon=True)
@@ -83,6 +86,7 @@ class Actor:
             row.kind,
             row.name,
             seconds=tuple(max(rank.seconds for rank in step) for step in timed),
+            issued=tuple(max(rank.issued for rank in step) for step in timed),
             first_seconds=max(rank.seconds for rank in self.steps[0]),
             peak_bytes=max(self.peaks),
             sent_bytes=int(statistics.median(max(rank.sent for rank in step) for step in timed)),
@@ -133,6 +137,7 @@ def perform(
     warmup: int,
     trace: bool,
     cache: str,
+    device: str,
     progress: Callable[[str], object],
 ) -> list[Result]:
     """Trains every row for ``warmup + steps`` steps, in turn step by step, and reports the last ``steps``.
@@ -143,8 +148,8 @@ def perform(
     actors: list[Actor] = []
     try:
         for row in rows:
-            with _environment(TORCHINDUCTOR_CACHE_DIR=cache, **WORKER_ENVIRONMENT):
-                actors.append(Actor(row, work, f"{size}/{family}", trace))
+            with _environment(TORCHINDUCTOR_CACHE_DIR=cache, **WORKER_ENVIRONMENT[device]):
+                actors.append(Actor(row, work, f"{size}/{family}", trace, device))
         for number in range(warmup + steps):
             if number == warmup:
                 for actor in actors:

@@ -2,6 +2,7 @@
 
     python benchmarks/train_step.py --size tiny,small --steps 15
     python benchmarks/train_step.py --size tiny --rows 'limit,ddp/*,shardc/ddp' --json out.json --png out.png
+    python benchmarks/train_step.py --device cuda --size 8b4 --rows 'limit,fsdp2/blocks/*/bf16,shardc/fsdp?/bf16'
     benchmarks/two_hosts.sh 1gbit python benchmarks/train_step.py --size tiny --steps 15
 
 Every row (see benchmarks/peers/) trains the same model on the same batches: AdamW, float32, gloo, one thread a
@@ -13,8 +14,11 @@ device took; larger families are cut into parts, each with the limit and shardc'
 `--rows` picks fewer). A row that cannot run says why and the others go on. What was measured of a family is in the
 files as soon as the family is through.
 
-Started by itself it runs two ranks on this machine; under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT set, it is one of the hosts of a run.
+On GPUs, each rank has one, over NCCL; products of float32 are TF32. Rows run one after another there, each alone. With
+one GPU there is one rank: what is seen is the host's overhead, the kernels and memory.
+
+Started by itself it runs two ranks on this machine, or one for each of its GPUs; under torchrun, or with RANK,
+WORLD_SIZE, MASTER_ADDR and MASTER_PORT set, it is one of the hosts of a run.
 """
 
 from __future__ import annotations
@@ -41,12 +45,10 @@ from benchmarks.peers import groups  # noqa: E402
 from benchmarks.stage import perform, room, together  # noqa: E402
 from benchmarks.work import SIZES, train_alone  # noqa: E402
 
-RANKS = 2
-
 
 def main() -> None:
     options = _options()
-    _start_ranks()
+    _start_ranks(options.device)
     # So that a host that is told to stop ends its workers first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     torch.set_num_threads(1)
@@ -67,15 +69,19 @@ def main() -> None:
             at_once: int | None = None
             if leads:
                 bar.set_description("one device")
-                single[size], taken = train_alone(work, options.warmup + options.steps, dist.get_world_size())
+                single[size], taken = train_alone(
+                    work, options.warmup + options.steps, dist.get_world_size(), options.device
+                )
                 at_once = options.at_once or room(meters.available(), taken, dist.get_world_size())
-            chosen = groups(options.rows, together(at_once)[0])
-            bar.total += (options.warmup + options.steps) * sum(map(len, chosen.values()))
-            for family, rows in chosen.items():
+            chosen = list(groups(options.rows, None if options.device != "cpu" else together(at_once)[0]).items())
+            if options.device != "cpu":
+                chosen = [(family, [row]) for family, rows in chosen for row in rows]
+            bar.total += (options.warmup + options.steps) * sum(len(rows) for _, rows in chosen)
+            for family, rows in chosen:
                 results += perform(
                     size, work, family, rows,
                     steps=options.steps, warmup=options.warmup, trace=options.trace, cache=cache,
-                    progress=progress,
+                    device=options.device, progress=progress,
                 )  # fmt: skip
                 if leads and options.json:
                     Path(options.json).write_text(report.to_json(results, single, conditions))
@@ -89,6 +95,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="of the ranks (default: cpu)")
     parser.add_argument("--size", default="tiny", help=f"of {', '.join(SIZES)}, joined by commas")
     parser.add_argument("--rows", default="*", help="globs over row names, joined by commas")
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each row")
@@ -109,14 +116,15 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _start_ranks() -> None:
-    """Return inside a rank; elsewhere replace this process by torchrun with two ranks of this machine."""
+def _start_ranks(device: str) -> None:
+    """Return inside a rank; elsewhere replace this process by torchrun with the ranks of this machine."""
     if "RANK" in os.environ:
         return
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}"]
+    ranks = 2 if device == "cpu" else torch.get_device_module(device).device_count()
+    launch = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"]
     os.execv(sys.executable, [sys.executable, *launch, "--", *sys.argv])
 
 
@@ -139,8 +147,13 @@ def _conditions(options: argparse.Namespace) -> list[str]:
     link = os.environ.get("GLOO_SOCKET_IFNAME", "any interface")
     if rate := os.environ.get("RULER_LINK"):
         link += f", limited to {rate}"
+    ranks, cores = dist.get_world_size(), os.cpu_count()
+    where = f"{ranks} ranks on {cores} cores; gloo over {link}"
+    if options.device != "cpu":
+        kind = torch.get_device_module(options.device).get_device_name(0)
+        where = f"{ranks} ranks, each on a {kind}, NCCL; {cores} cores; products of float32 are TF32"
     return [
-        f"{now}; torch {torch.__version__}; {dist.get_world_size()} ranks on {os.cpu_count()} cores; gloo over {link}",
+        f"{now}; torch {torch.__version__}; {where}",
         f"load averages before: {load} (the run itself makes about {dist.get_world_size()})",
         f"AdamW, float32 (rows of bf16: computed in it), one thread a rank; {options.steps} timed steps after "
         f"{options.warmup}, rows of a family in turn",

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from examples.models.llama import Llama, LlamaConfig, loss
 
 LEARNING_RATE = 1e-3
+PRECISION = {"cpu": "highest", "cuda": "high"}  # of float32's matrix products; "high" is TF32
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -37,16 +38,19 @@ class Work:
         config: of the decoder.
         length: tokens per sequence.
         batch: sequences per rank.
+        dtype: of the parameters.
     """
 
     config: LlamaConfig
     length: int
     batch: int
+    dtype: torch.dtype = torch.float32
 
-    def model(self) -> Llama:
-        """The decoder with the same float32 parameters on every rank and in every row."""
+    def model(self, device: str = "cpu") -> Llama:
+        """The decoder with the same parameters on every rank and in every row."""
         torch.manual_seed(0)
-        return Llama(self.config)
+        with torch.device(device):
+            return Llama(self.config).to(self.dtype)
 
     def data(self, step: int, ranks: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of the global batch of ``step``, both int64 ``[ranks * batch, length]``."""
@@ -60,6 +64,10 @@ SIZES = {
     "micro": Work(LlamaConfig(256, 64, 2, heads=4, kv_heads=2, hidden=128), length=32, batch=2),  # to see rows run
     "tiny": Work(LlamaConfig(2048, 256, 4, heads=8, kv_heads=4, hidden=768), length=128, batch=4),
     "small": Work(LlamaConfig(8192, 512, 8, heads=8, kv_heads=4, hidden=1536), length=256, batch=2),
+    # For a GPU: Llama 3.2 1B, and Llama 3 8B, with float32 parameters its first four layers.
+    "1b": Work(LlamaConfig(128256, 2048, 16, 32, 8, 8192, 500000.0), length=2048, batch=2),
+    "8b4": Work(LlamaConfig(128256, 4096, 4, 32, 8, 14336, 500000.0), length=2048, batch=2),
+    "8b": Work(LlamaConfig(128256, 4096, 32, 32, 8, 14336, 500000.0), length=2048, batch=1, dtype=torch.bfloat16),
 }
 
 
@@ -94,18 +102,19 @@ def model_loss(model: Callable[[Tensor], Tensor]) -> Step:
     return lambda tokens, targets: loss(model(tokens), targets)
 
 
-def train_alone(work: Work, steps: int, ranks: int) -> tuple[float, int]:
+def train_alone(work: Work, steps: int, ranks: int, device: str) -> tuple[float, int]:
     """What one device makes of the global batches, in a process of its own: the loss of the last of ``steps``, and
-    the bytes that the process takes at most."""
+    the bytes of the host that the process takes at most."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:
-        return other.submit(_train_alone, work, steps, ranks).result()
+        return other.submit(_train_alone, work, steps, ranks, device).result()
 
 
-def _train_alone(work: Work, steps: int, ranks: int) -> tuple[float, int]:
+def _train_alone(work: Work, steps: int, ranks: int, device: str) -> tuple[float, int]:
     torch.set_num_threads(1)
-    model = work.model()
+    torch.set_float32_matmul_precision(PRECISION[device])
+    model = work.model(device)
     step = train_step(model_loss(model), model.parameters())
     value = torch.empty(())
     for at in range(steps):
-        value = step(*work.data(at, ranks))
+        value = step(*(x.to(device) for x in work.data(at, ranks)))
     return value.item(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks import meters
 from benchmarks.peers.row import Row
-from benchmarks.work import Counted, Step, Work
+from benchmarks.work import PRECISION, Counted, Step, Work
 
 # Ranks may compile at different speeds; a rank that is gone closes its connections and is noticed at once.
 PATIENCE = timedelta(minutes=15)
@@ -33,6 +33,7 @@ class Place:
         address, port: of the store of the run.
         world: a name for the row's own part of the store.
         trace: print the traceback of what goes wrong.
+        device: "cpu", or "cuda", of which each rank has one.
     """
 
     rank: int
@@ -41,13 +42,18 @@ class Place:
     port: int
     world: str
     trace: bool
+    device: str
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """What one step of one rank took: seconds, bytes that it sent, collectives that it started, and its loss."""
+    """What one step of one rank took: seconds, bytes that it sent, collectives that it started, and its loss.
+
+    ``issued`` are the seconds until the step's call returned. On an accelerator that is the host's time.
+    """
 
     seconds: float
+    issued: float
     sent: int
     collectives: int
     loss: float
@@ -83,31 +89,39 @@ def run(row: Row, work: Work, place: Place, orders: Connection) -> None:
 
 def _serve(row: Row, work: Work, place: Place, orders: Connection) -> None:
     store = dist.PrefixStore(place.world, dist.TCPStore(place.address, place.port, is_master=False))
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.ranks, timeout=PATIENCE)
-    mesh = init_device_mesh("cpu", (place.ranks,), mesh_dim_names=("tp" if row.whole_batch else "dp",))
+    device = place.device
+    torch.set_float32_matmul_precision(PRECISION[device])
+    if device != "cpu":
+        torch.get_device_module(device).set_device(place.rank % torch.get_device_module(device).device_count())
+    backend = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.ranks, timeout=PATIENCE)
+    mesh = init_device_mesh(device, (place.ranks,), mesh_dim_names=("tp" if row.whole_batch else "dp",))
     step: Step | None = None
     while True:
         order, number = orders.recv()
         if order == "step":
-            tokens, targets = _batch(row, work, place, number)
+            tokens, targets = (x.to(device) for x in _batch(row, work, place, number))
             dist.barrier()
+            meters.settle(device)
             sent, collectives = meters.bytes_sent(), meters.collectives_started()
             start = time.perf_counter()
             if step is None:
                 step = row.build(work, mesh)
             loss = step(tokens, targets)
+            issued = time.perf_counter() - start
+            meters.settle(device)
             seconds = time.perf_counter() - start
             sent, collectives = meters.bytes_sent() - sent, meters.collectives_started() - collectives
             if isinstance(step, Counted):
                 collectives = step.collectives()
-            orders.send(Stepped(seconds, sent, collectives, loss.item()))
+            orders.send(Stepped(seconds, issued, sent, collectives, loss.item()))
         elif order == "restart peak":
-            meters.restart_peak()
+            meters.restart_peak(device)
             orders.send(None)
         elif order == "peak":
-            peak = meters.peak_memory()
+            peak = meters.peak_memory(device)
             step = None
-            orders.send(peak - meters.memory_left())
+            orders.send(peak - meters.memory_left(device))
         else:
             return
 

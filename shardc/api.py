@@ -243,8 +243,7 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
             f"the model is on several devices: {listed}", fix="move it to one device, or build it on meta"
         )
     if isinstance(mesh, DeviceMesh):
-        kind = mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return torch.empty(0, device=mesh.device_type).device  # with its index, where it has one
     return found.pop() if found else torch.device("cpu")
 
 

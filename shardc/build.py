@@ -82,9 +82,8 @@ class Build:
         def make(joint: Joint, folded: Folded | None) -> Program:
             reads = joint.captured.reads if folded is None else folded.reads
             known = replace(identity, signature=replace(identity.signature, reads=reads.values(template, self.loss)))
-            return Program(
-                joint, Source(known, self._again(template, args, kwargs, with_loss), self._lower_again), folded
-            )
+            again = self._again(template, args, kwargs, with_loss)
+            return Program(joint, Source(known, again, self._lower_again, type(template).__name__), folded)
 
         asked = Request(
             template, self.mesh, self.plan, self.params, args, kwargs, self.device, self.loss if with_loss else None,

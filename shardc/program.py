@@ -44,11 +44,13 @@ class Source:
         identity: what call and model it is for.
         again: makes the program of another mesh and other input shapes, by input.
         lower_again: makes Inductor's artifacts of a saved program.
+        model: the name of its class, for people.
     """
 
     identity: Identity | None = None
     again: Any = None
     lower_again: Callable[[Path], bytes | None] | None = None
+    model: str = ""
 
 
 class Program(Executable):
@@ -59,14 +61,14 @@ class Program(Executable):
         pipeline: the passes that it goes through.
         conditions: what must hold of the dynamic sizes that it serves; see `shardc.dynamic`.
         folded: where alike blocks were captured and planned on a few of them, which; stages up to the cut show these.
-        identity, again, lower_again: as `Source` has them.
+        source, and its identity, again, lower_again: what it was asked for by.
     """
 
     conditions: tuple[str, ...] = ()
 
     def __init__(self, joint: Joint, source: Source | None = None, folded: Folded | None = None) -> None:
-        self.joint, self.folded, source = joint, folded, source or Source()
-        self.identity, self.again, self.lower_again = source.identity, source.again, source.lower_again
+        self.joint, self.folded, self.source = joint, folded, source or Source()
+        self.identity, self.again, self.lower_again = self.source.identity, self.source.again, self.source.lower_again
         self.bound = joint.bound if folded is None else folded.bound
         self.mesh, self.plan, self.options = self.bound.mesh, self.bound.plan, joint.options
         self.pipeline, captured = joint.pipeline, joint.captured
@@ -233,6 +235,7 @@ class Program(Executable):
         return build(
             step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=self.causes,
             useful_flops=useful, optimizer_copies=optimizer_copies, notes=() if folded is None else folded.notes,
+            model=self.source.model, plan=str(self.plan),
         )  # fmt: skip
 
     @typed()

@@ -12,7 +12,7 @@ from torch import nn
 import shardc
 from shardc.__main__ import main
 from shardc.capture import CaptureOnce
-from shardc.cli.sweep import _meshes, _ranks
+from shardc.cli.sweep import Row, _meshes, _ranks, draw
 from shardc.cli.target import load
 from shardc.ir.mesh import Mesh
 from tests.test_cli import SMALL
@@ -126,3 +126,16 @@ def test_bad_input_is_one_line_and_exit_code_2(what: str, target: str, capsys: p
 def test_a_target_that_is_not_there(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "nowhere.py:example", "--ranks", "2", "--plans", FSDP]) == 2
     assert capsys.readouterr().err == "shardc: error: target: there is no file nowhere.py\n"
+
+
+def test_the_picture_names_meshes_and_chooses_units() -> None:
+    small = [Row(8, "dp=8", "a", 2e-4, memory=3_000_000), Row(8, "dp=4 tp=2", "a", 3e-4, memory=2_000_000)]
+    large = [Row(8, "dp=8", "a", 20.0, memory=30 * 10**9), Row(16, "dp=16", "a", 12.0, memory=20 * 10**9)]
+    for rows, labels, names in (
+        (small, ["step, ms", "memory at the peak, MB a rank"], ["dp=8"]),
+        (large, ["step, s", "memory at the peak, GB a rank"], ["dp=8", "dp=16"]),
+    ):
+        drawn = draw(rows)
+        assert [axes.get_ylabel() for axes in drawn.axes] == labels
+        assert [text.get_text() for text in drawn.axes[0].texts] == names
+    assert list(drawn.axes[0].lines[0].get_ydata()) == [20.0, 12.0]

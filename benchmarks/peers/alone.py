@@ -10,7 +10,7 @@ from benchmarks.work import Step, Work, model_loss, train_step
 
 
 def _build(work: Work, mesh: DeviceMesh) -> Step:
-    model = work.model()
+    model = work.model(mesh.device_type)
     return train_step(torch.compile(model_loss(model), dynamic=False), model.parameters())
 
 

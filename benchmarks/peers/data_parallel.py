@@ -15,7 +15,10 @@ from examples.models.llama import loss
 
 def _build(work: Work, mesh: DeviceMesh, compiled: bool) -> Step:
     model = DistributedDataParallel(
-        work.model(), process_group=mesh.get_group(), gradient_as_bucket_view=True, broadcast_buffers=False
+        work.model(mesh.device_type),
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,
     )
     if not compiled:
         return train_step(model_loss(model), model.parameters())

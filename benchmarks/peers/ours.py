@@ -22,8 +22,10 @@ from shardc.ir.tally import collective_kind
 def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:
     assert mesh.mesh_dim_names is not None
     (axis,) = mesh.mesh_dim_names
-    options = shardc.Options(cost=shardc.measure_links(mesh), **said)
-    module = shardc.compile(work.model(), mesh, plan(axis), loss=loss, options=options)
+    if mesh.device_type == "cpu":
+        said = {"cost": shardc.measure_links(mesh), **said}
+    options = shardc.Options(**said)
+    module = shardc.compile(work.model(mesh.device_type), mesh, plan(axis), loss=loss, options=options)
 
     def collectives() -> int:
         (program,) = module.shardc.programs.values()

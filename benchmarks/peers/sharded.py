@@ -21,7 +21,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _fsdp2(work: Work, mesh: DeviceMesh, compiled: str, reshard: bool, policy: MixedPrecisionPolicy) -> Step:
-    model = work.model()
+    model = work.model(mesh.device_type)
     for layer in model.layers:
         if compiled == "blocks":
             layer.compile(dynamic=False)
@@ -35,11 +35,11 @@ def _fsdp2(work: Work, mesh: DeviceMesh, compiled: str, reshard: bool, policy: M
 
 def _fsdp1(work: Work, mesh: DeviceMesh, strategy: ShardingStrategy) -> Step:
     model = FullyShardedDataParallel(
-        work.model(),
+        work.model(mesh.device_type),
         process_group=mesh.get_group(),
         sharding_strategy=strategy,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
+        device_id=torch.device(mesh.device_type),
         use_orig_params=True,
     )
     return train_step(model_loss(model), model.parameters())

@@ -30,7 +30,7 @@ class _Whole(nn.Module):
 
 
 def _build(work: Work, mesh: DeviceMesh, placement: Placement, bucketed: bool) -> Step:
-    model = work.model()
+    model = work.model(mesh.device_type)
     for module in list(model.modules()):
         for name, param in list(module.named_parameters(recurse=False)):
             placed = distribute_tensor(param.detach(), mesh, [placement])

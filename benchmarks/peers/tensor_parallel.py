@@ -46,7 +46,7 @@ def _styles(sequence: bool, whole_logits: bool) -> tuple[dict[str, ParallelStyle
 
 
 def _parallel(work: Work, mesh: DeviceMesh, sequence: bool, whole_logits: bool) -> nn.Module:
-    model = work.model()
+    model = work.model(mesh.device_type)
     block, rest = _styles(sequence, whole_logits)
     for layer in model.layers:
         parallelize_module(layer, mesh, block)

@@ -187,27 +187,36 @@ class Row:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The picture as a matplotlib figure: of each plan the fastest mesh by ranks, hollow if it does not fit."""
+    """The picture as a matplotlib figure: of each plan the fastest mesh by ranks, named; hollow if it does not fit."""
     drawn = picture.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)
+    unit, second = picture.time_unit(max(row.seconds for row in rows))
+    size, byte = picture.size_unit(max(row.memory for row in rows))
     for number, plan in enumerate(dict.fromkeys(row.plan for row in rows)):
         best: dict[int, Row] = {}
         for row in rows:
             if row.plan == plan and (row.ranks not in best or row.seconds < best[row.ranks].seconds):
                 best[row.ranks] = row
         line = [best[ranks] for ranks in sorted(best)]
-        for axes, values in ((times, [r.seconds for r in line]), (memory, [r.memory / 1e9 for r in line])):
+        for axes, values in ((times, [r.seconds * unit for r in line]), (memory, [r.memory / size for r in line])):
             ranks, colour = [r.ranks for r in line], f"C{number}"
             axes.plot(ranks, values, color=colour, label=plan)
             faces = [colour if r.fits else "white" for r in line]
             axes.scatter(ranks, values, c=faces, edgecolors=colour, zorder=3)
-    for axes, title in ((times, "step, s"), (memory, "memory at the peak, GB a rank")):
+        for row in line:
+            place = row.ranks, row.seconds * unit
+            near = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+            times.annotate(row.mesh, place, fontsize=7, color=f"C{number}", **near)
+    for axes, title in ((times, f"step, {second}"), (memory, f"memory at the peak, {byte} a rank")):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
+        axes.margins(x=0.1, y=0.15)
+        for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            ticks("{x:g}")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)
-    ticks = sorted({row.ranks for row in rows})
-    memory.set_xticks(ticks, [str(n) for n in ticks])
+    counts = sorted({row.ranks for row in rows})
+    memory.set_xticks(counts, [str(n) for n in counts])
     memory.set_xlabel("ranks (hollow: does not fit)")
     times.legend(fontsize="small")
     return drawn

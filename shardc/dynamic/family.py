@@ -20,7 +20,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.sized import SizedGraph
 from shardc.passes import PlanMemory
-from shardc.program import Program, Source
+from shardc.program import Program
 
 Sizes = Mapping[str, int]
 # What is left of a size that strides and pools halve is as often even as the size itself.
@@ -158,7 +158,7 @@ class SizedProgram(Program):
 
     def __init__(self, family: Family, sizes: Sizes) -> None:
         like = family.programs[0]
-        super().__init__(like.joint, Source(like.identity, like.again, like.lower_again), like.folded)
+        super().__init__(like.joint, like.source, like.folded)
         self.family, self.sizes = family, dict(sizes)
         self.inputs, self.conditions = tuple(family.layouts(sizes)), family.conditions
         self.outputs = self.step()[0].gives[: len(like.outputs)]

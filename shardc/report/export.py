@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
 
+from shardc.cost.sequence import MOVE, WAIT, Sequence
 from shardc.report.memory import OWNERS
 from shardc.report.prediction import Collective, Prediction, Total, grouped
 
@@ -93,7 +94,7 @@ def _totals(by: str, totals: dict[str, Total]) -> str:
     return plain(body, (by, "count", "B/rank", "ms", "exposed"))
 
 
-def plain(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
+def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
     """A table without lines, its columns aligned at the left."""
     return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
 
@@ -128,24 +129,55 @@ def record(schedule: Prediction) -> dict[str, Any]:
 
 
 def trace(schedule: Prediction) -> dict[str, Any]:
-    """Chrome's trace events: microseconds; track 0 computes, then one track for each axis."""
+    """Chrome's trace events: microseconds; track 0 computes, then one track for each axis.
+
+    An arrow goes from each collective to where the rank waits for it. Where the rank stands still, track 0 says so.
+    """
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
-    events: list[dict[str, Any]] = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
-        for tid, name in enumerate(["compute", *axes])
-    ]
+    events: list[dict[str, Any]] = [_named("process_name", 0, schedule.title)]
+    for tid, name in enumerate(["compute", *axes]):
+        events += [_named("thread_name", tid, name), _named("thread_sort_index", tid, tid, "sort_index")]
     for run in schedule.runs:
         k = run.kernel
         args = {"module": k.module, "source": k.source, "flops": k.flops, "bytes": k.bytes}
         events.append(_event(k.name, 0, run.start, run.end, args))
-    for c in schedule.transfers:
+    waits = _first_waits(schedule.step)
+    for number, (at, c) in enumerate(zip(schedule.step.starts, schedule.transfers, strict=True)):
         args = {"wire": c.wire, "exposed_us": c.exposed * 1e6, **vars(c.cause)}
-        events.append(_event(f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis), c.start, c.end, args))
+        name, tid = f"{c.kind} {c.cause.tensor}", 1 + axes.index(c.axis)
+        events.append(_event(name, tid, c.start, c.end, args))
+        still = max(c.end - c.exposed, schedule.clock[waits[at]] if at in waits else 0.0)
+        if c.exposed and still < c.end:
+            events.append({**_event(f"wait for {name}", 0, still, c.end, args), "cat": "wait"})
+        elif at in waits:
+            still = schedule.clock[waits[at]]
+        else:
+            continue
+        arrow = {"name": "wait", "cat": "wait", "id": number, "pid": 0}
+        events += [
+            {**arrow, "ph": "s", "tid": tid, "ts": c.start * 1e6}, {**arrow, "ph": "f", "tid": 0, "ts": still * 1e6}
+        ]  # fmt: skip
     for sample in schedule.memory.samples:
-        at = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
+        now = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
         held = dict(zip(OWNERS, sample.held, strict=True))
-        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": at * 1e6, "args": held})
+        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": now * 1e6, "args": held})
     return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _first_waits(step: Sequence) -> dict[int, int]:
+    """The position of each start -> that of the first wait for it."""
+    behind = {at: at for at in step.starts}  # a start, or what is made of its results without compute
+    found: dict[int, int] = {}
+    for at, op in enumerate(step.ops):
+        if op.kind in (MOVE, WAIT) and (known := [behind[read] for read in op.reads if read in behind]):
+            behind[at] = known[0]
+            if op.kind == WAIT:
+                found.setdefault(known[0], at)
+    return found
+
+
+def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": tid, "args": {key: name}}
 
 
 def _event(name: str, tid: int, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:

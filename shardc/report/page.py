@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Mapping
+from html import escape
 from importlib import resources
 from typing import Any
 
@@ -24,7 +25,8 @@ def page(schedule: Prediction) -> str:
     # In a script element only these three could end it or begin a comment.
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
-    return resources.files("shardc.report").joinpath("page.html").read_text().replace("@DATA@", data)
+    text = resources.files("shardc.report").joinpath("page.html").read_text()
+    return text.replace("@TITLE@", escape(schedule.title)).replace("@DATA@", data)
 
 
 def record(schedule: Prediction) -> dict[str, Any]:
@@ -33,9 +35,7 @@ def record(schedule: Prediction) -> dict[str, Any]:
     places = _Places(schedule.step)
     by_position = zip(schedule.step.starts, schedule.transfers, strict=True)
     return {
-        "mesh": str(schedule.mesh),
-        "hardware": schedule.hardware.name,
-        "order": schedule.order,
+        "title": schedule.title,
         "us": _us(schedule.seconds),
         "compute": _us(schedule.compute_seconds),
         "exposed": _us(schedule.exposed),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from shardc.errors import InputError
-from shardc.report.export import gigabytes, milliseconds
 from shardc.report.memory import OWNERS
 from shardc.report.page import curve
 from shardc.report.prediction import Prediction
@@ -54,7 +54,7 @@ def draw(schedule: Prediction) -> Any:
     """The picture as a matplotlib figure."""
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     lanes = ["compute", *axes]
-    unit, name = (1e3, "ms") if schedule.seconds < 10 else (1.0, "s")
+    unit, name = time_unit(schedule.seconds)
     drawn = figure(12, 3.6 + 0.4 * len(lanes))
     time, memory = drawn.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [0.4 * len(lanes) + 0.4, 2.4]})
     drawn.suptitle(_title(schedule), fontsize=10)
@@ -78,7 +78,7 @@ def draw(schedule: Prediction) -> Any:
     _legend(time, {"compute": KINDS["compute"], **{kind: KINDS[kind] for kind in shown}, "exposed": EXPOSED})
 
     points = curve(schedule)
-    size, shown_size = (1e9, "GB") if schedule.memory.peak.total >= 1e8 else (1e6, "MB")
+    size, shown_size = size_unit(schedule.memory.peak.total)
     at = [seconds * unit for seconds, _ in points]
     held = [[sizes[owner] / size for _, sizes in points] for owner in range(len(OWNERS))]
     used = [n for n in range(len(OWNERS)) if any(held[n])]
@@ -92,11 +92,23 @@ def draw(schedule: Prediction) -> Any:
     return drawn
 
 
+def time_unit(seconds: float) -> tuple[float, str]:
+    """What seconds are multiplied by to be drawn, and the unit that they then have."""
+    return (1e3, "ms") if seconds < 10 else (1.0, "s")
+
+
+def size_unit(size: float) -> tuple[float, str]:
+    """What bytes are divided by to be drawn, and the unit that they then have."""
+    return (1e9, "GB") if size >= 1e8 else (1e6, "MB")
+
+
 def _title(schedule: Prediction) -> str:
+    unit, name = time_unit(schedule.seconds)
+    size, shown = size_unit(schedule.memory.peak.total)
     return (
-        f"{schedule.mesh} on {schedule.hardware.name}: step {milliseconds(schedule.seconds)} ms, exposed "
-        f"{milliseconds(schedule.exposed)} ms, MFU at most {schedule.mfu:.1%}, peak memory "
-        f"{gigabytes(schedule.memory.peak.total)} GB"
+        f"{fill(schedule.title, 150)}\n"
+        f"step {schedule.seconds * unit:.3f} {name}, exposed {schedule.exposed * unit:.3f} {name}, "
+        f"MFU at most {schedule.mfu:.1%}, peak memory {schedule.memory.peak.total / size:.3f} {shown}"
     )
 
 

@@ -112,6 +112,7 @@ class Prediction:
         step: the ops that it is of.
         notes: what the prediction takes together, for people.
         symbols: makes the formulas of its program's costs.
+        model, plan: their names, for titles.
     """
 
     mesh: Mesh
@@ -127,6 +128,14 @@ class Prediction:
     step: Sequence = field(repr=False, compare=False)
     notes: tuple[str, ...] = ()
     symbols: Callable[[], Costs] | None = field(default=None, repr=False, compare=False)
+    model: str = ""
+    plan: str = ""
+
+    @property
+    def title(self) -> str:
+        """Mesh, hardware and order, behind model and plan where they are known."""
+        where = f"{self.mesh} on {self.hardware.name}, {self.order} order"
+        return ", ".join(filter(None, (self.model, self.plan, where)))
 
     @property
     def collectives(self) -> tuple[Collective, ...]:

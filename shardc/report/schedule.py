@@ -61,7 +61,7 @@ class Schedule(Prediction):
         return json.dumps(export.record(self), indent=1) + "\n"
 
     def to_trace(self) -> str:
-        """A Chrome trace (for Perfetto): the compute stream, one track for each axis, and memory by owner."""
+        """A Chrome trace (for Perfetto): compute, a track for each axis, memory by owner, arrows to waits."""
         return json.dumps(export.trace(self)) + "\n"
 
     def to_html(self) -> str:
@@ -89,6 +89,8 @@ def build(
     optimizer_copies: float = 2.0,
     notes: tuple[str, ...] = (),
     symbols: Callable[[], Costs] | None = None,
+    model: str = "",
+    plan: str = "",
 ) -> Schedule:
     """The schedule of one rank's step.
 
@@ -97,6 +99,7 @@ def build(
         causes: by parameter the plan entries of its compute layout.
         useful_flops: by default all that a rank does.
         optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+        model, plan: their names, for titles.
 
     Raises:
         MeshError: ``mesh`` is larger than the hardware's description.
@@ -125,7 +128,7 @@ def build(
         memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
-        symbols,
+        symbols, model, plan,
     )  # fmt: skip
 
 

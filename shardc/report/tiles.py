@@ -93,7 +93,10 @@ class Tiles:
         from matplotlib.patches import Rectangle
 
         rows, columns = self.grid
-        drawn = figure(max(4, min(12, 1.2 * len(columns))), max(2.4, min(9, 0.6 * len(rows) + 1.2)))
+        title = self.title.replace(" on mesh ", "\non mesh ")
+        # As wide as the title, too: a letter of it takes a fifteenth of an inch.
+        wide = max(4, min(12, 1.2 * len(columns)), 0.8 + max(map(len, title.split("\n"))) / 15)
+        drawn = figure(wide, max(2.4, min(9, 0.6 * len(rows) + 1.4)))
         axes = drawn.subplots()
         groups: dict[frozenset[int], Any] = {}
         colours = colormaps["tab20"].colors  # type: ignore[attr-defined]
@@ -112,7 +115,7 @@ class Tiles:
             axes.set_xlabel(f"dim {self.dims[-1]}")
         if len(self.dims) == 2:
             axes.set_ylabel(f"dim {self.dims[0]}")
-        axes.set_title(self.title, fontsize=9)
+        axes.set_title(title, fontsize=9)
         return drawn
 
     def save(self, path: str | Path) -> None:

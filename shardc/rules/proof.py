@@ -42,8 +42,6 @@ class Sample:
 
     def on_device(self) -> Sample:
         """The same with its tensors on its device."""
-        if self.device == "cpu":
-            return self
         kwargs = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in self.kwargs.items()}
         args = tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in self.args)
         return replace(self, args=args, kwargs=kwargs)

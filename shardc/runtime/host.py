@@ -75,9 +75,8 @@ def _to_device(x: Tensor, device: str) -> Tensor:
     if device == "cpu":
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(device)
-    here = torch.device(device, module.current_device())
-    compute, copies = module.current_stream(), _stream(here, "to_device")
-    made = torch.empty(x.shape, dtype=x.dtype, device=here)
+    made = torch.empty(x.shape, dtype=x.dtype, device=device)
+    compute, copies = module.current_stream(), _stream(made.device, "to_device")
     copies.wait_stream(compute)
     with module.stream(copies):
         made.copy_(x, non_blocking=True)

@@ -28,7 +28,7 @@ class Surroundings(NamedTuple):
     def now(cls, device: torch.device) -> Surroundings:
         """Those of this moment, for a program on ``device``."""
         own = torch._C
-        kinds = ("cpu",) if device.type == "cpu" else (device.type, "cpu")
+        kinds = dict.fromkeys((device.type, "cpu"))
         return cls(
             tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]),
             torch.get_default_dtype(),

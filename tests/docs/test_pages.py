@@ -27,7 +27,16 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_there_are_pages() -> None:
-    names = {"coming_from.md", "plans.md", "looking.md", "training.md", "rules.md", "passes.md"}
+    names = {
+        "accelerators.md",
+        "troubleshooting.md",
+        "coming_from.md",
+        "plans.md",
+        "looking.md",
+        "training.md",
+        "rules.md",
+        "passes.md",
+    }
     assert names <= {page.name for page in PAGES}
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import shardc
 from examples.models import llama
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
+from shardc.report.memory import OWNERS
 from shardc.report.page import curve, record
 from shardc.report.schedule import Schedule
 
@@ -72,6 +74,9 @@ def test_the_page_is_whole_and_alone(schedule: Schedule) -> None:
     page = Page(text)
     assert page.links == [] and "http" not in page.held["script"] and "@import" not in text and "url(" not in text
     assert json.loads(page.held["data"]) == json.loads(json.dumps(record(schedule)))
+    # The window and the page say of what it is, and the legend has every owner that ever holds something.
+    assert schedule.title.startswith('Llama, fsdp("dp", level=3) | tp("tp"') and "dp=2 tp=2 on cpu" in schedule.title
+    assert re.findall("<title>(.*)</title>", text) == [escape(schedule.title)]
     asked = set(re.findall(r"""\$\("(\w+)"\)""", page.held["script"]))
     assert asked and asked <= page.ids
 
@@ -195,6 +200,9 @@ def test_a_browser_shows_it(schedule: Schedule, tmp_path: Path) -> None:
     )  # fmt: skip
     shown = done.stdout
     assert "<title>Caused by (1): param %layers.0.mlp.up.weight: f32[32,64]</title>" in shown
+    owners = {owner for sample in schedule.memory.samples for owner, n in zip(OWNERS, sample.held, strict=True) if n}
+    legend = re.search(r'<div class="legend" id="legend">(.*?)</div>', shown)
+    assert legend and owners <= set(re.findall(r"</i>([^<]+)</span>", legend[1]))
     count = sum(c.kind == "all_gather" and "mlp.up" in c.cause.tensor for c in schedule.collectives)
     assert f"{count} of {len(schedule.collectives)}</span>" in shown
     assert re.search(

@@ -347,9 +347,29 @@ def test_the_same_to_the_byte_in_another_process() -> None:
 def test_the_trace_has_every_run_and_collective(composed: shardc.Program) -> None:
     schedule = composed.schedule()
     events = json.loads(schedule.to_trace())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X" and event.get("cat") != "wait"]
     tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    (process,) = (event["args"]["name"] for event in events if event["name"] == "process_name")
+    assert process == schedule.title and schedule.title.endswith(f"{schedule.mesh} on h100, graph order")
     counts = {axis: total.count for axis, total in schedule.totals("axis").items()}
     assert Counter(tracks[event["tid"]] for event in spans) == {"compute": len(schedule.runs), **counts}
     assert max(event["ts"] + event["dur"] for event in spans) == pytest.approx(schedule.seconds * 1e6)
     assert sum(event["ph"] == "C" for event in events) == len(schedule.memory.samples)
+
+
+def test_the_trace_has_an_arrow_from_each_collective_to_its_wait(composed: shardc.Program) -> None:
+    """It ends where the rank stands still for it, which is shown, or at the wait, behind its start and not before."""
+    schedule = composed.schedule()
+    events = json.loads(schedule.to_trace())["traceEvents"]
+    starts, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert starts.keys() == ends.keys() == set(range(len(schedule.transfers)))
+    still = [event for event in events if event["ph"] == "X" and event.get("cat") == "wait"]
+    assert len(still) == sum(c.exposed > 0 for c in schedule.transfers) > 0
+    assert sum(event["dur"] for event in still) == pytest.approx(schedule.exposed * 1e6)
+    kernels = sorted((run.start * 1e6, run.end * 1e6) for run in schedule.runs)
+    for event in still:
+        assert all(b <= event["ts"] + 1e-3 or a >= event["ts"] + event["dur"] - 1e-3 for a, b in kernels)
+    for number, c in enumerate(schedule.transfers):
+        assert starts[number]["ts"] == c.start * 1e6 <= ends[number]["ts"] + 1e-6
+        if c.exposed:
+            assert any(event["ts"] == ends[number]["ts"] for event in still)

@@ -64,3 +64,13 @@ up.bias [8@tp] on mesh dp=2 tp=2; ranks that hold each part
         program.draw("up.wight")
     with pytest.raises(InputError, match="with a layout after 'capture'"):
         program.draw("up.weight", "capture")
+
+
+def test_the_title_of_the_picture_is_not_cut_off() -> None:
+    drawn = Tiles("layers.0.attention.projection.weight", Layout.parse("[16@(tp,dp),8]", MESH)).figure()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(drawn)
+    canvas.draw()
+    box = drawn.axes[0].title.get_window_extent(canvas.get_renderer())
+    assert box.x0 >= 0 and box.x1 <= drawn.bbox.x1
