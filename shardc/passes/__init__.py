@@ -17,6 +17,7 @@ from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket
 from shardc.passes.canonicalize import Canonicalize
 from shardc.passes.collectives import Collectives
+from shardc.passes.keep_part import KeepPart
 from shardc.passes.localize import Localize
 from shardc.passes.objective import Objective
 from shardc.passes.offload import Offload
@@ -34,6 +35,7 @@ from shardc.passes.seed import Seed
 from shardc.passes.settle import Settle
 from shardc.passes.silence import Silence
 from shardc.passes.simplify import Simplify
+from shardc.passes.skip_regather import SkipRegather
 from shardc.plan.bound import BoundPlan
 
 
@@ -76,6 +78,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Simplify(cost),
             # Each is spelled as steps.
             Collectives(cost),
+            # A parameter's gathers are steps now.
+            KeepPart({name: p.kept for name, p in plan.params.items()}),
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
             # The shards are known; what is moved is then cut, bucketed and scheduled as collectives are.
@@ -84,6 +88,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Settle(),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
+            # The slices that backward gathers from are outputs now.
+            SkipRegather(),
             # While each collective still stands where its inputs and uses put it.
             Bucket(said.bucket_bytes(), bool(options.direct)),
             # By the sizes that bucketing leaves; each is then scheduled as what it is.
@@ -106,6 +112,7 @@ __all__ = [
     "Canonicalize",
     "Collectives",
     "Hook",
+    "KeepPart",
     "Localize",
     "Objective",
     "Offload",
@@ -123,6 +130,7 @@ __all__ = [
     "Settle",
     "Silence",
     "Simplify",
+    "SkipRegather",
     "inference",
     "pipeline",
 ]

@@ -68,7 +68,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
-    if key in ("overrides", "levels"):
+    if key in ("overrides", "levels", "reshard_after_forward") and isinstance(value, dict):
         return show_sizes(value)
     if isinstance(value, dict):
         return _specs_text(key, value)

@@ -235,6 +235,7 @@ def fsdp(
     shard_size: int = -1,
     overrides: Mapping[str, int] | None = None,
     levels: Mapping[str, int] | None = None,
+    reshard_after_forward: int | Mapping[str, int] | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
@@ -249,15 +250,19 @@ def fsdp(
             ranks of several axes). Over the rest it is replicated, and gradients are reduced a second time.
         overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
         levels: parameter glob -> level, where it is not ``level``. The last match wins.
+        reshard_after_forward: of parameters of level 3, over how many neighbouring ranks they stay split from forward
+            to backward, which then gathers them over these ranks only; -1 for all that store them. A number, or
+            parameter glob -> number, of which the last match wins.
 
     Raises:
-        PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size that does not
-            divide the ranks of ``axis``, two of which neither divides the other, or a glob that matches no parameter.
+        PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size, or a number of
+            ranks to stay split over, that does not divide the ranks of ``axis``, two of which neither divides the
+            other, or a glob that matches no parameter.
     """
     entry = f"fsdp({axis!r}, ...)"
     sizes, others = by_glob(overrides, "overrides", entry), by_glob(levels, "levels", entry)
-    axes = axis_names(axis, f"fsdp({axis!r})")
-    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, sizes, others)])
+    axes, kept = axis_names(axis, f"fsdp({axis!r})"), by_glob(reshard_after_forward, "reshard_after_forward", entry)
+    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, sizes, others, kept)])
 
 
 def hsdp(
@@ -266,15 +271,16 @@ def hsdp(
     level: int = 3,
     threshold: int | str = 0,
     levels: Mapping[str, int] | None = None,
+    reshard_after_forward: int | Mapping[str, int] | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
-    ``level``, ``threshold`` and ``levels`` are those of `fsdp`.
+    ``level``, ``threshold``, ``levels`` and ``reshard_after_forward`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    others = by_glob(levels, "levels", entry)
+    others, kept = by_glob(levels, "levels", entry), by_glob(reshard_after_forward, "reshard_after_forward", entry)
     axes = axis_names(shard, entry), axis_names(replicate, entry)
-    return Plan.of([Fsdp(*axes, level, cast(int, threshold), levels=others)])
+    return Plan.of([Fsdp(*axes, level, cast(int, threshold), levels=others, reshard_after_forward=kept)])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
@@ -347,9 +353,10 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
 
 
-def by_glob(given: Mapping[str, int] | None, what: str, entry: str) -> tuple[tuple[str, int], ...]:
-    """A table of numbers by glob, as entries hold it."""
-    return tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+def by_glob(given: Mapping[str, int] | int | None, what: str, entry: str) -> tuple[tuple[str, int], ...]:
+    """A table of numbers by glob, as entries hold it; a number is of all."""
+    table = {"*": given} if isinstance(given, int) and what == "reshard_after_forward" else given or {}
+    return tuple(checked(table, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
