@@ -17,6 +17,7 @@ from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbo
 from shardc.dynamic import Differs, DynamicDims, Families, Family
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import INFERENCE
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -72,7 +73,7 @@ class Build:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
         captured: Captured | None = None,
     ) -> Program:
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
@@ -106,7 +107,7 @@ class Build:
         kwargs: dict[str, Any],
         with_loss: bool,
         signature: Signature,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
     ) -> Program | None:
         """As a call, for inputs with dynamic sizes; None where there are none.
 

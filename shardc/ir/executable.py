@@ -15,6 +15,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.certificate import Certificate, certify, outputs_text
+from shardc.ir.deferred import Deferred
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -160,7 +161,7 @@ class Executable(ABC):
     outputs: tuple[Role, ...]
     output_values: tuple[Any, ...]
     output_spec: Any
-    deferred: frozenset[str]
+    deferred: Deferred
     identity: Any
     reads: Reads
     levels: Mapping[str, int]

@@ -83,7 +83,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
             # The shards are known; what is moved is then cut, bucketed and scheduled as collectives are.
-            Offload(plan.on_host, fake_mode, device, plan.deferred),
+            Offload(plan.on_host, fake_mode, device, plan.deferred.names),
             # All that a gradient goes through is there.
             Settle(),
             # The joint graph becomes a forward and a backward.

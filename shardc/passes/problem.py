@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import fx
 
 from shardc.cost.model import CostModel
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 
@@ -41,7 +42,7 @@ class Problem:
     compute_layouts: dict[str, Layout] = field(default_factory=dict)
     reduce: str = "mean"
     strict: bool = False
-    deferred: frozenset[str] = frozenset()
+    deferred: Deferred = NOTHING
 
 
 class Chooser(Protocol):

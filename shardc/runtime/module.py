@@ -133,6 +133,19 @@ class ShardedModule(nn.Module):
         mode = "all" if checked(sync, bool, "sync") else "levels"
         self.shardc.sync.set(mode, self._matching(parameters))
 
+    def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
+        """Sets whether the next steps reduce gradients over the axes that replicate parameters (`shardc.hsdp`).
+
+        With False they are reduced over the axes that split storage, and each rank sums up its shard of them. Where no
+        axis splits a parameter's storage, nothing is reduced. Plans without replicas reduce as usual. `no_sync` says
+        what happens to gradients that are held back. This and `set_requires_grad_sync` replace each other.
+
+        Args:
+            parameters: a glob of names; others stay as they are.
+        """
+        mode = "all" if checked(sync, bool, "sync") else "shards"
+        self.shardc.sync.set(mode, self._matching(parameters))
+
     def _matching(self, glob: str) -> list[str] | None:
         """The parameters that a glob of `no_sync` matches, None for all of them."""
         if glob == "*":

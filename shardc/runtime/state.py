@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.errors import InputError
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import Executable
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
@@ -47,7 +48,7 @@ class Build(Protocol):
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
     ) -> Executable: ...
 
     def sized(
@@ -57,7 +58,7 @@ class Build(Protocol):
         kwargs: dict[str, Any],
         with_loss: bool,
         signature: Signature,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
     ) -> Executable | None:
         """The program for inputs with dynamic sizes; None where there are none."""
 
@@ -194,7 +195,7 @@ class State:
             self._variants_now[call] = found
         return self._variants_now[call]
 
-    def add(self, program: Any, deferred: frozenset[str] = frozenset()) -> None:
+    def add(self, program: Any, deferred: Deferred = NOTHING) -> None:
         """Takes a program, to be found by the calls and the state of the module that it was made for."""
         made = program.identity.signature
         self.variants.add(made, program.reads)
@@ -205,7 +206,7 @@ class State:
         self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
 
     def _sized(
-        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str]
+        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: Deferred
     ) -> Executable | None:
         """The program for a call with dynamic sizes; None where there are none."""
         if not self.build.dynamic.names:
