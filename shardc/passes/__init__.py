@@ -37,6 +37,7 @@ from shardc.passes.silence import Silence
 from shardc.passes.simplify import Simplify
 from shardc.passes.skip_regather import SkipRegather
 from shardc.plan.bound import BoundPlan
+from shardc.plan.entries import Prefetch
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
@@ -95,7 +96,10 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # By the sizes that bucketing leaves; each is then scheduled as what it is.
             Algorithms(mesh, cost),
             # Starts and waits, of what is left after bucketing.
-            Schedule(said.in_flight_bytes(), blocking=not said.overlap),
+            Schedule(
+                said.in_flight_bytes(), not said.overlap,
+                tuple(entry for entry in plan.plan.entries if isinstance(entry, Prefetch)),
+            ),
             # Lifetimes depend on the order.
             PlanMemory(mesh),
         )

@@ -70,6 +70,8 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 def _argument_text(key: str, value: Any) -> str:
     if key in ("overrides", "levels", "reshard_after_forward") and isinstance(value, dict):
         return show_sizes(value)
+    if key == "prefetch":
+        return "{" + ", ".join(f"{quote(at)}: {_argument_text('', names)}" for at, names in value.items()) + "}"
     if isinstance(value, dict):
         return _specs_text(key, value)
     if isinstance(value, list):

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call
-from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Setting, Tp, distinct
+from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Prefetch, Setting, Tp, distinct
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
@@ -46,6 +46,8 @@ class Plan:
         accumulate: the module starts as after ``set_requires_grad_sync(False)``.
         overlap: False waits for every collective where it starts.
         bucket_size: as in `shardc.Options`, which wins if it gives one.
+        prefetch: module -> modules whose parameters' gathers start before it computes, in forward and in backward. The
+            other gathers start as the compiler finds best.
 
     Raises:
         PlanError: a value that is not a spec, an axis used twice in one spec, an unknown reduction.
@@ -65,8 +67,9 @@ class Plan:
         accumulate: bool | None = None,
         overlap: bool | None = None,
         bucket_size: int | str | None = None,
+        prefetch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        for what, given in (("params", params), ("activations", activations)):
+        for what, given in (("params", params), ("activations", activations), ("prefetch", prefetch)):
             fix = f'write {what}={{"layers.*": ("dp", None)}}'
             checked(given, Mapping[str, Any] | None, what, PlanError, fix=fix)
         entries: list[Entry] = []
@@ -76,6 +79,9 @@ class Plan:
         entries += port_entries("inputs", inputs) + port_entries("outputs", outputs)
         for target, value in (activations or {}).items():
             entries += activation_entries(target, value)
+        for module, names in (prefetch or {}).items():
+            said = checked(names, tuple[str, ...], f"prefetch[{quote(module)}]", PlanError, fix='write ["layers.1"]')
+            entries.append(Prefetch(module, said))
         settings = {
             "reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs, "accumulate": accumulate,
             "overlap": overlap, "bucket_size": bucket_size,
