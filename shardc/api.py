@@ -21,6 +21,7 @@ from shardc.capture import input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import mixin_for
+from shardc.ir.deferred import replicated
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
@@ -153,7 +154,11 @@ def compile(
         unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         uneven=options.uneven,
         sources=sources,
-        sync=Sync({n: p.level for n, p in params.items()}, "levels" if plan.setting("accumulate") else "all"),
+        sync=Sync(
+            {n: p.level for n, p in params.items()},
+            "levels" if plan.setting("accumulate") else "all",
+            replicated=replicated(storages, batch_axes(plan, abstract)),
+        ),
     )
     for program in (saved := _loaded(precompiled)):
         program.check(abstract, plan, described(template, loss), device)

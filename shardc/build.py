@@ -18,6 +18,7 @@ from shardc.capture import Captured, Dtypes, SymbolicCapture, Tag, capture_symbo
 from shardc.dynamic import Differs, DynamicDims, Families, Family
 from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -74,7 +75,7 @@ class Build:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
         captured: Captured | None = None,
     ) -> Program:
         identity = self._identity(template, args, kwargs, with_loss)
@@ -133,7 +134,7 @@ class Build:
         kwargs: dict[str, Any],
         with_loss: bool,
         signature: Signature,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
     ) -> Program | None:
         """As a call, for inputs with dynamic sizes; None where there are none.
 

@@ -74,7 +74,7 @@ def _of_few(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
         params={name: found for name, found in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
         traced_in=asked.dtypes.shortened(repeats, keep),
-        deferred=frozenset(n for each in asked.deferred if (n := short_name(each, repeats, keep)) is not None),
+        deferred=asked.deferred.renamed(lambda name: short_name(name, repeats, keep)),
     )
 
 

@@ -15,6 +15,7 @@ from shardc import passes
 from shardc._compat import LazyGraphModule, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture
 from shardc.ir import graph as ir
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.mesh import Mesh
 from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.check import Verify
@@ -96,7 +97,7 @@ class Request:
     device: torch.device
     loss: Callable[..., Any] | None
     options: Options
-    deferred: frozenset[str] = frozenset()
+    deferred: Deferred = NOTHING
     keep_stages: bool = True
     pins: Sequence[ports.ActivationPin] | None = None
     traced_in: Dtypes | None = None

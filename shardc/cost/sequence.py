@@ -92,12 +92,17 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
     """
     builder = _Builder(gathered_parameters(graph, levels))
     later: list[fx.Node] = []
+    named: dict[str, fx.Node] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             builder.add(node, FORWARD)
         elif node.op == "call_function":
-            if ir.info(node).origin.phase == FORWARD:
+            first, again, _ = ir.info(node).name.partition(ir.REGATHERED)
+            if again and first in named:  # forward reads what it gathered first
+                builder.at[node] = builder.at[named[first]]
+            elif ir.info(node).origin.phase == FORWARD:
                 builder.add(node, FORWARD)
+                named[first] = node
             else:
                 later.append(node)
     builder.forget(runs_again(graph, collectives))
@@ -240,8 +245,9 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
     whole: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            role = ir.info(node).role
-            level = levels.get(ir.info(node).name, 0) if role is not None and role.kind == "param" else 0
+            role, name = ir.info(node).role, ir.info(node).name
+            level = levels.get(name, 0) if role is not None and role.kind == "param" else 0
+            level = 3 if name.endswith(ir.KEPT) else level
             if level:
                 alone[node] = level
             continue
@@ -255,7 +261,7 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
             continue
         alone[node] = min(alone[read] for read in reads)
         if kind == START or any(read in whole for read in reads):
-            whole[node] = alone[node]
+            whole[node] = min(alone[node], 2) if ir.info(node).name.endswith(ir.KEPT) else alone[node]
     return whole
 
 

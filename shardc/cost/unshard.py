@@ -66,10 +66,11 @@ def keep_within(
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: CostModel, bucket: int
 ) -> list[Gathered]:
-    """The parameters of level 3, but for empty ones."""
+    """The parameters of level 3, but for empty ones and those of which the plan keeps a part."""
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
     made_of: dict[fx.Node, set[str]] = {}
     found: dict[str, Gathered] = {}
+    parts: set[str] = set()
     for at, node in enumerate(graph.nodes):
         if node in whole:
             for name in _parameters(node, made_of):
@@ -77,10 +78,12 @@ def _gathered_again(
                 one.seconds += _seconds(node, mesh, cost, bucket)
                 if isinstance(made, Tensor):
                     one.held = max(one.held, made.numel() * made.dtype.itemsize)
+                if ir.info(node).name.endswith(ir.KEPT):
+                    parts.add(name)
         elif node.op == "call_function" and ir.info(node).origin.phase == "backward":
             for name in {name for read in node.all_input_nodes if read in whole for name in made_of[read]}:
                 found[name].again = min(found[name].again, at)
-    return [one for one in found.values() if one.held]
+    return [one for one in found.values() if one.held and one.name not in parts]
 
 
 def _parameters(node: fx.Node, known: dict[fx.Node, set[str]]) -> set[str]:

@@ -15,6 +15,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
+from shardc.ir.deferred import Deferred
 from shardc.ir.graph import DTYPE_NAMES, Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -213,7 +214,7 @@ class Executable(ABC):
     outputs: tuple[Role, ...]
     output_values: tuple[Any, ...]
     output_spec: Any
-    deferred: frozenset[str]
+    deferred: Deferred
     identity: Any
     reads: Reads
     stored = False

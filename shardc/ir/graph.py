@@ -218,6 +218,8 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
+# How the names end of what each rank keeps of a gathered parameter for backward, and of what is gathered from that.
+KEPT, REGATHERED = ".kept", ".regathered"
 ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
 # On an op of which an operand is padded, from ``pad`` on: the sizes of its first operand without that.
 TRUE_SIZES = "shardc_true_sizes"

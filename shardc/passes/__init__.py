@@ -18,6 +18,7 @@ from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
 from shardc.passes.greedy import Greedy
+from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
 from shardc.passes.objective import Objective as Objective
 from shardc.passes.offload import Offload as Offload
@@ -39,7 +40,9 @@ from shardc.passes.seed import Seed as Seed
 from shardc.passes.settle import Settle as Settle
 from shardc.passes.silence import Silence as Silence
 from shardc.passes.simplify import Simplify as Simplify
+from shardc.passes.skip_regather import SkipRegather as SkipRegather
 from shardc.plan.bound import BoundPlan
+from shardc.plan.entries import Prefetch
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
@@ -81,20 +84,27 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Simplify(cost),
             # Each is spelled as steps.
             Collectives(cost),
+            # A parameter's gathers are steps now.
+            KeepPart({name: p.kept for name, p in plan.params.items()}),
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
             # The shards are known; what is moved is then cut, bucketed and scheduled as collectives are.
-            Offload(plan.on_host, fake_mode, device, plan.deferred),
+            Offload(plan.on_host, fake_mode, device, plan.deferred.names),
             # All that a gradient goes through is there.
             Settle(),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
+            # The slices that backward gathers from are outputs now.
+            SkipRegather(),
             # While each collective still stands where its inputs and uses put it.
             Bucket(said.bucket_bytes(), bool(options.direct)),
             # By the sizes that bucketing leaves; each is then scheduled as what it is.
             Algorithms(mesh, cost),
             # Starts and waits, of what is left after bucketing.
-            Schedule(said.in_flight_bytes(), blocking=not said.overlap),
+            Schedule(
+                said.in_flight_bytes(), not said.overlap,
+                tuple(entry for entry in plan.plan.entries if isinstance(entry, Prefetch)),
+            ),
             # Lifetimes depend on the order.
             PlanMemory(mesh),
         )

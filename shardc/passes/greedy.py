@@ -209,8 +209,8 @@ class _Sweep:
         for role, node in ir.outputs(self.graph):
             if role.kind == "grad" and isinstance(node, fx.Node):
                 stored = self.problem.grad_layouts.get(role.name)
-                if role.name in self.problem.deferred:
-                    stored = ir.layout(node)
+                if stored is not None:
+                    stored = self.problem.deferred.layout(role.name, stored, ir.layout(node)) or stored
                 self.wanted[node] = stored if stored is not None else inputs[role.index]
 
     # --- sweep back

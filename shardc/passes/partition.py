@@ -36,7 +36,8 @@ _GATHERS = 1 << 30
 class Partition:
     """Splits the joint graph into forward and backward; values that both need are saved or run again.
 
-    Level 3 gathers a parameter again in backward; levels 1 and 2 keep it whole from forward to backward.
+    Level 3 gathers a parameter again in backward, from the part of it that is kept, if there is one (`KeepPart`);
+    levels 1 and 2 keep it whole from forward to backward.
     What stands in a checkpoint region of the model runs again, its collectives as ``collectives`` says. Collectives
     that neither of these is about run once.
 
@@ -89,8 +90,13 @@ class Partition:
         chain = _moved(param)
         if not any(_is_collective(node) for node in chain):
             return
-        for node in chain:
-            (self.recompute if level == 3 else self.save)(node, _GATHERS)
+        parts = {node for node in chain if ir.info(node).name.endswith(ir.KEPT)}
+        made_of = set(parts)
+        for node in chain:  # in order
+            if made_of.intersection(node.all_input_nodes):
+                made_of.add(node)
+        for node in made_of or chain:
+            (self.recompute if level == 3 and node not in parts else self.save)(node, _GATHERS)
 
 
 def _moved(param: fx.Node) -> list[fx.Node]:
@@ -129,11 +135,11 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     for node in ir.placeholders(graph, "tangent"):
         if not node.users:
             graph.erase_node(node)
-    _drop_dead(graph)
+    drop_dead(graph)
     return fx.GraphModule(gm, graph)
 
 
-def _drop_dead(graph: fx.Graph) -> None:
+def drop_dead(graph: fx.Graph) -> None:
     """Erases unused nodes, waits on unused collectives among them."""
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users:

@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.graph import Info, NameScope
 from shardc.ir.layout import Layout
 
@@ -30,13 +31,13 @@ class Precision:
         layouts: storage layout of each parameter, by name.
         reduced: the dtype in which each parameter's gradient is reduced.
         kept: the dtype in which it is kept.
-        deferred: parameters whose gradients are reduced later: these are only cast to what they are reduced in.
+        deferred: parameters whose gradients are reduced later, or over some axes later: these are not cast back.
     """
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     reduced: Mapping[str, torch.dtype] = field(default_factory=dict)
     kept: Mapping[str, torch.dtype] = field(default_factory=dict)
-    deferred: frozenset[str] = frozenset()
+    deferred: Deferred = NOTHING
     name = "precision"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -61,16 +62,17 @@ class Precision:
         if node is grad and kept == computed == reduce:
             return grad
         stem, layout = ir.info(node).name, self.layouts[name]
+        layout = self.deferred.layout(name, layout, ir.layout(node)) or layout
         origin = ir.info(node).origin
         if reduce != computed:
             node = _cast(graph, before, node, reduce, names.fresh(f"{stem}.cast"), REDUCED_IN)
-        if name in self.deferred:
-            return node
         if ir.layout(node) != layout:
             record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), origin=origin, needs=None).at(layout)
             with graph.inserting_before(before):
                 node = ir.set_info(graph.call_function(ops.reshard, (node,)), record)
-        return node if reduce == kept else _cast(graph, before, node, kept, names.fresh(f"{stem}.stored"))
+        if reduce == kept or name in self.deferred.names:
+            return node
+        return _cast(graph, before, node, kept, names.fresh(f"{stem}.stored"))
 
 
 def _cast(

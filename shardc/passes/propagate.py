@@ -10,6 +10,7 @@ from torch import fx
 
 from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 
@@ -42,7 +43,7 @@ class Problem:
     compute_layouts: dict[str, Layout] = field(default_factory=dict)
     reduce: str = "mean"
     strict: bool = False
-    deferred: frozenset[str] = frozenset()
+    deferred: Deferred = NOTHING
 
 
 class Chooser(Protocol):

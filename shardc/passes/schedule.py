@@ -12,7 +12,9 @@ from shardc.ir.comm import waits_of
 from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
 from shardc.passes.from_start import from_start, pull
+from shardc.passes.prefetch import ask, check
 from shardc.passes.starts import is_start, leaving, result_bytes
+from shardc.plan.entries import Prefetch
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,15 @@ class Schedule:
         max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
             that are started ahead or only leave the graph, and as many of moves; -1 for no limit.
         blocking: leave every collective where it is, and wait for it there.
+        prefetch: the gathers that have to start before a module computes.
+
+    Raises:
+        PlanError: an entry of ``prefetch`` that these limits, or what a gather is made of, do not allow.
     """
 
     max_in_flight: int
     blocking: bool = False
+    prefetch: tuple[Prefetch, ...] = ()
     name = "schedule"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -43,7 +50,9 @@ class Schedule:
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
             wished |= {wait: wished[node] + 0.1 for node in starts for wait in waits_of(node)}
+            wanted = ask(gm.graph, self.prefetch, dict(wished), -1)
             reorder(gm.graph, wished)
+            check(gm.graph, wanted)
             gm.recompile()
             return gm
         free = from_start(gm.graph)
@@ -62,7 +71,11 @@ class Schedule:
         awaited = {node: min((wished[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
         self._prefetch(fetches, awaited, wished, -2.0)
         _drain(gm.graph, collectives, free, wished, self.max_in_flight)
+        wanted = ask(gm.graph, self.prefetch, wished, self.max_in_flight)
+        if wanted:
+            pull(gm.graph, free, wished)
         reorder(gm.graph, wished)
+        check(gm.graph, wanted)
         gm.recompile()
         return gm
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.plan.entries import Policies
@@ -41,7 +42,7 @@ class BoundPlan:
     outputs: Mapping[int, tuple[Form, str]]
     precision: Policies
     stored: Mapping[str, torch.dtype]
-    deferred: frozenset[str] = frozenset()
+    deferred: Deferred = NOTHING
 
     @property
     def batch_axes(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from shardc.plan.forms import Form, quote, show, show_sizes
 
 Call = tuple[str, dict[str, Any]]
 SPECS = ("params", "inputs", "outputs", "activations")  # arguments that take specs
-BY_GLOB = ("overrides", "levels", "thresholds")  # arguments that are a number for each glob
+BY_GLOB = ("overrides", "levels", "thresholds", "reshard_after_forward")  # arguments that are a number for each glob
 
 
 class Called(Protocol):
@@ -70,8 +70,10 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def _argument_text(key: str, value: Any) -> str:
-    if key in BY_GLOB:
+    if key in BY_GLOB and isinstance(value, dict):
         return show_sizes(value)
+    if key == "prefetch":
+        return "{" + ", ".join(f"{quote(at)}: {_argument_text('', names)}" for at, names in value.items()) + "}"
     if isinstance(value, dict) and key in SPECS:
         return _specs_text(key, value)
     if isinstance(value, list | tuple) and not all(isinstance(item, str) for item in value):

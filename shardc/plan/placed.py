@@ -28,6 +28,7 @@ class ParamPlan:
             sizes; ``compute`` then leaves that dim whole.
         host: the entry that keeps it on the host, "" where none does.
         pinned: whether it is pinned there.
+        kept: of level 3, the axes and parts of axes over which it stays split from forward to backward; all if none.
     """
 
     storage: Layout
@@ -39,6 +40,7 @@ class ParamPlan:
     split: Layout | None = None
     host: str = ""
     pinned: bool = True
+    kept: tuple[str, ...] = ()
 
     @property
     def again(self) -> int:

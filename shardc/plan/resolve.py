@@ -96,12 +96,12 @@ def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
     """
     shard = [axis for entry in plan.entries for axis in entry.storage[0]]
     level = max((entry.level_of(param) for entry in plan.entries), default=0)
+    kept = tuple(axis for entry in plan.entries for axis in entry.kept(param)) if level == 3 else ()
     cause = " | ".join(param.causes)
     layout, free = param.layout, param.layout.unbind(shard)
     dims = [(Digit(size),) if dim in param.odd else free.dims[dim] for dim, size in enumerate(param.shape)]
-    out = ParamPlan(
-        layout, free.replace(dims=dims), layout.shape, level, cause, cause, host=param.host, pinned=param.pinned
-    )
+    compute = free.replace(dims=dims)
+    out = ParamPlan(layout, compute, layout.shape, level, cause, cause, None, param.host, param.pinned, kept)
     for entry in plan.entries if not set(layout.bound) & set(shard) else ():
         out = entry.store(out, param, view)
     split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in shard)

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call
-from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Setting, Tp, distinct
+from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Prefetch, Setting, Tp, distinct
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
@@ -46,6 +46,8 @@ class Plan:
         accumulate: the module starts as after ``set_requires_grad_sync(False)``.
         overlap: False waits for every collective where it starts.
         bucket_size: as in `shardc.Options`, which wins if it gives one.
+        prefetch: module -> modules whose parameters' gathers start before it computes, in forward and in backward. The
+            other gathers start as the compiler finds best.
 
     Raises:
         PlanError: a value that is not a spec, an axis used twice in one spec, an unknown reduction.
@@ -65,8 +67,9 @@ class Plan:
         accumulate: bool | None = None,
         overlap: bool | None = None,
         bucket_size: int | str | None = None,
+        prefetch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        for what, given in (("params", params), ("activations", activations)):
+        for what, given in (("params", params), ("activations", activations), ("prefetch", prefetch)):
             fix = f'write {what}={{"layers.*": ("dp", None)}}'
             checked(given, Mapping[str, Any] | None, what, PlanError, fix=fix)
         entries: list[Entry] = []
@@ -76,6 +79,9 @@ class Plan:
         entries += port_entries("inputs", inputs) + port_entries("outputs", outputs)
         for target, value in (activations or {}).items():
             entries += activation_entries(target, value)
+        for module, names in (prefetch or {}).items():
+            said = checked(names, tuple[str, ...], f"prefetch[{quote(module)}]", PlanError, fix='write ["layers.1"]')
+            entries.append(Prefetch(module, said))
         settings = {
             "reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs, "accumulate": accumulate,
             "overlap": overlap, "bucket_size": bucket_size,
@@ -240,6 +246,7 @@ def fsdp(
     overrides: Mapping[str, int] | None = None,
     levels: Mapping[str, int] | None = None,
     thresholds: Mapping[str, int | str] | None = None,
+    reshard_after_forward: int | Mapping[str, int] | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
@@ -255,13 +262,18 @@ def fsdp(
         overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
         levels: parameter glob -> level, where it is not ``level``. The last match wins.
         thresholds: parameter glob -> threshold, where it is not ``threshold``. The last match wins.
+        reshard_after_forward: of parameters of level 3, over how many neighbouring ranks they stay split from forward
+            to backward, which then gathers them over these ranks only; -1 for all that store them. A number, or
+            parameter glob -> number, of which the last match wins.
 
     Raises:
-        PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size that does not
-            divide the ranks of ``axis``, two of which neither divides the other, or a glob that matches no parameter.
+        PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size, or a number of
+            ranks to stay split over, that does not divide the ranks of ``axis``, two of which neither divides the
+            other, or a glob that matches no parameter.
     """
     entry = f"fsdp({axis!r}, ...)"
     said = {"overrides": overrides, "levels": levels, "thresholds": thresholds}
+    said |= {"reshard_after_forward": _of_all(reshard_after_forward)}
     axes = axis_names(axis, f"fsdp({axis!r})")
     return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])
 
@@ -273,15 +285,16 @@ def hsdp(
     threshold: int | str = 0,
     levels: Mapping[str, int] | None = None,
     thresholds: Mapping[str, int | str] | None = None,
+    reshard_after_forward: int | Mapping[str, int] | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
-    ``level``, ``threshold``, ``levels`` and ``thresholds`` are those of `fsdp`.
+    ``level``, ``threshold``, ``levels``, ``thresholds`` and ``reshard_after_forward`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    said = by_glob({"levels": levels, "thresholds": thresholds}, entry)
+    said = {"levels": levels, "thresholds": thresholds, "reshard_after_forward": _of_all(reshard_after_forward)}
     axes = axis_names(shard, entry), axis_names(replicate, entry)
-    return Plan.of([Fsdp(*axes, level, cast(int, threshold), **said)])
+    return Plan.of([Fsdp(*axes, level, cast(int, threshold), **by_glob(said, entry))])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
@@ -360,6 +373,11 @@ def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
         what: tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
         for what, given in said.items()
     }
+
+
+def _of_all(given: Any) -> Any:
+    """A table by glob, of a number that is of all."""
+    return {"*": given} if isinstance(given, int) else given
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:

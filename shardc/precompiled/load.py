@@ -15,6 +15,7 @@ from torch import fx
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Executable, Half, Phase
 from shardc.ir.graph import Role, Value
 from shardc.ir.layout import Layout
@@ -48,7 +49,7 @@ class Precompiled(Executable):
         cached: Inductor's artifacts were loaded with it.
     """
 
-    deferred: frozenset[str] = frozenset()
+    deferred: Deferred = NOTHING
 
     def __init__(self, folder: Path, record: Record, trust: bool) -> None:
         self.folder, self.cached = folder, trust and ARTIFACTS in record.files

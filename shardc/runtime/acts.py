@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import MeshError
+from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.runtime.census import Mode
@@ -86,7 +87,7 @@ def call_act(
     leaves: Sequence[Any],
     mode: Mode,
     grad: bool,
-    deferred: frozenset[str],
+    deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
 ) -> Act:
     """A call of a module.
@@ -105,7 +106,8 @@ def call_act(
     ]
     around = [(name.replace("_", " "), _state(value)) for name, value in call.surroundings._asdict().items()]
     modes = [(field.name, _runs(getattr(mode, field.name))) for field in fields(mode)]
-    left = ", ".join(sorted(deferred)) or "nothing"
+    left = ", ".join(sorted(deferred.whole)) or "nothing"
+    left += "".join(f", {name} over replicas" for name in sorted(deferred.scattered))
     return Act(
         (
             ("act", f"call of {name}"),

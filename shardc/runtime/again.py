@@ -39,7 +39,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     own = replace(
         state,
         build=build.again(),
-        sync=Sync(state.sync.levels, state.sync.mode, modes=dict(state.sync.modes)),
+        sync=Sync(state.sync.levels, state.sync.mode, modes=dict(state.sync.modes), replicated=state.sync.replicated),
         buffers=Buffers(),
         programs={},
         deferring={},

@@ -135,6 +135,19 @@ class ShardedModule(nn.Module):
         """
         self.shardc.sync.set("all" if sync else "levels", self._matching(parameters))
 
+    @typed()
+    def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
+        """Sets whether the next steps reduce gradients over the axes that replicate parameters (`shardc.hsdp`).
+
+        With False they are reduced over the axes that split storage, and each rank sums up its shard of them. Where no
+        axis splits a parameter's storage, nothing is reduced. Plans without replicas reduce as usual. `no_sync` says
+        what happens to gradients that are held back. This and `set_requires_grad_sync` replace each other.
+
+        Args:
+            parameters: a glob of names; others stay as they are.
+        """
+        self.shardc.sync.set("all" if sync else "shards", self._matching(parameters))
+
     def _matching(self, glob: str) -> list[str] | None:
         """The parameters that a glob of `no_sync` matches, None for all of them."""
         if glob == "*":

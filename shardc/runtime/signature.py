@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc import _compat
 from shardc.errors import InputError
+from shardc.ir.deferred import Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.reads import Values
 from shardc.runtime.census import Mode
@@ -103,7 +104,7 @@ class Signature:
 
 
 def call_key(
-    leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: Surroundings, deferred: frozenset[str]
+    leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: Surroundings, deferred: Deferred
 ) -> Hashable | None:
     """All that finding a program for a call on local inputs looks at; None where each such call is a case of its own.
 

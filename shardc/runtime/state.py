@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.errors import InputError
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import Executable
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
@@ -47,7 +48,7 @@ class Build(Protocol):
         args: Sequence[Any],
         kwargs: dict[str, Any],
         with_loss: bool,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
     ) -> Executable: ...
 
     def stored(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Executable:
@@ -60,7 +61,7 @@ class Build(Protocol):
         kwargs: dict[str, Any],
         with_loss: bool,
         signature: Signature,
-        deferred: frozenset[str] = frozenset(),
+        deferred: Deferred = NOTHING,
     ) -> Executable | None:
         """The program for inputs with dynamic sizes; None where there are none."""
 
@@ -134,7 +135,7 @@ class State:
     dtensor_outputs: bool = False
     buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Executable] = field(default_factory=dict)
-    deferring: dict[tuple[Signature, frozenset[str]], Executable] = field(default_factory=dict)
+    deferring: dict[tuple[Signature, Deferred], Executable] = field(default_factory=dict)
     variants: Variants = field(default_factory=Variants)
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
@@ -180,7 +181,7 @@ class State:
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
-        deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
+        deferred = self.sync.deferred() if torch.is_grad_enabled() else NOTHING
         sized = self._sized(call, args, kwargs, deferred)
         if sized is not None:
             return sized
@@ -201,7 +202,7 @@ class State:
             self._variants_now[call] = found
         return self._variants_now[call]
 
-    def add(self, program: Any, deferred: frozenset[str] = frozenset()) -> None:
+    def add(self, program: Any, deferred: Deferred = NOTHING) -> None:
         """Takes a program, to be found by the calls and the state of the module that it was made for."""
         made = program.identity.signature
         self.variants.add(made, program.reads)
@@ -212,7 +213,7 @@ class State:
         self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
 
     def _sized(
-        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: frozenset[str]
+        self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: Deferred
     ) -> Executable | None:
         """The program for a call with dynamic sizes; None where there are none."""
         if not self.build.dynamic.names:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from shardc import _compat
+from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
@@ -127,16 +128,16 @@ class Runner:
         feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(given) for port in half.takes]
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
-    def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], held: frozenset[str]) -> dict[str, Tensor]:
+    def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], held: Deferred) -> dict[str, Tensor]:
         """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""
         if not self.program.deferred:
             return {}
         for role in roles:
-            grad = grads.pop(("grad", role.name), None) if role.name in self.program.deferred else None
+            grad = grads.pop(("grad", role.name), None) if role.name in self.program.deferred.names else None
             if grad is not None:
                 assert role.layout is not None
                 self.sync.add(role.name, role.layout, grad)
-        due = self.sync.take(self.program.deferred - held)
+        due = self.sync.take(self.program.deferred.names - held.names)
         return self.reduce(due) if due else {}
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:

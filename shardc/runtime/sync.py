@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardc.errors import BackwardError
+from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
 
 Key = tuple[str, Layout]  # a parameter and how its local sum lies on the mesh
@@ -25,13 +26,15 @@ class Sync:
 
     ``"all"`` reduces every gradient in every backward. ``"levels"`` leaves out those of parameters that are whole
     between steps, or are stored at level 1: these are summed up whole on each rank. ``"none"`` leaves out all.
+    ``"shards"`` reduces over the axes that split a parameter's storage, and not over those that replicate it.
 
     Args:
         levels: of each parameter; 0 where no fsdp entry stores it.
-        mode: "all", "levels" or "none".
+        mode: "all", "levels", "shards" or "none".
         modes: those of single parameters, where they are not ``mode``.
         sums: local sums, at stored (padded) shapes, until a backward that reduces them.
         parameters: the module's, by each of their names.
+        replicated: storage layout of each parameter whose gradient is reduced over axes that do not split that.
     """
 
     levels: Mapping[str, int]
@@ -39,16 +42,23 @@ class Sync:
     sums: dict[Key, Tensor] = field(default_factory=dict)
     parameters: Callable[[], Mapping[str, Tensor]] = dict
     modes: dict[str, str] = field(default_factory=dict)
+    replicated: Mapping[str, Layout] = field(default_factory=dict)
     _own: set[Key] = field(default_factory=set)
 
-    def held(self) -> frozenset[str]:
+    def held(self) -> Deferred:
         """The parameters whose gradients the next backward leaves unreduced."""
-        of = {name: self.modes.get(name, self.mode) for name in self.levels} if self.modes or self.mode != "all" else {}
-        return frozenset(n for n, mode in of.items() if mode == "none" or (mode == "levels" and self.levels[n] <= 1))
+        if not self.modes and self.mode == "all":
+            return NOTHING
+        of = {name: self.modes.get(name, self.mode) for name in self.levels}
+        whole = (n for n, mode in of.items() if mode == "none" or (mode == "levels" and self.levels[n] <= 1))
+        return Deferred(frozenset(whole), frozenset(n for n in self.replicated if of[n] == "shards"))
 
-    def deferred(self) -> frozenset[str]:
+    def deferred(self) -> Deferred:
         """The parameters whose gradients the next backward sums up locally, be it to reduce the sum."""
-        return self.held() | frozenset(name for name, _ in self.sums)
+        held = self.held()
+        summed = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
+        whole = held.whole | frozenset(n for n, scattered in summed.items() if not scattered) - held.scattered
+        return Deferred(whole, held.scattered | frozenset(summed) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
         """Adds a gradient to its sum, in place once the sum's memory is its own: two gradients may share theirs."""
@@ -86,8 +96,8 @@ class Sync:
         if held:
             more = f" and of {len(held) - 1} more" if len(held) > 1 else ""
             raise BackwardError(
-                f"{what} while the gradient of {held[0]!r}{more} is held back on each rank, by no_sync() or "
-                "set_requires_grad_sync(False): it is not in .grad",
+                f"{what} while the gradient of {held[0]!r}{more} is held back on each rank, by no_sync(), "
+                "set_requires_grad_sync(False) or set_requires_all_reduce(False): it is not in .grad",
                 fix="run the last backward of a step outside of no_sync(), which reduces what was held back; or drop "
                 "that with module.zero_grad()",
             )

@@ -30,6 +30,7 @@ LEGAL = {
     "reshard": "pad reshard unpad",
     "simplify": "pad reshard unpad",
     "collectives": "all_gather all_reduce all_to_all pad permute_ranks reduce_scatter shard to_partial unpad",
+    "keep_part": "all_gather all_reduce all_to_all pad permute_ranks reduce_scatter shard to_partial unpad",
     "localize": "",
     "offload": "",
     "settle": "",

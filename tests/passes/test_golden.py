@@ -57,6 +57,7 @@ TP = shardc.tp("tp", colwise=["up"], rowwise=["down"])
 CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_fsdp_tp": lambda: mlp({"dp": 2, "tp": 2}, shardc.fsdp("dp") | TP),
     "mlp_fsdp_kept": lambda: mlp({"dp": 2}, shardc.fsdp("dp", level=2)),
+    "mlp_fsdp_part": lambda: mlp({"dp": 4}, shardc.fsdp("dp", reshard_after_forward=2)),
     "mlp_fsdp_uneven": lambda: mlp({"dp": 4}, shardc.fsdp("dp"), width=30),
     "mlp_uneven_batch": lambda: mlp({"dp": 2}, shardc.ddp("dp"), rows=5),
     "mlp_fsdp_bf16": lambda: mlp(
@@ -81,6 +82,7 @@ SHOWN = {
         "partition.backward", "bucket.backward", "algorithms.backward", "schedule.backward",
     ],
     "mlp_fsdp_kept": ["partition", "partition.backward"],
+    "mlp_fsdp_part": ["keep_part", "partition", "skip_regather", "skip_regather.backward"],
     "mlp_fsdp_uneven": ["seed", "collectives"],
     "mlp_uneven_batch": ["pad"],
     "mlp_fsdp_bf16": ["precision", "collectives", "settle"],
@@ -113,6 +115,8 @@ DOES = {
     "objective": "mlp_without_loss",
     "precision": "mlp_fsdp_bf16",
     "simplify": "llama_tp_sp",
+    "keep_part": "mlp_fsdp_part",
+    "skip_regather": "mlp_fsdp_part",
     "offload": "mlp_offload",
     "algorithms.backward": "mlp_slow_all_reduce",
     "plan_memory": "mlp_direct",

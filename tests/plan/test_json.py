@@ -33,9 +33,12 @@ EVERYTHING = (
         dtensor_outputs=True,
     )
 )
+KEPT = fsdp("a", reshard_after_forward=8) | hsdp("dp", "rep", reshard_after_forward={"*": 4, "embed.*": -1})
 
 
-@pytest.mark.parametrize("plan", [Plan(), fsdp("dp"), fsdp("dp", shard_size=2, overrides={"*.bias": 1}), EVERYTHING])
+@pytest.mark.parametrize(
+    "plan", [Plan(), fsdp("dp"), fsdp("dp", shard_size=2, overrides={"*.bias": 1}), KEPT, EVERYTHING]
+)
 def test_round_trip(plan: Plan, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")

@@ -338,7 +338,7 @@ tail.weight  [8,4]         [8,4]   3  fsdp(("a", "b"), level=3, threshold=65, sh
 
 
 PART_ERRORS = {
-    'storage cannot be split over 3 of the 8 ranks of a=2 and b=4\n  plan entry: fsdp(("a", "b"), level=3, '
+    'parameters cannot be split over 3 of the 8 ranks of a=2 and b=4\n  plan entry: fsdp(("a", "b"), level=3, '
     "shard_size=3)\n  fix: use one of [1, 2, 4, 8]": (fsdp(("a", "b"), shard_size=3), EIGHT),
     "parameters cannot be split over 2 and over 3 ranks of one axis\n  plan entry: "
     'fsdp("a", level=3, shard_size=2, overrides={"up.bias": 3})\n'

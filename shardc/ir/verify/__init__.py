@@ -37,13 +37,14 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "reshard": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
     "simplify": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
     "collectives": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
+    "keep_part": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
     "localize": LOCAL,
     "offload": LOCAL,
     "settle": LOCAL,
     "partition": LOCAL,
 }
 # The stages whose passes move data and change no value: what was computed before is computed after.
-MOVING = ("seed", "propagate", "reshard", "simplify", "collectives")
+MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
 
 
 def verify(

@@ -4,10 +4,11 @@ from shardc.plan.entries.data_parallel import Ddp, Fsdp
 from shardc.plan.entries.entry import Entry, distinct
 from shardc.plan.entries.offload import Offload
 from shardc.plan.entries.precision import Policies, Precision
+from shardc.plan.entries.prefetch import Prefetch
 from shardc.plan.entries.raw import Activation, Param, Port, Setting
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
-    "Activation", "Ddp", "Entry", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "STYLES", "Setting",
-    "Tp", "distinct",
+    "Activation", "Ddp", "Entry", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
+    "STYLES", "Setting", "Tp", "distinct",
 ]  # fmt: skip

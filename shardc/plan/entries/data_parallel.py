@@ -20,6 +20,7 @@ from shardc.validate import Bytes, Range, check_fields
 
 ShardSize = Annotated[int, Range(1, also=(-1,))]
 Level = Annotated[int, Literal[1, 2, 3]]
+KeptSize = Annotated[int, Range(2, also=(-1,))]
 
 
 class Data(Entry):
@@ -68,9 +69,16 @@ class Fsdp(Data):
     overrides: tuple[tuple[str, ShardSize], ...] = ()
     levels: tuple[tuple[str, Level], ...] = ()
     thresholds: tuple[tuple[str, Annotated[int, Bytes()]], ...] = ()
+    reshard_after_forward: tuple[tuple[str, KeptSize], ...] = ()
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError, "", plan_entry=str(self))
+        if self.reshard_after_forward and 3 not in (self.level, *dict(self.levels).values()):
+            raise PlanError(
+                "reshard_after_forward is of parameters of level 3: those of other levels stay whole for backward",
+                plan_entry=str(self),
+                fix="write level=3, or leave it out",
+            )
         if not self.shard:
             raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
         for axis in self.axes:
@@ -88,14 +96,14 @@ class Fsdp(Data):
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         super().check(mesh, batch)
         ranks = prod(mesh.size(axis) for axis in self.shard)
-        given = (self.shard_size, *dict(self.overrides).values())
+        given = (self.shard_size, *dict(self.overrides).values(), *dict(self.reshard_after_forward).values())
         sizes = sorted({ranks, *((ranks if size == -1 else size) for size in given)})
         for size in sizes:
             if _minor(mesh, self.shard, size) is None or ranks % size:
                 over = " and ".join(f"{axis}={mesh.size(axis)}" for axis in self.shard)
                 divisors = [n for n in range(1, ranks + 1) if not ranks % n and _minor(mesh, self.shard, n) is not None]
                 raise PlanError(
-                    f"storage cannot be split over {size} of the {ranks} ranks of {over}",
+                    f"parameters cannot be split over {size} of the {ranks} ranks of {over}",
                     plan_entry=str(self),
                     fix=f"use one of {divisors}",
                 )
@@ -108,12 +116,16 @@ class Fsdp(Data):
                 )
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
-        for glob, _ in (*self.overrides, *self.levels, *self.thresholds):
+        for glob, _ in (*self.overrides, *self.levels, *self.thresholds, *self.reshard_after_forward):
             must_match(glob, names, "parameter", str(self))
         return {}
 
     def level_of(self, param: Placed) -> int:
         return next((level for glob, level in reversed(self.levels) if matching(glob, param.names)), self.level)
+
+    def kept(self, param: Placed) -> tuple[str, ...]:
+        sizes = [size for glob, size in self.reshard_after_forward if matching(glob, param.names)]
+        return () if not sizes or sizes[-1] == -1 else _minor(param.layout.mesh, self.shard, sizes[-1]) or ()
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
         chosen = [size for glob, size in self.overrides if matching(glob, param.names)]
@@ -157,6 +169,8 @@ class Fsdp(Data):
         options: dict[str, Any] = {"level": self.level} | super().call[1]
         shard, replicate = options.pop("shard"), options.pop("replicate", None)
         options |= {name: dict(options[name]) for name in BY_GLOB if name in options}
+        if (kept := options.get("reshard_after_forward")) and list(kept) == ["*"]:
+            options["reshard_after_forward"] = kept["*"]
         if replicate:
             return "hsdp", {"shard": shard, "replicate": replicate} | options
         return "fsdp", {"axis": shard} | options
@@ -169,6 +183,7 @@ class Fsdp(Data):
         other = f", {show_sizes(dict(self.overrides))}" if self.overrides else ""
         levels = "".join(f", {glob} level {level}" for glob, level in self.levels)
         levels += "".join(f", {glob} under {size} B whole" for glob, size in self.thresholds)
+        levels += "".join(f", {glob} kept over {size}" for glob, size in self.reshard_after_forward)
         where = f"storage over {over}{', '.join(self.shard)}{kept}{small}{other}{levels}"
         return f"fsdp level {self.level}", "inputs, params", where
 

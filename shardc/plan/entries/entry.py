@@ -43,6 +43,10 @@ class Entry:
         """The level at which it stores a parameter; 0 where it stores none."""
         return self.storage[1]
 
+    def kept(self, param: Placed) -> tuple[str, ...]:
+        """The axes, and parts of axes, that split a parameter of level 3 from forward to backward; none for all."""
+        return ()
+
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings of the plan that it gives, by name."""

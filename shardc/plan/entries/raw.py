@@ -22,7 +22,7 @@ class Raw(Entry):
 
     @property
     def group(self) -> tuple[tuple[str, ...], int]:
-        order = ("params", "inputs", "outputs", "activations", *Setting.DEFAULTS)
+        order = ("params", "inputs", "outputs", "activations", "prefetch", *Setting.DEFAULTS)
         return ("Plan",), order.index(next(iter(self.call[1])))
 
 

@@ -1,0 +1,67 @@
+"""Gradients that a backward leaves unreduced: which, and how far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardc.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Parameters whose gradients are summed up on each rank, to be reduced later.
+
+    Args:
+        whole: as they come, nothing reduced.
+        scattered: reduced over the axes that split their storage, and not over those that replicate it.
+    """
+
+    whole: frozenset[str] = frozenset()
+    scattered: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.whole | self.scattered
+
+    def renamed(self, change: Callable[[str], str | None]) -> Deferred:
+        """Of the parameters that ``change`` gives another name; it gives None for those that are gone."""
+        both = ({change(name) for name in names} - {None} for names in (self.whole, self.scattered))
+        return Deferred(*(frozenset(str(name) for name in names) for names in both))
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def layout(self, name: str, stored: Layout, given: Layout) -> Layout | None:
+        """How the gradient of ``name``, which comes in ``given``, leaves a backward; None where it is reduced."""
+        if name in self.whole:
+            return given
+        return pending_beside(stored, given) if name in self.scattered else None
+
+
+NOTHING = Deferred()
+
+
+def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
+    """The storages of parameters whose gradients are summed over axes of ``batch`` that do not split them."""
+    found = {}
+    for name, stored in storages.items():
+        if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial:
+            found[name] = stored
+    return found
+
+
+def pending_beside(stored: Layout, given: Layout) -> Layout:
+    """``stored``, with the reductions of ``given`` over axes that do not split it still pending.
+
+    >>> from shardc.ir.mesh import Mesh
+    >>> mesh = Mesh(rep=2, dp=4)
+    >>> str(pending_beside(Layout.parse("[8@dp]", mesh), Layout.parse("[8]{sum:rep,sum:dp}", mesh)))
+    '[8@dp]{sum:rep}'
+    >>> str(pending_beside(Layout.parse("[8@dp:2x2]", mesh), Layout.parse("[8]{sum:dp}", mesh)))
+    '[8@dp:2x2]{sum:dp:1x2}'
+    """
+    mesh = stored.mesh
+    edges = mesh.edges((*stored.bound, *(axis for axis, _ in given.partial)))
+    parts = [(part, op) for axis, op in given.partial for part in mesh.parts(axis, edges)]
+    return stored.replace(partial=[(p, op) for p, op in parts if not any(mesh.overlap(p, b) for b in stored.bound)])

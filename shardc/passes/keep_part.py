@@ -1,0 +1,80 @@
+"""Keep part: parameters that stay split over fewer ranks between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class KeepPart:
+    """Gives a gathered parameter's uses what is gathered again from the part that each rank keeps.
+
+    Takes: a graph whose reshards are spelled as steps. Behind the last gather of a parameter, which makes ``w.full``,
+    stand ``w.full.kept``, its slice over fewer ranks, and ``w.full.regathered``, which is gathered from that and has
+    the other one's uses. ``partition`` saves the slice and gathers again in backward; in forward `SkipRegather` reads
+    ``w.full`` itself.
+
+    Args:
+        kept: by parameter, the axes and parts of axes over which it stays split.
+    """
+
+    kept: Mapping[str, tuple[str, ...]]
+    name = "keep_part"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for param in ir.placeholders(gm.graph, "param"):
+            axes = self.kept.get(ir.info(param).name, ())
+            for whole in _gathered(param) if axes else ():
+                layout = _split(ir.layout(whole), ir.layout(param), axes)
+                if layout is not None and layout.local_numel > ir.layout(param).local_numel:
+                    uses = list(whole.users)
+                    part = _step(whole, ops.shard, whole, axes, layout, ir.KEPT)
+                    again = _step(part, ops.all_gather, whole, axes, ir.layout(whole), ir.REGATHERED)
+                    for user in uses:
+                        user.replace_input_with(whole, again)
+        gm.recompile()
+        return gm
+
+
+def _gathered(param: fx.Node) -> list[fx.Node]:
+    """The last of each chain of forward's gathers of ``param``, or of casts of it."""
+    found: list[fx.Node] = []
+    work = [param]
+    while work:
+        node = work.pop()
+        users = [user for user in node.users if user.op == "call_function" and ir.info(user).origin.phase == "forward"]
+        gathers = [user for user in users if user.target is ops.all_gather]
+        work += gathers + [user for user in users if user.target is torch.ops.aten._to_copy.default and node is param]
+        if node.target is ops.all_gather and not gathers:
+            found.append(node)
+    return found
+
+
+def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:
+    """``whole`` split over ``axes`` too, at the dims where ``stored`` is; None where that is not split over them."""
+    layout: Layout | None = whole
+    for axis in axes:
+        dim = next((stored.dim_of(bound) for bound in stored.bound if stored.mesh.overlap(bound, axis)), None)
+        if layout is None or dim is None or any(layout.mesh.overlap(bound, axis) for bound in layout.bound):
+            return None
+        layout = layout.split(dim, axis)
+    return layout
+
+
+def _step(
+    x: fx.Node, target: Callable[..., object], whole: fx.Node, axes: tuple[str, ...], layout: Layout, suffix: str
+) -> fx.Node:
+    """A step of ``x`` to ``layout`` over ``axes``, behind it."""
+    with whole.graph.inserting_after(x):
+        made = whole.graph.call_function(target, (x,), {"axis": ",".join(axes)})
+    made.meta = dict(whole.meta)
+    record = ir.info(whole)
+    return ir.set_info(made, replace(record, name=f"{record.name}{suffix}").at(layout))

@@ -1,0 +1,84 @@
+"""Gathers that a plan wants started before a module computes (`shardc.plan.entries.Prefetch`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir.comm import waits_of
+from shardc.ir.tally import collective_kind
+from shardc.passes.starts import is_start, result_bytes
+from shardc.plan.entries import Prefetch
+
+# Each entry with a gather, and the op that this has to start before.
+Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
+
+
+def ask(graph: fx.Graph, entries: Sequence[Prefetch], wished: dict[fx.Node, float], limit: int) -> Wanted:
+    """Wishes the gathers that ``entries`` name in front of their modules.
+
+    Args:
+        limit: bytes that may be in flight; -1 for no limit.
+
+    Raises:
+        PlanError: an entry asks for more than that.
+    """
+    wanted: Wanted = []
+    made_of = _parameters(graph) if entries else {}
+    for entry in entries:
+        first = next((n for n in graph.nodes if n not in made_of and _inside(ir.info(n).origin.module, entry.module)
+                      and n.op == "call_function" and not is_start(n) and not _waits(n)), None)  # fmt: skip
+        if first is None:
+            continue
+        flying = 0
+        for gather in (n for n in made_of if collective_kind(n) == "all_gather"):
+            theirs = any(_inside(name, module) for name in made_of[gather] for module in entry.modules)
+            if theirs and min(wished[u] for w in waits_of(gather) for u in w.users) > wished[first]:
+                flying += result_bytes(gather)
+                wanted.append((entry, gather, first))
+                wished[gather] = min(wished[gather], wished[first] - 0.5)
+        if 0 <= limit < flying:
+            raise PlanError(
+                f"{flying} B of gathers would be in flight when {entry.module!r} computes; max_in_flight is {limit}",
+                plan_entry=str(entry),
+                fix=f"write Options(max_in_flight={flying}), or list fewer modules",
+            )
+    return wanted
+
+
+def check(graph: fx.Graph, wanted: Wanted) -> None:
+    """Raises PlanError where a gather does not start before the op that it is wanted before."""
+    place = {node: at for at, node in enumerate(graph.nodes)} if wanted else {}
+    for entry, gather, first in wanted:
+        if place[gather] > place[first]:
+            raise PlanError(
+                f"the gather {ir.info(gather).name!r} cannot start before {entry.module!r} computes",
+                plan_entry=str(entry),
+                fix="leave its module out, or write Plan(overlap=True)",
+            )
+
+
+def _parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """What is made of parameters alone, or of kept parts of them, and their names."""
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            role, name = ir.info(node).role, ir.info(node).name
+            if role is not None and (role.kind == "param" or name.endswith(ir.KEPT)):
+                found[node] = frozenset([name])
+            elif role is not None and role.kind == "coordinate":
+                found[node] = frozenset()
+        elif node.op == "call_function" and node.all_input_nodes and all(x in found for x in node.all_input_nodes):
+            found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
+    return found
+
+
+def _waits(node: fx.Node) -> bool:
+    return any(is_start(x) for x in node.all_input_nodes)
+
+
+def _inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
