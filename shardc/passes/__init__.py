@@ -21,6 +21,7 @@ from shardc.passes.keep_part import KeepPart
 from shardc.passes.localize import Localize
 from shardc.passes.objective import Objective
 from shardc.passes.offload import Offload
+from shardc.passes.on_the_wire import OnTheWire
 from shardc.passes.options import Options
 from shardc.passes.pad import Pad
 from shardc.passes.partition import Cut, Partition, inference
@@ -120,6 +121,7 @@ __all__ = [
     "Localize",
     "Objective",
     "Offload",
+    "OnTheWire",
     "Options",
     "Pad",
     "Partition",

@@ -132,7 +132,7 @@ class State:
     dtensor_outputs: bool = False
     buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Executable] = field(default_factory=dict)
-    deferring: dict[tuple[Signature, frozenset[str]], Executable] = field(default_factory=dict)
+    deferring: dict[tuple[Signature, Deferred], Executable] = field(default_factory=dict)
     variants: Variants = field(default_factory=Variants)
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class State:
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
-        deferred = self.sync.deferred() if torch.is_grad_enabled() else frozenset()
+        deferred = self.sync.deferred() if torch.is_grad_enabled() else NOTHING
         sized = self._sized(call, args, kwargs, deferred)
         if sized is not None:
             return sized
