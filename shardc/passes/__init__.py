@@ -22,6 +22,7 @@ from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
 from shardc.passes.objective import Objective as Objective
 from shardc.passes.offload import Offload as Offload
+from shardc.passes.on_the_wire import OnTheWire as OnTheWire
 from shardc.passes.options import Options as Options
 from shardc.passes.pad import Pad as Pad
 from shardc.passes.partition import Cut

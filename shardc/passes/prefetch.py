@@ -27,7 +27,7 @@ def ask(graph: fx.Graph, entries: Sequence[Prefetch], wished: dict[fx.Node, floa
         PlanError: an entry asks for more than that.
     """
     wanted: Wanted = []
-    made_of = _parameters(graph) if entries else {}
+    made_of = parameters(graph) if entries else {}
     for entry in entries:
         first = next((n for n in graph.nodes if n not in made_of and _inside(ir.info(n).origin.module, entry.module)
                       and n.op == "call_function" and not is_start(n) and not _waits(n)), None)  # fmt: skip
@@ -61,14 +61,14 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
             )
 
 
-def _parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """What is made of parameters alone, or of kept parts of them, and their names."""
     found: dict[fx.Node, frozenset[str]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             role, name = ir.info(node).role, ir.info(node).name
             if role is not None and (role.kind == "param" or name.endswith(ir.KEPT)):
-                found[node] = frozenset([name])
+                found[node] = frozenset([name.removesuffix(f".full{ir.KEPT}")])
             elif role is not None and role.kind == "coordinate":
                 found[node] = frozenset()
         elif node.op == "call_function" and node.all_input_nodes and all(x in found for x in node.all_input_nodes):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
 from shardc.plan.entries.raw import Raw
-from shardc.plan.forms import quote
+from shardc.plan.forms import Form, quote
 from shardc.plan.match import near_names, shorten
 from shardc.validate import check_fields
 
@@ -27,7 +27,7 @@ class Prefetch(Raw):
     def key(self) -> tuple[str, str]:
         return ("prefetch", self.module)
 
-    def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], None]:
+    def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
         """Says nothing of activations; raises PlanError for a module that there is not."""
         for name in (self.module, *self.modules):
             if name not in modules:

@@ -81,7 +81,7 @@ def exchange(
     goes: dict[int, Tensor] = {}
     packs: tuple[Tensor, ...] = ()
     if packing.offsets and peers:
-        parts = {peer: [rows[at][peer].view(torch.uint8) for at in packing.offsets] for peer in peers}
+        parts = {peer: [_bytes(rows[at][peer]) for at in packing.offsets] for peer in peers}
         kinds = 1 if all(row.stride(0) == 0 for row in rows) else len(peers)
         packs = tuple(
             empty(slots[at : at + 1], 0, parts[peers[0]][0], (count, packing.room))
@@ -102,6 +102,11 @@ def exchange(
     for peer in peers:
         messages += [group.send([x], peer, _TAG) for x in (*(rows[at][peer] for at in alone), *_of(goes, peer))]
     return Mail(messages, packing, came, packs)
+
+
+def _bytes(row: Tensor) -> Tensor:
+    """The bytes of ``row``, which lies in a row; of a single element the stride may be anything, and counts here."""
+    return row.as_strided((row.numel(),), (1,)).view(torch.uint8)
 
 
 def _of(packs: dict[int, Tensor], peer: int) -> tuple[Tensor, ...]:

@@ -1,0 +1,143 @@
+"""On the wire: functions of the user's around collectives of parameters and of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from shardc.errors import InputError
+from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT, waits_of
+from shardc.ir.graph import NameScope
+from shardc.passes.prefetch import parameters
+from shardc.passes.starts import leaving
+from shardc.plan.match import matching
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+GATHER = c10d.all_gather_into_tensor.default
+REDUCE = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
+
+
+@dataclass(frozen=True)
+class OnTheWire:
+    """Sends what ``before`` makes of a tensor, and uses what ``after`` makes of what arrives.
+
+    Stands in front of ``bucket``: ``Options(pipeline=lambda passes: passes.before("bucket", OnTheWire(...)))``. Both
+    functions are traced into the graph, so they are seen in its text, counted and fused. They may round; values are
+    then no longer those of one device.
+
+    Args:
+        before: for gathers, takes a shard [d, ...] and returns one tensor or several, of any shapes. For reductions,
+            takes a term and returns one tensor of its shape.
+        after: for gathers, takes as many tensors as ``before`` returned, each [ranks, *its shape], and returns
+            [ranks, d, ...] in the shard's dtype. For reductions, takes the reduced tensor and returns one of its shape
+            in the term's dtype.
+        parameters: a glob of the parameters whose collectives these are.
+        of: "gather" (of parameters) or "reduce" (reduce-scatters and all-reduces of their gradients).
+        name: of the pass.
+
+    Raises:
+        InputError: when a program is made, a function that returns another shape or dtype, or that uses a tensor which
+            is none of its arguments.
+    """
+
+    before: Callable[..., Any]
+    after: Callable[..., Tensor]
+    parameters: str = "*"
+    of: str = "gather"
+    name: str = "on_the_wire"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        graph, names = gm.graph, NameScope.of(gm.graph)
+        of = parameters(graph) if self.of == "gather" else _gradients(graph)
+        kinds = (GATHER,) if self.of == "gather" else REDUCE
+        for node in list(graph.nodes):
+            if node.target in kinds and matching(self.parameters, of.get(node, ())):
+                self._replace(node, names)
+        return gm
+
+    def _replace(self, node: fx.Node, names: NameScope) -> None:
+        """``node`` and its wait as collectives of what ``before`` makes."""
+        x, (wait,) = node.args[0], waits_of(node)
+        ranks = node.args[1] if self.of == "gather" else None
+        val = wait.meta["val"]
+        sent = self._traced(self.before, [x], node, names)
+        if ranks is None and (len(sent) != 1 or sent[0].meta["val"].shape != x.meta["val"].shape):
+            raise self._wrong("before", node, [each.meta["val"] for each in sent], [x.meta["val"]])
+        arrived = []
+        for each in sent:
+            shape = list(each.meta["val"].shape)
+            each = self._call(node, names, aten.reshape.default, each, [1, *shape]) if ranks is not None else each
+            start = self._call(node, names, node.target, each, *node.args[1:])
+            arrived.append(self._call(wait, names, WAIT, start))
+        shaped = list(val.shape) if ranks is None else [ranks, *x.meta["val"].shape]
+        made = self._traced(self.after, arrived, wait, names)
+        if len(made) != 1 or list(made[0].meta["val"].shape) != shaped or made[0].meta["val"].dtype != val.dtype:
+            raise self._wrong("after", node, [each.meta["val"] for each in made], [val.new_empty(shaped)])
+        wait.replace_all_uses_with(self._call(wait, names, aten.reshape.default, made[0], list(val.shape)))
+        node.graph.erase_node(wait)
+        node.graph.erase_node(node)
+
+    def _traced(
+        self, function: Callable[..., Any], given: Sequence[fx.Node], at: fx.Node, names: NameScope
+    ) -> list[fx.Node]:
+        """The nodes that ``function`` makes of ``given``, in front of ``at``."""
+        fakes = [x.meta["val"] for x in given]
+
+        def several(*tensors: Tensor) -> list[Tensor]:
+            made = function(*tensors)
+            return list(made) if isinstance(made, tuple | list) else [made]
+
+        with fakes[0].fake_mode:
+            traced = make_fx(several)(*fakes).graph
+        env = dict(zip((n for n in traced.nodes if n.op == "placeholder"), given, strict=True))
+        for node in traced.nodes:
+            if node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+                env[node] = self._call(at, names, node.target, *args, **kwargs)
+            elif node.op == "get_attr":
+                raise InputError(
+                    f"{self.name}: {getattr(function, '__name__', function)} uses a tensor that is no argument of it",
+                    fix="make it inside of the function, of numbers",
+                )
+        return [env[x] for x in ir.output_node(traced).args[0]]
+
+    def _call(self, at: fx.Node, names: NameScope, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node in front of ``at``, named after it."""
+        fakes, fake_kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
+        with at.graph.inserting_before(at):
+            made = at.graph.call_function(target, args, kwargs)
+        with at.meta["val"].fake_mode, torch.no_grad():
+            made.meta["val"] = target(*fakes, **fake_kwargs)
+        record = ir.info(at)
+        short = getattr(target, "overloadpacket", target).__name__
+        made_name = names.fresh(f"{record.name}.{short}")
+        return ir.set_info(made, replace(record, name=made_name, value=ir.value_of(made.meta["val"]), role=None))
+
+    def _wrong(self, which: str, node: fx.Node, made: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
+        shown = [", ".join(f"{list(x.shape)} {x.dtype}" for x in some) for some in (made, wanted)]
+        return InputError(
+            f"{self.name}: {which} makes {shown[0]} for {ir.info(node).name!r}, where {shown[1]} is needed",
+            fix="see shardc.passes.OnTheWire for the shapes",
+        )
+
+
+def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
+    """Of each reduction that leads to gradients alone, the parameters whose."""
+    out = leaving(graph)
+    found: dict[fx.Node, frozenset[str]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            for role, x in ir.outputs(graph):
+                if role.kind == "grad" and isinstance(x, fx.Node):
+                    found[x] = found.get(x, frozenset()) | {role.name}
+        elif node in found and (node in out or node.target in REDUCE):
+            for x in node.all_input_nodes:
+                if x in out or x.target in REDUCE:
+                    found[x] = found.get(x, frozenset()) | found[node]
+    return found
