@@ -24,7 +24,8 @@ def other_layers(root: nn.Module) -> Iterator[None]:
       whole one anyway.
     - A recurrent layer holds its parameters in a list beside them: those that it is traced with.
     - Models of ``transformers`` record hidden states and attentions by hooks, which the first call that asks for some
-      installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none.
+      installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
+      a tensor inside as requiring a gradient, for the library's own checkpoints.
     """
     before = []
     library = sys.modules.get("transformers.utils.output_capturing")
@@ -33,6 +34,8 @@ def other_layers(root: nn.Module) -> Iterator[None]:
             before = [(module, dict(vars(module))) for module in root.modules()]
             for module, _ in before:
                 vars(module)["_forward_hooks"] = OrderedDict(module._forward_hooks)
+                if "_requires_grad" in vars(module):
+                    vars(module)["_requires_grad"] = False
             for module, _ in before:
                 if library._CAN_RECORD_REGISTRY.get(module):
                     library.maybe_install_capturing_hooks(module)

@@ -17,6 +17,7 @@ from tests.models.alike import relative
 from tests.models.zoo import ZOO, in_float64
 
 LIMIT = 1e-9
+ZERO = torch.zeros(())
 TARGETS = ("labels", "return_loss", "start_positions", "end_positions")
 
 
@@ -46,7 +47,7 @@ def loss(output: Any) -> Tensor:
     """The model's own where there is one, or else a sum over all outputs."""
     if isinstance(output, dict) and "loss" in output:
         return output["loss"]
-    return sum((x.sum() for x in pytree.tree_leaves(output) if x.is_floating_point()), torch.zeros(()))
+    return sum((x.sum() for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), ZERO)
 
 
 class Beside:
@@ -89,6 +90,8 @@ def check(name: str, mesh: dict[str, int], mode: str, beside: Beside | None = No
     case = beside or Beside(name, mesh)
     batch = ZOO[name].batch()
     bare = {key: x for key, x in batch.items() if key not in TARGETS}
+    if case.one.config.is_encoder_decoder:
+        bare["decoder_input_ids"] = batch["labels"].clamp_min(3)
     if mode == "with labels":
         case.trains(batch)
     elif mode == "as tuples":
