@@ -80,7 +80,8 @@ def capture_error(
             source=users_own(stack) or None,
             fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
         )
-    drops = [name for name, rate in vars(getattr(model, "config", None) or type(model)).items() if "layerdrop" in name and rate]
+    config = vars(model.config) if hasattr(model, "config") else {}
+    drops = [name for name, rate in config.items() if "layerdrop" in name and rate]
     if drops and model.training and "ata-dependent branching" in text:
         return CaptureError(
             f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "

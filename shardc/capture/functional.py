@@ -6,7 +6,7 @@ wrongly by torch. What stands here gives the same results and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations as chosen
 from math import log, pi

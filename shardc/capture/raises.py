@@ -40,8 +40,7 @@ def _past_raises(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
     def handler(tx: Any, instruction: Any) -> None:
         if isinstance(tx.stack[-1].realize(), TensorVariable):
             next_raises, target_raises = (
-                _raises(tx.instructions, at)
-                for at in (tx.instruction_pointer, tx.indexof[instruction.target])
+                _raises(tx.instructions, at) for at in (tx.instruction_pointer, tx.indexof[instruction.target])
             )
             if next_raises != target_raises:
                 tx.pop()

@@ -26,7 +26,9 @@ def _layer(
     size = w_state.shape[0] // (4 if c is not None else 3 if hidden_fn == "gru" else 1)
     if hidden_fn == "gru":  # new of the state has a gate of its own
         gates = F.pad(gates, (0, size))
-        of_state = None if of_state is None else torch.cat([of_state[: 2 * size], 0 * of_state[:size], of_state[2 * size :]])
+        of_state = (
+            None if of_state is None else torch.cat([of_state[: 2 * size], 0 * of_state[:size], of_state[2 * size :]])
+        )
     gates = gates.flip(0) if reverse else gates
     gates = gates if of_state is None else gates + of_state
     projection = rest[-1] if len(rest) in (1, 3) else None

@@ -15,8 +15,7 @@ from torch import Tensor
 _library = torch.library.Library("shardc_recurrent", "DEF")
 _library.define("steps(Tensor gates, Tensor state, Tensor weight, str cell) -> (Tensor, Tensor)")
 _library.define(
-    "steps_backward(Tensor grad, Tensor state, Tensor weight, Tensor states, Tensor kept, str cell)"
-    " -> (Tensor, Tensor)"
+    "steps_backward(Tensor grad, Tensor state, Tensor weight, Tensor states, Tensor kept, str cell) -> (Tensor, Tensor)"
 )
 
 
@@ -63,7 +62,12 @@ def _steps_backward(
             i, f, g, o = kept[at].split(size, 1)
             t = states[at, :, size:].tanh()
             dc = d[:, size:] + dh * o * (1 - t * t)
-            parts = [dc * g * i * (1 - i), dc * before[:, size:] * f * (1 - f), dc * i * (1 - g * g), dh * t * o * (1 - o)]
+            parts = [
+                dc * g * i * (1 - i),
+                dc * before[:, size:] * f * (1 - f),
+                dc * i * (1 - g * g),
+                dh * t * o * (1 - o),
+            ]
             of_state = torch.cat(parts, 1)
             d = torch.cat([of_state @ weight, dc * f], 1)
         elif cell == "gru":

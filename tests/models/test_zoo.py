@@ -1,9 +1,8 @@
-"""Every architecture of the zoo as shipped, on two meshes: outputs, losses and gradients equal one device in float64."""
+"""Every architecture of the zoo as shipped: outputs, losses and gradients equal one device in float64."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc._compat import pytree
-from shardc.errors import PlanError
+from shardc.errors import CaptureError, PlanError
 from tests.models.alike import relative
 from tests.models.zoo import ZOO, in_float64
 
@@ -104,3 +103,54 @@ def check(name: str, mesh: dict[str, int], mode: str, beside: Beside | None = No
 
 MESHES = {"fsdp": {"dp": 2}, "fsdp+tp": {"dp": 2, "tp": 2}}
 MODES = ("with labels", "as tuples", "evaluated", "with states")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", ZOO)
+def test_equals_one_device(name: str, mesh: str) -> None:
+    case = Beside(name, MESHES[mesh])
+    with in_float64():
+        for mode in MODES:
+            torch.manual_seed(1)
+            check(name, MESHES[mesh], mode, case)
+
+
+@pytest.mark.parametrize(("name", "mode"), [("llama", "with states"), ("bart", "with states"), ("vit", "as tuples")])
+def test_a_few_equal_one_device(name: str, mode: str) -> None:
+    with in_float64():
+        check(name, MESHES["fsdp+tp"], mode)
+
+
+def test_layers_that_are_skipped_at_random() -> None:
+    batch = ZOO["bart"].batch()
+    model = ZOO["bart"].build(encoder_layerdrop=0.5)
+    module = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=loss, backend="eager")
+    with pytest.raises(CaptureError, match=r"skip \(encoder_layerdrop of its config\)") as caught:
+        module.lower(**batch)
+    assert "make the model of a config with encoder_layerdrop=0.0" in str(caught.value)
+    module.eval()
+    module.lower(**batch)
+
+
+class Checked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor, limit: Tensor | None = None) -> Tensor:
+        if limit is not None and ids.max() >= limit:
+            raise ValueError(f"ids are below {limit}")
+        if ids.min() < 0 or ids.max() >= 8:
+            raise IndexError("no such id")
+        return self.table(ids).sum(-1)
+
+
+def test_what_only_raises_is_left_out() -> None:
+    """A branch that depends on values and does more than raise is an error."""
+    ids, model = torch.randint(8, (4, 3)), Checked().double()
+    module = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp", threshold=0), backend="eager")
+    sim = shardc.Simulation(module)
+    torch.testing.assert_close(sim(ids, torch.tensor(8), grad=False), model(ids).detach())
+    with pytest.raises(CaptureError, match="ata-dependent branching"):
+        shardc.compile(lambda x: x if x.sum() > 0 else -x, shardc.Mesh(dp=2), shardc.ddp("dp")).lower(torch.ones(4))

@@ -80,7 +80,10 @@ def of_pixels() -> Batch:
 
 
 def of_pairs() -> Batch:
-    return {key: x for key, x in of_tokens().items() if key != "labels"} | {"pixel_values": images(), "return_loss": True}
+    return {key: x for key, x in of_tokens().items() if key != "labels"} | {
+        "pixel_values": images(),
+        "return_loss": True,
+    }
 
 
 def of_speech() -> Batch:
@@ -129,7 +132,7 @@ A = Architecture
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Models that go through float32 inside, as norms and losses do, stay in float64: what they say of float32 is that."""
+    """Models whose norms or losses go through float32 stay in float64 there."""
     wide = [(torch, "float32", torch.float64), (torch, "float", torch.float64)]
     wide += [(owner, "float", owner.double) for owner in (Tensor, FunctionalTensor)]
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in wide]
@@ -141,6 +144,7 @@ def in_float64() -> Iterator[None]:
         for owner, name, held in before:
             delattr(owner, name) if held is None else setattr(owner, name, held)
 
+
 ZOO = {
     # decoders
     "llama": A("Llama", LM, DECODER),
@@ -148,7 +152,9 @@ ZOO = {
     "mixtral": A("Mixtral", LM, DECODER | EXPERTS | {"num_local_experts": 4, "output_router_logits": True}),
     "qwen2": A("Qwen2", LM, DECODER),
     "qwen3": A("Qwen3", LM, DECODER | {"tie_word_embeddings": True}),
-    "qwen3-moe": A("Qwen3Moe", LM, DECODER | EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}),
+    "qwen3-moe": A(
+        "Qwen3Moe", LM, DECODER | EXPERTS | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    ),
     "gemma": A("Gemma", LM, DECODER),
     "gemma2": A("Gemma2", LM, DECODER | {"sliding_window": 6}),
     "gemma3": A("Gemma3", LM, DECODER | {"sliding_window": 4}, config="Gemma3Text"),
@@ -157,19 +163,80 @@ ZOO = {
     "gpt2": A("GPT2", "LMHeadModel", GPT2 | GPT2_DRY),
     "gpt2-rows": A("GPT2", ROWS, GPT2 | GPT2_DRY | CLASSIFIES, of_rows),
     "gptj": A("GPTJ", LM, GPT2 | GPT2_DRY | {"rotary_dim": 4}),
-    "gpt-neo": A("GPTNeo", LM, {"vocab_size": VOCAB, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "window_size": 4, "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32, "resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0} | IDS),
+    "gpt-neo": A(
+        "GPTNeo",
+        LM,
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "num_layers": 2,
+            "num_heads": 4,
+            "window_size": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "max_position_embeddings": 32,
+            "resid_dropout": 0.0,
+            "embed_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+        | IDS,
+    ),
     "gpt-neox": A("GPTNeoX", LM, ENCODER | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "gpt-bigcode": A("GPTBigCode", LM, GPT2 | GPT2_DRY),
-    "opt": A("OPT", LM, {"vocab_size": VOCAB, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 32, "word_embed_proj_dim": 16, "dropout": 0.0} | IDS),
-    "bloom": A("Bloom", LM, {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0} | IDS),
-    "falcon": A("Falcon", LM, {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0} | IDS),
-    "mpt": A("Mpt", LM, {"vocab_size": VOCAB, "d_model": 16, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32} | IDS),
+    "opt": A(
+        "OPT",
+        LM,
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "ffn_dim": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 32,
+            "word_embed_proj_dim": 16,
+            "dropout": 0.0,
+        }
+        | IDS,
+    ),
+    "bloom": A(
+        "Bloom",
+        LM,
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "n_layer": 2,
+            "n_head": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+        | IDS,
+    ),
+    "falcon": A(
+        "Falcon",
+        LM,
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        }
+        | IDS,
+    ),
+    "mpt": A(
+        "Mpt",
+        LM,
+        {"vocab_size": VOCAB, "d_model": 16, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "max_seq_len": 32}
+        | IDS,
+    ),
     "olmo": A("Olmo", LM, DECODER),
     "olmo2": A("Olmo2", LM, DECODER),
     "stablelm": A("StableLm", LM, DECODER | {"hidden_dropout": 0.0, "attention_dropout": 0.0}),
     "cohere": A("Cohere", LM, DECODER),
     "granite": A("Granite", LM, DECODER),
-    "starcoder2": A("Starcoder2", LM, DECODER | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}),
+    "starcoder2": A(
+        "Starcoder2", LM, DECODER | {"residual_dropout": 0.0, "embedding_dropout": 0.0, "attention_dropout": 0.0}
+    ),
     "glm": A("Glm", LM, DECODER),
     "mamba": A("Mamba", LM, {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | IDS),
     # encoders
@@ -180,7 +247,23 @@ ZOO = {
     "electra": A("Electra", MLM, ENCODER | DRY | {"embedding_size": 8}),
     "deberta-v2": A("DebertaV2", MLM, ENCODER | DRY | {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
     "albert": A("Albert", MLM, ENCODER | DRY | {"embedding_size": 8}),
-    "distilbert": A("DistilBert", "ForQuestionAnswering", {"vocab_size": VOCAB, "dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "qa_dropout": 0.0} | IDS, of_answers),
+    "distilbert": A(
+        "DistilBert",
+        "ForQuestionAnswering",
+        {
+            "vocab_size": VOCAB,
+            "dim": 16,
+            "hidden_dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_position_embeddings": 32,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "qa_dropout": 0.0,
+        }
+        | IDS,
+        of_answers,
+    ),
     "modernbert": A("ModernBert", MLM, ENCODER | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2}),
     "mpnet": A("MPNet", MLM, ENCODER | DRY),
     "xlm-roberta": A("XLMRoberta", ROWS, ENCODER | DRY | CLASSIFIES, of_rows),
@@ -191,18 +274,77 @@ ZOO = {
     "mbart": A("MBart", "ForConditionalGeneration", SEQ2SEQ, of_two),
     "pegasus": A("Pegasus", "ForConditionalGeneration", SEQ2SEQ, of_two),
     "marian": A("Marian", "MTModel", SEQ2SEQ, of_two),
-    "whisper": A("Whisper", "ForConditionalGeneration", SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16}, of_spectrograms),
+    "whisper": A(
+        "Whisper",
+        "ForConditionalGeneration",
+        SEQ2SEQ | {"num_mel_bins": 8, "max_source_positions": 8, "max_target_positions": 16},
+        of_spectrograms,
+    ),
     # vision
     "vit": A("ViT", IMAGES, VISION | DRY | CLASSIFIES, of_images),
     "deit": A("DeiT", IMAGES, VISION | DRY | CLASSIFIES, of_images),
     "beit": A("Beit", IMAGES, VISION | DRY | CLASSIFIES | {"drop_path_rate": 0.0}, of_images),
     "dinov2": A("Dinov2", IMAGES, VISION | DRY | CLASSIFIES | {"mlp_ratio": 2}, of_images),
-    "swin": A("Swin", IMAGES, DRY | CLASSIFIES | {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2, "drop_path_rate": 0.0}, of_images),
-    "convnext": A("ConvNext", IMAGES, CLASSIFIES | {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2}, of_images),
-    "convnextv2": A("ConvNextV2", IMAGES, CLASSIFIES | {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2}, of_images),
-    "segformer": A("Segformer", "ForSemanticSegmentation", DRY | CLASSIFIES | {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 8, "classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}, of_pixels),
-    "resnet": A("ResNet", IMAGES, CLASSIFIES | {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}, of_images),
-    "mobilenet-v2": A("MobileNetV2", IMAGES, CLASSIFIES | {"image_size": 16, "depth_multiplier": 0.25, "classifier_dropout_prob": 0.0}, of_images),
+    "swin": A(
+        "Swin",
+        IMAGES,
+        DRY
+        | CLASSIFIES
+        | {
+            "image_size": 16,
+            "patch_size": 2,
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [2, 2],
+            "window_size": 2,
+            "drop_path_rate": 0.0,
+        },
+        of_images,
+    ),
+    "convnext": A(
+        "ConvNext",
+        IMAGES,
+        CLASSIFIES | {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
+        of_images,
+    ),
+    "convnextv2": A(
+        "ConvNextV2",
+        IMAGES,
+        CLASSIFIES | {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
+        of_images,
+    ),
+    "segformer": A(
+        "Segformer",
+        "ForSemanticSegmentation",
+        DRY
+        | CLASSIFIES
+        | {
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [8, 16],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+            "decoder_hidden_size": 8,
+            "classifier_dropout_prob": 0.0,
+            "drop_path_rate": 0.0,
+        },
+        of_pixels,
+    ),
+    "resnet": A(
+        "ResNet",
+        IMAGES,
+        CLASSIFIES | {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
+        of_images,
+    ),
+    "mobilenet-v2": A(
+        "MobileNetV2",
+        IMAGES,
+        CLASSIFIES | {"image_size": 16, "depth_multiplier": 0.25, "classifier_dropout_prob": 0.0},
+        of_images,
+    ),
     "clip": A("CLIP", "Model", {"projection_dim": 8, "text_config": ENCODER, "vision_config": VISION}, of_pairs),
     "siglip": A("Siglip", "Model", {"text_config": ENCODER, "vision_config": VISION}, of_pairs),
     # speech
@@ -210,4 +352,4 @@ ZOO = {
     "wav2vec2-rows": A("Wav2Vec2", ROWS, AUDIO | CLASSIFIES, of_waves),
     "hubert": A("Hubert", "ForCTC", AUDIO, of_speech),
     "wavlm": A("WavLM", "ForCTC", AUDIO, of_speech),
-}  # fmt: skip
+}
