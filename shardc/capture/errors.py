@@ -80,6 +80,15 @@ def capture_error(
             source=users_own(stack) or None,
             fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
         )
+    config = vars(model.config) if hasattr(model, "config") else {}
+    drops = [name for name, rate in config.items() if "layerdrop" in name and rate]
+    if drops and model.training and "ata-dependent branching" in text:
+        return CaptureError(
+            f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "
+            "all its layers in each step",
+            source=users_own(stack) or None,
+            fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
+        )
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=users_own(stack) or None,

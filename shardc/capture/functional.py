@@ -6,7 +6,7 @@ wrongly by torch. What stands here gives the same results and gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations as chosen
 from math import log, pi
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._decomp import decompositions
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch.nn import _reduction as _Reduction
+
+from shardc.capture import recurrent
 
 try:
     from torch.nn.modules import linear_cross_entropy
@@ -199,20 +200,15 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def _one_layer_lstm(*_: Any) -> Callable[..., Any]:
-    """The steps of a layer one by one: CPU kernels for all of them at once are one op, which could not be sharded."""
-    return decompositions.one_layer_lstm
-
-
 # Where it is looked up, by which name, what stands there meanwhile.
-_OTHER_FORMS: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+_OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (F, "embedding_bag", embedding_bag),
     (torch, "embedding_bag", bags),
     *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef)),
     (torch, "combinations", combinations),
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
-    (decompositions, "select_one_layer_lstm_function", _one_layer_lstm),
+    *recurrent.OTHER_FORMS,
 )
 if linear_cross_entropy is not None:  # from torch 2.13 on
     _OTHER_FORMS += (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -21,9 +23,22 @@ def other_layers(root: nn.Module) -> Iterator[None]:
     - `nn.SyncBatchNorm` would talk to the ranks of the process group: in one program for all of them the batch is the
       whole one anyway.
     - A recurrent layer holds its parameters in a list beside them: those that it is traced with.
+    - Models of ``transformers`` record hidden states and attentions by hooks, which the first call that asks for some
+      installs, under a lock that cannot be traced. A hook does nothing in a call that asks for none. Speech models mark
+      a tensor inside as requiring a gradient, for the library's own checkpoints.
     """
     before = []
+    library = sys.modules.get("transformers.utils.output_capturing")
     try:
+        if library is not None:
+            before = [(module, dict(vars(module))) for module in root.modules()]
+            for module, _ in before:
+                vars(module)["_forward_hooks"] = OrderedDict(module._forward_hooks)
+                if "_requires_grad" in vars(module):
+                    vars(module)["_requires_grad"] = False
+            for module, _ in before:
+                if library._CAN_RECORD_REGISTRY.get(module):
+                    library.maybe_install_capturing_hooks(module)
         for module in root.modules():
             own = dict(vars(module))
             if isinstance(module, nn.RNNBase):

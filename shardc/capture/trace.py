@@ -31,6 +31,7 @@ from shardc.capture.errors import capture_error, check_dtypes, check_result
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
+from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws
 from shardc.capture.reads import reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, side_effects
@@ -198,6 +199,7 @@ def trace(
         stack.enter_context(torch._dynamo.config.patch(_settings()))
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
+        stack.enter_context(without_raising())
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:

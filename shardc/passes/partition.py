@@ -125,17 +125,16 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     """The forward outputs alone: gradients, and what only they need, dropped."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    kept = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
+    needed = {x for _, x in kept if isinstance(x, fx.Node)}
+    for node in reversed(gm.graph.nodes):
+        if node in needed and node.op != "output":
+            needed.update(node.all_input_nodes)
     for node in gm.graph.nodes:
-        if node.op == "output":
-            kept = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
-            out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in kept))
-            out.meta[ir.ROLES] = tuple(role for role, _ in kept)
-        elif ir.info(node).origin.phase == "forward" or node.op == "placeholder":
+        if node in needed or (node.op == "placeholder" and ir.role(node).kind != "tangent"):
             env[node] = graph.node_copy(node, lambda n: env[n])
-    for node in ir.placeholders(graph, "tangent"):
-        if not node.users:
-            graph.erase_node(node)
-    drop_dead(graph)
+    out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in kept))
+    out.meta[ir.ROLES] = tuple(role for role, _ in kept)
     return fx.GraphModule(gm, graph)
 
 

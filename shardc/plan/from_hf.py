@@ -6,7 +6,6 @@ gradient reductions to keep the result right needs no word here, where values ar
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -14,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from shardc._compat import StridedShard
-from shardc.errors import PlanError, ShardcWarning
+from shardc.errors import PlanError
 from shardc.plan.calls import in_order
 from shardc.plan.entries import Activation, Entry, Param, Tp
 from shardc.plan.forms import OnAxes
@@ -55,11 +54,10 @@ WHERE = "Plan.from_hf(model)"
 def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
     """The entries of the plan that ``model`` carries.
 
-    Raises:
-        PlanError: the model carries none, or a style of it is unknown; the message names key and style.
+    A key that matches nothing is for other configurations of the model's class.
 
-    Warns:
-        ShardcWarning: a key that matches nothing in this model.
+    Raises:
+        PlanError: the model carries none, none of it is for this model, or a style is unknown (with key and style).
     """
     carried = hf_plan(model)
     if not carried:
@@ -71,6 +69,7 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
     entries: list[Entry] = []
+    absent: list[str] = []
     for key, style in carried.items():
         if style not in HF_STYLES:
             raise PlanError(
@@ -84,8 +83,13 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
         elif found := [modules[name] for name in matching(glob, modules)]:
             entries += _of_modules(glob, style, found, axis)
         else:
-            error = PlanError(f"{key!r} ({style}) matches nothing in {type(model).__name__}", plan_entry=WHERE)
-            warnings.warn(str(error), ShardcWarning, stacklevel=3)
+            absent.append(key)
+    if len(absent) == len(carried):
+        raise PlanError(
+            f"the plan that {type(model).__name__} carries matches nothing of it: {', '.join(absent)}",
+            plan_entry=WHERE,
+            fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
+        )
     return in_order(entries)
 
 

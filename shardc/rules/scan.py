@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 
+import shardc.ir.recurrent  # noqa: F401  (the ops)
 from shardc.rules.loops import Loops, mixed
-from shardc.rules.notation import WHOLE
+from shardc.rules.notation import WHOLE, rule
 from shardc.rules.rule import Call, Rule, SpecOf, each, table
 from shardc.rules.spec import Spec
 
@@ -35,7 +38,21 @@ def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
     return spec
 
 
+def _recurrent(op: str, text: str) -> Rule:
+    """All steps of a recurrent layer: rows are free."""
+    names = {name for name in text.replace(",", " ").replace("->", " ").split() if name != "n"}
+    plain = rule(f"shardc_recurrent::{op}", text, **dict.fromkeys(sorted(names), WHOLE))  # type: ignore[arg-type]
+
+    def spec(call: Call) -> Spec:
+        *_, time, rows, _ = call.results[0].shape  # type: ignore[union-attr]
+        return replace(plain.spec(call), flops=2 * time * rows * prod(call["weight"].shape))
+
+    return replace(plain, spec=spec)
+
+
 TABLE = table(
+    _recurrent("steps", "t n g, n s, r h -> t n s, t n k"),
+    _recurrent("steps_backward", "t n s, n s, r h, t n s, t n g -> t n g, n s"),
     along("cumsum", linear=True),
     along("cumprod cummax cummin logcumsumexp sort argsort topk linalg_cross"),
     Rule("aten.msort", lambda call: mixed(call, [0]), "n ... -> n ...    n: whole"),

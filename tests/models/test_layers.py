@@ -117,6 +117,23 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "RNN": (lambda: First(nn.RNN(6, 4, batch_first=True)), lambda: floats(2, 6)),
     "LSTM, both ways": (lambda: First(nn.LSTM(6, 4, batch_first=True, bidirectional=True)), lambda: floats(2, 6)),
     "GRU, two layers": (lambda: First(nn.GRU(6, 4, 2, batch_first=True)), lambda: floats(2, 6)),
+    "LSTM, projected, both ways": (
+        lambda: First(nn.LSTM(6, 4, 2, batch_first=True, bidirectional=True, proj_size=3)),
+        lambda: floats(3, 6),
+    ),
+    "LSTM, projected, no biases": (
+        lambda: First(nn.LSTM(6, 4, batch_first=True, bias=False, proj_size=3)),
+        lambda: floats(3, 6),
+    ),
+    "LSTM, all dropped between layers": (
+        lambda: First(nn.LSTM(6, 4, 3, batch_first=True, dropout=1.0)),
+        lambda: floats(3, 6),
+    ),
+    "GRU, both ways, no biases": (
+        lambda: First(nn.GRU(6, 4, 2, batch_first=True, bidirectional=True, bias=False)),
+        lambda: floats(3, 6),
+    ),
+    "RNN, relu": (lambda: First(nn.RNN(6, 4, 2, nonlinearity="relu", batch_first=True)), lambda: floats(3, 6)),
     "BatchNorm2d, cumulative": (lambda: nn.BatchNorm2d(4, momentum=None), lambda: floats(4, 3, 3)),
     "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), lambda: floats(4, 3, 3)),
     "SyncBatchNorm, cumulative": (lambda: nn.SyncBatchNorm(4, momentum=None), lambda: floats(4, 3, 3)),

@@ -117,6 +117,19 @@ def _draws(d: Draw) -> dict[str, list[Sample]]:
     }
 
 
+def _recurrent(d: Draw) -> dict[str, list[Sample]]:
+    """Three steps of four rows with two features, and the gradients of their states."""
+    found: dict[str, list[Sample]] = {"shardc_recurrent.steps": [], "shardc_recurrent.steps_backward": []}
+    for cell, gates, state, of_state in (("lstm", 8, 4, 8), ("gru", 8, 2, 6), ("tanh", 2, 2, 2), ("relu", 2, 2, 2)):
+        given, first, weight = d.normal(3, 4, gates), d.normal(4, state), d.normal(of_state, 2)
+        op = torch.ops.shardc_recurrent
+        found["shardc_recurrent.steps"].append(Sample(op.steps.default, (given, first, weight, cell)))
+        made = (first, weight, *op.steps(given, first, weight, cell), cell)
+        sample = Sample(op.steps_backward.default, (d.normal(3, 4, state), *made))
+        found["shardc_recurrent.steps_backward"].append(sample)
+    return found
+
+
 def _factories(d: Draw) -> dict[str, list[Sample]]:
     x = d.normal(2)
     return {
@@ -140,7 +153,9 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
     }
 
 
-_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (_views, _pieces, _factories, _draws)
+_FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (
+    _views, _pieces, _factories, _draws, _recurrent,
+)  # fmt: skip
 
 
 def samples(op: str) -> list[Sample]:
