@@ -1,14 +1,17 @@
-"""Checks of values that raise: a program looks at no values, and goes on as if what was checked were right."""
+"""Checks of values that raise: a program looks at no values and goes on, and a warning says so."""
 
 from __future__ import annotations
 
 import dis
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
+
+from shardc.errors import ShardcWarning
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")
 
@@ -44,10 +47,18 @@ def _past_raises(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
             )
             if next_raises != target_raises:
                 tx.pop()
-                return tx.jump(instruction) if next_raises else None
-        return jump(tx, instruction)
+                warnings.warn(ShardcWarning(_left_out(tx)), stacklevel=2)
+                if next_raises:
+                    tx.jump(instruction)
+                return
+        jump(tx, instruction)
 
     return handler
+
+
+def _left_out(tx: Any) -> str:
+    place = f"{tx.f_code.co_filename}:{tx.lineno}"
+    return f"{place} raises where values are wrong; the compiled program looks at no values there and goes on"
 
 
 def _raises(instructions: list[Any], at: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def _layer(
     projection = rest[-1] if len(rest) in (1, 3) else None
     if projection is not None:  # of what a step makes: the next one takes both products as one
         gates = torch.cat([gates[:1] + F.linear(h, w_state), gates[1:]])
+        assert c is not None, "only an LSTM has a projection"
         h, w_state = torch.zeros_like(c), w_state @ projection
     state = h if c is None else torch.cat([h, c], -1)
     states, _ = STEPS(gates, state.to(gates.dtype), w_state.to(gates.dtype), hidden_fn)
@@ -58,13 +60,9 @@ def _layers(
     return input.transpose(0, 1) if batch_first else input, last
 
 
-def _lstm(*args: Any, **kwargs: Any) -> Any:
-    return _layer(*args, **kwargs, hidden_fn="lstm")
-
-
 # What stands in torch's decompositions meanwhile; a cell is its name.
 OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
-    (decompositions, "select_one_layer_lstm_function", lambda *_: _lstm),
+    (decompositions, "select_one_layer_lstm_function", lambda *_: partial(_layer, hidden_fn="lstm")),
     (decompositions, "one_layer_rnn", _layer),
     (decompositions, "gru_cell", "gru"),
     (decompositions, "rnn_cell", lambda function: function.__name__),

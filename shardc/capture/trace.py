@@ -37,7 +37,7 @@ from shardc.capture.reads import reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
-from shardc.errors import InputError, ShardcError
+from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.reads import Reads
 
 Loss = Callable[..., Any]
@@ -219,6 +219,7 @@ def trace(
         with mode:
             changes = side_effects(messages, model, lambda: root(*fakes))
             changes += changed_arguments(model, *root.arguments(fakes)[:2])
+        changes += [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(
