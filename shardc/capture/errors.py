@@ -74,6 +74,12 @@ def capture_error(
         )
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
+    if "`pack_padded_sequence`" in text:
+        return CaptureError(
+            f"{type(model).__name__} packs a sequence, whose sizes depend on the values of lengths",
+            source=users_own(stack) or None,
+            fix="run the layer on the padded tensor, and take of each row what its length says",
+        )
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
             f"{op[1]}, which {type(model).__name__} calls, has no gradient",

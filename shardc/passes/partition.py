@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,7 +13,6 @@ from torch import fx
 from shardc.cost.again import runs_again
 from shardc.cost.sequence import is_coordinate
 from shardc.ir import graph as ir
-from shardc.ir.comm import WAIT
 from shardc.ir.graph import Role
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
 
@@ -79,7 +79,7 @@ class Partition:
         reads = _reads(graph)
         forward, backward = self.split(gm, count)
         for half in (forward, backward):
-            _wait_once(half.graph)
+            _send_once(half.graph)
         _restore(forward, roles[:count])
         _restore(backward, roles[count:])
         read = [node.name for node in ir.placeholders(backward.graph) if node.users]
@@ -145,13 +145,18 @@ def drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _wait_once(graph: fx.Graph) -> None:
-    """One wait on each collective: the cut makes one of equal ones (two biases of one sum), but not of their waits."""
-    for node in [node for node in graph.nodes if _is_collective(node) and len(node.users) > 1]:
-        waits = [user for user in node.users if user.target is WAIT]
-        for wait in waits[1:]:
-            wait.replace_all_uses_with(waits[0])
-            graph.erase_node(wait)
+def _send_once(graph: fx.Graph) -> None:
+    """One of equal collectives: the cut makes one of equal ops (two biases of one sum), but not of their waits, and so
+    not of what is made of these by moving and by further collectives."""
+    seen: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        moves = node.target in _CHAIN and all(user.op != "output" for user in node.users)
+        if not (moves or _is_collective(node)):
+            continue
+        first = seen.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
 
 
 def _is_collective(node: fx.Node) -> bool:

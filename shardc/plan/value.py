@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call
 from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Prefetch, Setting, Tp, distinct
+from shardc.plan.entries.data_parallel import by_glob, of_all
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
@@ -273,7 +274,7 @@ def fsdp(
     """
     entry = f"fsdp({axis!r}, ...)"
     said = {"overrides": overrides, "levels": levels, "thresholds": thresholds}
-    said |= {"reshard_after_forward": _of_all(reshard_after_forward)}
+    said |= {"reshard_after_forward": of_all(reshard_after_forward)}
     axes = axis_names(axis, f"fsdp({axis!r})")
     return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])
 
@@ -292,7 +293,7 @@ def hsdp(
     ``level``, ``threshold``, ``levels``, ``thresholds`` and ``reshard_after_forward`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    said = {"levels": levels, "thresholds": thresholds, "reshard_after_forward": _of_all(reshard_after_forward)}
+    said = {"levels": levels, "thresholds": thresholds, "reshard_after_forward": of_all(reshard_after_forward)}
     axes = axis_names(shard, entry), axis_names(replicate, entry)
     return Plan.of([Fsdp(*axes, level, cast(int, threshold), **by_glob(said, entry))])
 
@@ -365,19 +366,6 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry="offload(...)")
     globs = [said] if isinstance(said, str) else said
     return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
-
-
-def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
-    """Tables of numbers by glob, as entries hold them."""
-    return {
-        what: tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
-        for what, given in said.items()
-    }
-
-
-def _of_all(given: Any) -> Any:
-    """A table by glob, of a number that is of all."""
-    return {"*": given} if isinstance(given, int) else given
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:

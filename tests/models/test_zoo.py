@@ -116,7 +116,10 @@ def test_equals_one_device(name: str, mesh: str) -> None:
             check(name, MESHES[mesh], mode, case)
 
 
-@pytest.mark.parametrize(("name", "mode"), [("llama", "with states"), ("bart", "with states"), ("vit", "as tuples")])
+FEW = [("llama", "with states"), ("phi3", "evaluated"), ("resnet", "with labels"), ("wav2vec2", "as tuples")]
+
+
+@pytest.mark.parametrize(("name", "mode"), [*FEW, pytest.param("bart", "with states", marks=pytest.mark.slow)])
 def test_a_few_equal_one_device(name: str, mode: str) -> None:
     with in_float64():
         check(name, MESHES["fsdp+tp"], mode)

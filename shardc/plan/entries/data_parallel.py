@@ -16,7 +16,7 @@ from shardc.plan.forms import show_sizes
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import ParamPlan, Placed, grown, warn
 from shardc.plan.uneven import as_dtensor
-from shardc.validate import Bytes, Range, check_fields
+from shardc.validate import Bytes, Range, check_fields, checked
 
 ShardSize = Annotated[int, Range(1, also=(-1,))]
 Level = Annotated[int, Literal[1, 2, 3]]
@@ -206,3 +206,16 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
         else:
             return None
     return tuple(reversed(out)) if size == 1 else None
+
+
+def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
+    """Tables of numbers by glob, as entries hold them."""
+    return {
+        what: tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+        for what, given in said.items()
+    }
+
+
+def of_all(given: Any) -> Any:
+    """A table by glob, of a number that is of all."""
+    return {"*": given} if isinstance(given, int) else given
