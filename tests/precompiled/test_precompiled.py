@@ -187,3 +187,18 @@ def test_a_saved_program_is_not_used_for_another_state(around: str, tmp_path: Pa
         assert module.lower(x) is not loaded
         module.factor = 2.0
     assert module.lower(x) is loaded
+
+
+def test_recurrent_layers_are_saved(tmp_path: Path) -> None:
+    layer, x = nn.LSTM(4, 6).double(), torch.randn(5, 8, 4).double()
+    mesh, plan = shardc.Mesh(dp=2), shardc.fsdp("dp") | shardc.Plan(inputs="_, @dp, _")
+
+    def loss(out: Any) -> torch.Tensor:
+        return out[0].square().mean()
+
+    fresh = shardc.compile(layer, mesh, plan, loss=loss, backend="eager")
+    fresh.lower(x).save(tmp_path)
+    loaded = shardc.compile(layer, mesh, plan, loss=loss, backend="eager", precompiled=tmp_path)
+    values = [shardc.Simulation(module)(x) for module in (fresh, loaded)]
+    torch.testing.assert_close(values[0], values[1], rtol=0, atol=0)
+    torch.testing.assert_close(values[0], loss(layer(x)), rtol=1e-12, atol=1e-12)
