@@ -44,8 +44,10 @@ def _past_raises(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
             )
             if next_raises != target_raises:
                 tx.pop()
-                return tx.jump(instruction) if next_raises else None
-        return jump(tx, instruction)
+                if next_raises:
+                    tx.jump(instruction)
+                return
+        jump(tx, instruction)
 
     return handler
 

@@ -22,17 +22,16 @@ def _layer(
     h, c = hidden if hidden_fn == "lstm" else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
-    of_state = rest[1] if has_biases else None
+    of_state: Tensor | None = rest[1] if has_biases else None
     size = w_state.shape[0] // (4 if c is not None else 3 if hidden_fn == "gru" else 1)
     if hidden_fn == "gru":  # new of the state has a gate of its own
         gates = F.pad(gates, (0, size))
-        of_state = (
-            None if of_state is None else torch.cat([of_state[: 2 * size], 0 * of_state[:size], of_state[2 * size :]])
-        )
+        if of_state is not None:
+            of_state = torch.cat([of_state[: 2 * size], torch.zeros_like(of_state[:size]), of_state[2 * size :]])
     gates = gates.flip(0) if reverse else gates
     gates = gates if of_state is None else gates + of_state
     projection = rest[-1] if len(rest) in (1, 3) else None
-    if projection is not None:  # of what a step makes: the next one takes both products as one
+    if projection is not None and c is not None:  # of what a step makes: the next one takes both products as one
         gates = torch.cat([gates[:1] + F.linear(h, w_state), gates[1:]])
         h, w_state = torch.zeros_like(c), w_state @ projection
     state = h if c is None else torch.cat([h, c], -1)
@@ -59,7 +58,7 @@ def _layers(
 
 
 def _lstm(*args: Any, **kwargs: Any) -> Any:
-    return _layer(*args, **kwargs, hidden_fn="lstm")
+    return _layer(*args, **{**kwargs, "hidden_fn": "lstm"})
 
 
 # What stands in torch's decompositions meanwhile; a cell is its name.

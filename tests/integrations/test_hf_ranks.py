@@ -1,4 +1,4 @@
-"""Models of ``transformers`` on real ranks that hold unequally many labels: loss, states and gradients of one device."""
+"""Models of ``transformers`` on ranks with unequally many labels: loss, states and gradients of one device."""
 
 from __future__ import annotations
 
