@@ -23,19 +23,17 @@ def _layer(
     h, c = hidden if hidden_fn == "lstm" else (hidden, None)
     w_input, w_state, *rest = params
     gates = F.linear(input, w_input, rest[0] if has_biases else None)
-    of_state = rest[1] if has_biases else None
+    of_state: Tensor | None = rest[1] if has_biases else None
     size = w_state.shape[0] // (4 if c is not None else 3 if hidden_fn == "gru" else 1)
     if hidden_fn == "gru":  # new of the state has a gate of its own
         gates = F.pad(gates, (0, size))
-        of_state = (
-            None if of_state is None else torch.cat([of_state[: 2 * size], 0 * of_state[:size], of_state[2 * size :]])
-        )
+        if of_state is not None:
+            of_state = torch.cat([of_state[: 2 * size], torch.zeros_like(of_state[:size]), of_state[2 * size :]])
     gates = gates.flip(0) if reverse else gates
     gates = gates if of_state is None else gates + of_state
     projection = rest[-1] if len(rest) in (1, 3) else None
-    if projection is not None:  # of what a step makes: the next one takes both products as one
+    if projection is not None and c is not None:  # of what a step makes: the next one takes both products as one
         gates = torch.cat([gates[:1] + F.linear(h, w_state), gates[1:]])
-        assert c is not None, "only an LSTM has a projection"
         h, w_state = torch.zeros_like(c), w_state @ projection
     state = h if c is None else torch.cat([h, c], -1)
     states, _ = STEPS(gates, state.to(gates.dtype), w_state.to(gates.dtype), hidden_fn)
