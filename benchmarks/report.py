@@ -41,13 +41,13 @@ class Result:
     kind: str
     name: str
     seconds: tuple[float, ...] = ()
-    issued: tuple[float, ...] = ()
     first_seconds: float = 0.0
     peak_bytes: int = 0
     sent_bytes: int = 0
     collectives: int = 0
     loss: float = 0.0
     error: str = ""
+    issued: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:

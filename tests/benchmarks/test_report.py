@@ -66,4 +66,7 @@ def test_markdown_is_whole() -> None:
 def test_json_holds_every_step() -> None:
     read = json.loads(to_json([OURS, BROKEN], {"tiny": 7.5}, ["two ranks"]))
     assert read["single_device_loss"] == {"tiny": 7.5}
-    assert [Result(**{**row, "seconds": tuple(row["seconds"])}) for row in read["rows"]] == [OURS, BROKEN]
+    assert [Result(**{**row, **{key: tuple(row[key]) for key in ("seconds", "issued")}}) for row in read["rows"]] == [
+        OURS,
+        BROKEN,
+    ]
