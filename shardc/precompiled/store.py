@@ -39,6 +39,8 @@ from shardc.precompiled.save import save_program
 
 MADE = "made.json"  # beside a program: the files that it depends on, and the warnings that it gave
 PACKAGE = Path(__file__).parents[1]
+# Code of these is told by a version.
+TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
 
 
 class Stored(Precompiled):
@@ -136,22 +138,18 @@ def sources(traced: Iterable[str]) -> dict[str, str] | None:
 
     Torch, shardc and Python are told by their versions.
     """
-    files = {str(file): name for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", None))}
-    known = (str(PACKAGE), str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"))
-    elsewhere = ("site-packages", "dist-packages")
-    packages, out = set(), set()
-    for file in traced:
-        path = Path(file)
-        if file.startswith(known) and not any(part in elsewhere for part in path.parts[len(Path(known[2]).parts) :]):
-            continue
-        if file.startswith(known[:2]):
-            continue
-        if not path.is_file():
-            return None
-        out.add(file)
-        packages.add(files.get(file, "").partition(".")[0])
-    out |= {file for file, name in files.items() if name.partition(".")[0] in packages - {"", "__main__"}}
-    return {file: _hash(Path(file).read_bytes()) for file in sorted(out) if Path(file).is_file()}
+    loaded = {str(file): name for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", None))}
+    own = [file for file in traced if not _told(Path(file))]
+    if not all(Path(file).is_file() for file in own):
+        return None
+    packages = {loaded[file].partition(".")[0] for file in own if file in loaded} - {"__main__"}
+    beside = (file for file, name in loaded.items() if name.partition(".")[0] in packages and Path(file).is_file())
+    return {file: _hash(Path(file).read_bytes()) for file in sorted({*own, *beside})}
+
+
+def _told(file: Path) -> bool:
+    """Whether the code in ``file`` is torch's, shardc's or Python's own, and not a package's that lies within these."""
+    return any(file.is_relative_to(root) and "-packages" not in str(file.relative_to(root)) for root in TOLD)
 
 
 def unchanged(files: Mapping[str, str]) -> bool:
