@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache, wraps
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
@@ -106,6 +106,9 @@ def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str
             object.__setattr__(instance, key, made)
 
 
+_SEVERAL = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+
+
 def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Function]:
     """A decorator: arguments are checked against their annotations, as `checked`, and passed on as they are.
 
@@ -121,7 +124,7 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
             if not hints:
                 hints.update(get_type_hints(function, include_extras=True))
             for name, value in shown.bind(*args, **kwargs).arguments.items():
-                if name in hints and shown.parameters[name].kind not in (2, 4):  # *args, **kwargs
+                if name in hints and shown.parameters[name].kind not in _SEVERAL:
                     checked(value, hints[name], name, error)
             return function(*args, **kwargs)
 

@@ -57,7 +57,10 @@ class Stored(Precompiled):
         self.fresh = fresh
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        return self.fresh().make(phase) if phase == INFERENCE and FORWARD in self._halves else super().make(phase)
+        if phase != INFERENCE or FORWARD not in self._halves:
+            return super().make(phase)
+        with torch.inference_mode(False), torch.enable_grad():  # as where no program was stored
+            return self.fresh().make(phase)
 
 
 @dataclass(frozen=True)

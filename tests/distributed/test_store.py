@@ -112,6 +112,7 @@ def test_found_by_the_next_start_where_nothing_changed(tmp_path: Path) -> None:
     written(tmp_path)
     run_ranks(2, partial(start, tmp_path, False), partial(start, tmp_path, True))
     run_ranks(2, partial(start, tmp_path, True), partial(one_rank_alone, tmp_path), partial(looked_at, tmp_path))
+    run_ranks(2, partial(evaluated_first, tmp_path))
 
 
 def one_rank_alone(folder: Path) -> None:
@@ -137,6 +138,28 @@ def looked_at(folder: Path) -> None:
         with module.no_sync():
             module(*module.shard_inputs(x, y)).backward()
         module(*module.shard_inputs(x, y)).backward()
+
+
+def evaluated_first(folder: Path) -> None:
+    """The half that is not stored is made in a call that records no gradients; the module trains afterwards."""
+    with cached_in(folder):
+        made: Any = importlib.import_module("storedmodel.net")
+        mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        for store in (True, False):
+            torch.manual_seed(0)
+            module = shardc.compile(
+                made.Net(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager",
+                options=shardc.Options(store=store),
+            )  # fmt: skip
+            with torch.inference_mode():
+                torch.manual_seed(1)
+                found.append(module(*module.shard_inputs(x, y)).item())
+            torch.manual_seed(1)
+            module(*module.shard_inputs(x, y)).backward()
+            found += [digest([param.grad.to_local() for param in module.parameters()])]
+            assert [program.stored for program in module.shardc.programs.values()] == [store]
+        assert found[:2] == found[2:]
 
 
 def by_three(model: Any) -> None:
