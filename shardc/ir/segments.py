@@ -186,7 +186,7 @@ class _Half:
     def kind(self, node: fx.Node) -> int:
         """What is the same of values that one graph can take."""
         if node not in self._kinds:
-            self._kinds[node] = self._id(_type(node.meta.get("val")))
+            self._kinds[node] = self._id(type_of(node.meta.get("val")))
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
@@ -224,12 +224,12 @@ def _on_its_way(node: fx.Node) -> bool:
     return isinstance(made, fx.Node) and collective_kind(made) is not None
 
 
-def _type(value: Any) -> Any:
+def type_of(value: Any) -> Any:
     """What can be compared of a value."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.device
     if isinstance(value, list | tuple):
-        return tuple(map(_type, value))
+        return tuple(map(type_of, value))
     return type(value), repr(value)
 
 

@@ -12,11 +12,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from filelock import BaseFileLock, FileLock, Timeout
-from torch import Tensor, fx
+from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from shardc.ir.segments import type_of
 from shardc.progress import steps
 
 PATIENCE = 600.0  # seconds; who waits for longer compiles the graph itself
@@ -98,8 +99,7 @@ def name_of(gm: fx.GraphModule, kind: str, settings: str = "") -> str:
     lines = [kind, settings]
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            x = node.meta["val"]
-            lines.append(str((x.dtype, x.shape, x.stride(), x.device) if isinstance(x, Tensor) else x))
+            lines.append(str(type_of(node.meta["val"])))
         else:
             lines.append(f"{node.target} {fx.node.map_arg((node.args, node.kwargs), number.__getitem__)}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]

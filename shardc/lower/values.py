@@ -5,9 +5,10 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
+
+from shardc.ir.segments import type_of
 
 
 def give_values(gm: fx.GraphModule) -> None:
@@ -18,7 +19,7 @@ def give_values(gm: fx.GraphModule) -> None:
     mode = next((x.fake_mode for x in found if isinstance(x, FakeTensor)), None) or FakeTensorMode()
 
     def kind(node: fx.Node) -> str:
-        return f"%{kinds.setdefault(str(pytree.tree_map_only(Tensor, _type, node.meta['val'])), len(kinds))}"
+        return f"%{kinds.setdefault(type_of(node.meta['val']), len(kinds))}"
 
     for node in gm.graph.nodes:
         if "val" in node.meta or node.op == "output":
@@ -32,7 +33,3 @@ def give_values(gm: fx.GraphModule) -> None:
             with mode:
                 known[key] = node.target(*args, **kwargs)
         node.meta["val"] = known[key]
-
-
-def _type(x: Tensor) -> str:
-    return f"{x.dtype}{tuple(x.shape)}{x.stride()}{x.device}"
