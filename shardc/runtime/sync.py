@@ -56,6 +56,8 @@ class Sync:
     def deferred(self) -> Deferred:
         """The parameters whose gradients the next backward sums up locally, be it to reduce the sum."""
         held = self.held()
+        if not self.sums:
+            return held
         summed = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
         whole = held.whole | frozenset(n for n, scattered in summed.items() if not scattered) - held.scattered
         return Deferred(whole, held.scattered | frozenset(summed) - whole)
