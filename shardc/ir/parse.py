@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 import shardc.ir.comm  # noqa: F401  (defines an op that programs call)
+from shardc._compat import LazyGraphModule
 from shardc.errors import LayoutError, MeshError, ShardcError, TextError
 from shardc.ir import grammar
 from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, set_info
@@ -65,6 +66,7 @@ class _Parser:
         self.placed = True
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
+        self.layouts: dict[str, Layout] = {}  # read so far
         self.values: dict[str, fx.Node] = {}
         self.outputs: list[tuple[Role, Any]] = []
         self.wants: list[tuple[Value, Layout | None]] = []  # of the tensors that the line uses
@@ -92,7 +94,7 @@ class _Parser:
                 reader.fail(f"what can be read ({getattr(error, 'what', error)})")
         last = self.graph.output(tuple(made for _, made in self.outputs))
         last.meta[ROLES] = tuple(role for role, _ in self.outputs)
-        gm = fx.GraphModule(self.constants, self.graph)
+        gm = LazyGraphModule(self.constants, self.graph)
         self._check_comm(gm)
         return gm
 
@@ -252,7 +254,9 @@ class _Parser:
         if found is None:
             reader.fail("a layout such as [16@dp,8]")
         try:
-            return Layout.parse(found[group], self.mesh)
+            if found[group] not in self.layouts:
+                self.layouts[found[group]] = Layout.parse(found[group], self.mesh)
+            return self.layouts[found[group]]
         except (LayoutError, MeshError, ValueError) as error:
             reader.at = found.start()
             reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")

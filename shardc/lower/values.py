@@ -14,12 +14,16 @@ from shardc.ir.segments import type_of
 def give_values(gm: fx.GraphModule) -> None:
     """Puts a fake tensor on each node of a local graph that has none; calls that are alike share one."""
     kinds: dict[Any, int] = {}
+    seen: dict[int, str] = {}  # what is shared is looked at once
     known: dict[Any, Any] = {}
     found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
     mode = next((x.fake_mode for x in found if isinstance(x, FakeTensor)), None) or FakeTensorMode()
 
     def kind(node: fx.Node) -> str:
-        return f"%{kinds.setdefault(type_of(node.meta['val']), len(kinds))}"
+        value = node.meta["val"]
+        if id(value) not in seen:
+            seen[id(value)] = f"%{kinds.setdefault(type_of(value), len(kinds))}"
+        return seen[id(value)]
 
     for node in gm.graph.nodes:
         if "val" in node.meta or node.op == "output":

@@ -191,7 +191,7 @@ def use_groups(graph: fx.GraphModule, groups: Groups) -> None:
     named = named_groups(graph, groups.mesh)
     rename = groups.add(named.values())
     for node in graph.graph.nodes:
-        if node.op == "call_function":
+        if any(isinstance(x, str) and x in named for x in (*node.args, *node.kwargs.values())):
             node.args = tuple(rename[x] if isinstance(x, str) and x in named else x for x in node.args)
             node.kwargs = {k: rename[x] if isinstance(x, str) and x in named else x for k, x in node.kwargs.items()}
     graph.recompile()
