@@ -18,6 +18,8 @@ from shardc.solver.rounding import cost, descend, round_messages
 
 # Pairs of sweeps between two attempts to drop labels.
 BATCH = 8
+# Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
+WORTHWHILE = 0.05
 # A batch that closes less than this part of the gap, and that drops no label, has stalled.
 STALLED = 0.005
 # A gap of this part of the value is closed.
@@ -134,15 +136,16 @@ class Search:
                 return bound, None
             limit = self.value - graph.constant
             masks = {i: costs < limit for i, costs in messages.bounds.items()}
-            dropped = any(not mask.all() for mask in masks.values())
-            stalled = not dropped and bound - before < STALLED * (self.value - before)
-            if dropped:
+            dropped = sum(int((~mask).sum()) for mask in masks.values())
+            stalled = bound - before < STALLED * (self.value - before)
+            if dropped > WORTHWHILE * sum(map(len, masks.values())) or (stalled and dropped):
                 with clock.stage("reduce"):
-                    messages.absorb(graph)
-                    reduce(graph, graph.keep(masks))
+                    changed = graph.keep(masks)
+                    messages.absorb(graph, masks)
+                    reduce(graph, changed)
                 messages = None
             elif stalled:
-                messages.absorb(graph)
+                messages.absorb(graph, masks)
                 return bound, messages.bounds
 
     def solve_exactly(self, graph: Graph) -> bool:

@@ -9,6 +9,7 @@ gives a bound for every single label as well.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,10 +109,15 @@ class Messages:
                 np.minimum.reduce(room, axis=0, out=inbox)
         return passed
 
-    def absorb(self, graph: Graph) -> None:
-        """Move what the messages say into the costs of the graph: no labelling costs more or less than before."""
+    def absorb(self, graph: Graph, kept: Mapping[int, np.ndarray]) -> None:
+        """Move what the messages say into the costs of the graph: no labelling costs more or less than before.
+
+        Args:
+            graph: the one of these messages, changed in place; of its labels only those in `kept` are left.
+            kept: for each variable, True for the labels that are left.
+        """
         row = {(node.variable, j): r for node in self.nodes for r, j in enumerate(sorted(graph.near[node.variable]))}
-        inbox = {node.variable: node.inbox for node in self.nodes}
+        inbox = {node.variable: node.inbox[:, kept[node.variable]] for node in self.nodes}
         for i in self.order:
             graph.unary[i] = graph.unary[i] + inbox[i].sum(axis=0)
         for i, j, table in graph.edges():

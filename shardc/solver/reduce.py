@@ -10,9 +10,7 @@ import numpy as np
 from shardc.solver.energy import Infeasible
 from shardc.solver.graph import Graph
 
-# Comparing all labels of a variable pairwise over a neighbour's labels is left out above this many comparisons.
-MAX_COMPARISONS = 1 << 26
-# The comparisons, or entries of a product of tables, that are held at once.
+# Entries of a product of tables that are held at once.
 CHUNK = 1 << 20
 # Stands for inf where inf - inf would give nan.
 HUGE = 1e300
@@ -108,35 +106,52 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
 
     Of labels that cost the same everywhere the lowest one stays.
     """
-    worst: dict[int, np.ndarray] = {}
+    probes: dict[int, np.ndarray] = {}
     masks = {}
     for i in sorted(variables):
-        costs, tables = graph.unary[i], graph.near[i].values()
-        count = len(costs)
-        if count == 1 or any(count * table.size > MAX_COMPARISONS for table in tables):
-            continue
-        excess = costs[:, None] - costs  # of y over x, at worst
+        costs, tables = graph.unary[i], list(graph.near[i].values())
         for table in tables:
-            if id(table) not in worst:
-                worst[id(table)] = _worst_excess(table)
-            excess = excess + worst[id(table)]
-        beats = excess <= 0
-        np.fill_diagonal(beats, False)
-        mask = np.ones(count, dtype=bool)
-        for x in np.flatnonzero(beats.any(axis=0))[::-1]:
-            mask[x] = not (beats[:, x] & mask).any()
+            if id(table) not in probes:
+                probes[id(table)] = _probe_excess(table)
+        better, worse = _dominations(costs, tables, [probes[id(table)] for table in tables])
+        mask = np.ones(len(costs), dtype=bool)
+        for x in np.unique(worse)[::-1]:
+            mask[x] = not mask[better[worse == x]].any()
         masks[i] = mask
     return graph.keep(masks)
 
 
-def _worst_excess(table: np.ndarray) -> np.ndarray:
-    """Return ``max over z of table[y, z] - table[x, z]`` for all y and x; at least HUGE where x allows more than y."""
+def _probe_excess(table: np.ndarray) -> np.ndarray:
+    """Return how much more label y costs than x with the neighbour's label that is cheapest with x, for all y and x."""
+    cheapest = table.argmin(axis=1)
+    return table[:, cheapest] - table[np.arange(len(table)), cheapest]
+
+
+def _dominations(
+    costs: np.ndarray, tables: list[np.ndarray], probes: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return labels y and x, where y never costs more than x."""
+    excess = sum(probes, costs[:, None] - costs)  # of y over x; not more than it is at worst
+    np.fill_diagonal(excess, np.inf)
+    better, worse = np.nonzero(excess <= 0)
+    at_worst = excess[better, worse]
+    for table, probe in zip(tables, probes, strict=True):
+        if not len(better):
+            break
+        at_worst = at_worst - probe[better, worse] + _worst_excess(table, better, worse)
+        hold = at_worst <= 0
+        better, worse, at_worst = better[hold], worse[hold], at_worst[hold]
+    return better, worse
+
+
+def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
+    """Return ``max over z of table[y, z] - table[x, z]``, where inf - inf is no excess."""
     finite = np.where(np.isinf(table), HUGE, table)
-    count = len(table)
-    out = np.empty((count, count))
-    step = max(1, CHUNK // table.size)
-    for start in range(0, count, step):
-        out[start : start + step] = (finite[start : start + step, None] - table).max(axis=2)
+    out = np.empty(len(better))
+    step = max(1, CHUNK // table.shape[1])
+    for start in range(0, len(out), step):
+        part = slice(start, start + step)
+        out[part] = (finite[better[part]] - table[worse[part]]).max(axis=1)
     return out
 
 
