@@ -47,7 +47,7 @@ class Kernel:
     Args:
         ops: positions in the sequence.
         name, module, source, phase: of the first op.
-        flops: operations of matrix products, attention and convolution.
+        flops: operations of its dense ops.
         bytes: read from and written to memory.
         dtype: that its peak is counted in.
         attention: it is one.
@@ -81,7 +81,7 @@ def _shape(node: fx.Node) -> Any:
 
 
 def is_dense(node: fx.Node) -> bool:
-    """Whether ``node`` is a kernel of its own: a matrix product, an attention, a convolution."""
+    """Whether ``node`` is a kernel of its own; see `shardc.ir.flops`."""
     return is_dense_op(node.target)
 
 
