@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from shardc.cost.sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
 from shardc.ir import graph as ir
-from shardc.ir.flops import flops
+from shardc.ir.flops import flops, is_attention
 from shardc.ir.flops import is_dense as is_dense_op
 
 aten = torch.ops.aten
@@ -163,7 +163,7 @@ def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[
     record = ir.info(first.node)
     return Kernel(
         run, record.name, record.origin.module, record.origin.source, first.phase,
-        operations, written + sum(reads.values()), _dtype(first.node), "scaled_dot_product" in str(first.node.target),
+        operations, written + sum(reads.values()), _dtype(first.node), is_attention(first.node.target),
     )  # fmt: skip
 
 

@@ -12,14 +12,15 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Size
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardc.ir import recurrent
 
-aten, Shape = torch.ops.aten, torch.Size
+aten = torch.ops.aten
 
 
-def _steps(gates: Shape, weight: Shape) -> int:
+def _steps(gates: Size, weight: Size) -> int:
     """Of the product of each step of a recurrent layer, forward or backward; ``gates`` is [time, rows, gates]."""
     return 2 * prod(gates[:2]) * prod(weight)
 
@@ -39,6 +40,12 @@ _OTHERS: dict[Any, Callable[..., int]] = {
 def is_dense(target: Any) -> bool:
     """Whether an op is a matrix product, an attention, a convolution or a recurrent layer."""
     return target in _OTHERS or getattr(target, "overloadpacket", None) in flop_registry
+
+
+@lru_cache(maxsize=4096)
+def is_attention(target: Any) -> bool:
+    """Whether a dense op is an attention, which reaches another share of the peak."""
+    return is_dense(target) and "attention" in str(target)
 
 
 @lru_cache(maxsize=4096)
