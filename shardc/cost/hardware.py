@@ -8,8 +8,8 @@ tree algorithms under the low-latency protocol.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
 from math import ceil, log2
 
 import torch
@@ -83,12 +83,50 @@ class Hardware:
     message: float = 0.0
     share: float = 0.0
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Without the cached hash: that of a string differs from process to process.
+        return Hardware, self._values
+
+    @cached_property
+    def _hash(self) -> int:  # asked for with every layout that is priced
+        return hash(self._values)
+
+    @property
+    def _values(self) -> tuple[object, ...]:
+        return tuple(getattr(self, field.name) for field in fields(self))
+
     def peak(self, dtype: torch.dtype) -> float:
         """Peak operations per second of a matrix product in ``dtype``; of float32 for dtypes that are not listed."""
         known = dict(self.flops)
         return known.get(dtype, known[torch.float32])
 
-    def compute_seconds(self, flops: float, nbytes: float, dtype: torch.dtype, attention: bool = False) -> float:
+    def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
+        """Seconds of a collective of one tensor over ``axes``, its start included; each rank sends ``wire_bytes``."""
+        where = route(mesh, axes, self.node)
+        if where.ranks == 1:
+            return 0.0
+        return price(self, kind, where, wire_bytes).seconds + self.start_seconds(where.ranks - 1)
+
+    def least_seconds(self, wire_bytes: float) -> float:
+        """A lower bound of the seconds of any collectives in which a rank sends ``wire_bytes`` in all."""
+        # To others in its node and to those outside it may send at once.
+        hop = min(self.inside.ring, self.inside.tree, self.between.ring, self.between.tree)
+        return self.start + hop + wire_bytes / (self.wire * (self.inside.bandwidth + self.between.bandwidth))
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """Seconds of a local kernel that reads and writes ``nbytes`` and computes nothing."""
+        return self.compute_seconds(0, nbytes)
+
+    def linear(self, direct: bool) -> tuple[float, float]:
+        """(seconds before the first byte of a collective, bytes per second after it), of links between nodes."""
+        return self.start + self.between.ring + self.start_seconds(1), self.between.bandwidth * self.wire
+
+    def compute_seconds(
+        self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
+    ) -> float:
         """Seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009), and at least a launch."""
         reached = self.attention if attention and self.attention is not None else self.matmul
         work = max(flops / (self.peak(dtype) * reached), nbytes / (self.memory_bandwidth * self.streaming), self.kernel)
@@ -180,7 +218,7 @@ class Price:
     link: str
 
 
-def price(hardware: Hardware, kind: str, where: Route, wire_bytes: int) -> Price:
+def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Price:
     """Seconds of a collective in which each rank sends ``wire_bytes``: start-up, hops, and bytes over bandwidth.
 
     The cheapest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank a

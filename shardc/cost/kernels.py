@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from shardc.cost.sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
 from shardc.ir import graph as ir
-from shardc.ir.flops import flops
+from shardc.ir.flops import flops, is_attention
 from shardc.ir.flops import is_dense as is_dense_op
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class Kernel:
     Args:
         ops: positions in the sequence.
         name, module, source, phase: of the first op.
-        flops: operations of matrix products, attention and convolution.
+        flops: operations of its dense ops.
         bytes: read from and written to memory.
         dtype: that its peak is counted in.
         attention: it is one.
@@ -81,7 +81,7 @@ def _shape(node: fx.Node) -> Any:
 
 
 def is_dense(node: fx.Node) -> bool:
-    """Whether ``node`` is a kernel of its own: a matrix product, an attention, a convolution."""
+    """Whether ``node`` is a kernel of its own; see `shardc.ir.flops`."""
     return is_dense_op(node.target)
 
 
@@ -163,7 +163,7 @@ def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[
     record = ir.info(first.node)
     return Kernel(
         run, record.name, record.origin.module, record.origin.source, first.phase,
-        operations, written + sum(reads.values()), _dtype(first.node), "scaled_dot_product" in str(first.node.target),
+        operations, written + sum(reads.values()), _dtype(first.node), is_attention(first.node.target),
     )  # fmt: skip
 
 

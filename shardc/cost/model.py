@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
+
 from shardc.errors import InputError
+from shardc.ir.mesh import Mesh
 from shardc.validate import Range, check_fields, checked
 
 Time = Annotated[float, Range(0)]
@@ -113,6 +117,10 @@ class CostModel:
         further = self.hop * max(ranks - row.ranks, 0)
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
+    def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
+        """Seconds of a collective over ``axes``, as `best_seconds` has them for so many ranks."""
+        return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
+
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
         """Seconds of a collective of ``kind`` by its fastest algorithm; see `shardc.passes.algorithms`."""
         native = self.seconds(kind, ranks, wire_bytes)
@@ -136,9 +144,22 @@ class CostModel:
         latency, bandwidth = self._best
         return latency + wire_bytes / bandwidth
 
-    def compute_seconds(self, flops: float, nbytes: float) -> float:
-        """Seconds of a local op that does ``flops`` operations and reads and writes ``nbytes``."""
-        return max(flops / self.flops, nbytes / self.memory_bandwidth)
+    def compute_seconds(
+        self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
+    ) -> float:
+        """Seconds of a local op that does ``flops`` operations, in whatever dtype, and moves ``nbytes`` of memory."""
+        rate = self.flops * self.attention if attention else self.flops
+        return max(flops / rate, nbytes / self.memory_bandwidth)
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """Seconds of a local op that reads and writes ``nbytes`` and computes nothing."""
+        return self.compute_seconds(0, nbytes)
+
+    def linear(self, direct: bool) -> tuple[float, float]:
+        """(seconds before the first byte of a collective, bytes per second after it): of messages if ``direct``."""
+        if (sent := self.messages) is not None and direct:
+            return sent.latency + sent.call + sent.message, sent.bandwidth
+        return self.latency, self.bandwidth
 
     # --- files
 

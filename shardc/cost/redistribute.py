@@ -1,7 +1,7 @@
 """The redistribution planner: the cheapest sequence of steps from one layout to another.
 
 Each step changes where some axis parts stand (see `shardc.cost.places`) and is one collective or
-one local op. `shardc.cost.search` finds the sequence under the cost model.
+one local op. `shardc.cost.search` finds the sequence by its price.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from shardc.cost.model import CostModel
 from shardc.cost.places import common_places, join_axes
+from shardc.cost.pricing import Pricing
 from shardc.cost.search import Prices, cheapest
 from shardc.ir import tally
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 
 LOCAL = ("shard", "to_partial")  # the kinds of step that move nothing between ranks
 
@@ -50,13 +51,14 @@ class Step:
         """Bytes that a rank receives."""
         return self.wire_elements() * itemsize
 
-    def seconds(self, itemsize: int, cost: CostModel) -> float:
+    def seconds(self, itemsize: int, cost: Pricing) -> float:
         """Predicted seconds: of the wire for a collective, of the copy for a local op."""
-        return _seconds(self.kind, self.ranks, self.src.local_numel, self.dst.local_numel, itemsize, cost)
+        held, after = self.src.local_numel, self.dst.local_numel
+        return _seconds(self.kind, self.src.mesh, self.axes, held, after, itemsize, cost)
 
 
 @lru_cache(maxsize=65536)
-def steps(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> tuple[Step, ...]:
+def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step, ...]:
     """The cheapest steps from ``src`` to ``dst`` for elements of ``itemsize`` bytes; () where they are equal.
 
     Raises:
@@ -68,7 +70,7 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> tuple[Ste
     if src.numel == 0:
         return (Step("shard", (), None, src, dst),)
     prices = Prices(
-        seconds=lambda kind, ranks, held, after: _seconds(kind, ranks, held, after, itemsize, cost),
+        seconds=lambda kind, axes, held, after: _seconds(kind, src.mesh, axes, held, after, itemsize, cost),
         least=lambda elements: cost.least_seconds(elements * itemsize),
     )
     out, before = [], src
@@ -80,17 +82,21 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> tuple[Ste
     return tuple(out)
 
 
-def seconds(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> float:
+@lru_cache(maxsize=1 << 20)
+def seconds(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> float:
     """Predicted seconds of the cheapest steps."""
     return sum(step.seconds(itemsize, cost) for step in steps(src, dst, itemsize, cost))
 
 
-def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: CostModel) -> int:
+def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
     """Bytes that a rank receives in the cheapest steps."""
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
 
 
-def _seconds(kind: str, ranks: int, held: int, after: int, itemsize: int, cost: CostModel) -> float:
+def _seconds(
+    kind: str, mesh: Mesh, axes: tuple[str, ...], held: int, after: int, itemsize: int, cost: Pricing
+) -> float:
     if kind in LOCAL:
-        return cost.compute_seconds(0, 2 * after * itemsize)
-    return cost.best_seconds(kind, ranks, tally.wire_elements(kind, ranks, held) * itemsize)
+        return cost.copy_seconds(2 * after * itemsize)
+    wire = tally.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), held) * itemsize
+    return cost.collective_seconds(kind, mesh, axes, wire)

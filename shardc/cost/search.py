@@ -14,7 +14,7 @@ from heapq import heappop, heappush, nsmallest
 from itertools import combinations, product
 from math import prod
 
-from shardc.cost.places import WHOLE, Place, Places
+from shardc.cost.places import WHOLE, Place, Places, join_axes
 from shardc.ir.layout import REDUCE_OPS
 
 State = tuple[int, ...]
@@ -41,11 +41,11 @@ class Prices:
     """What the search pays.
 
     Args:
-        seconds: (kind, ranks, elements held before, elements held after) -> seconds of a step.
+        seconds: (kind, axes, elements held before, elements held after) -> seconds of a step.
         least: elements that a rank must yet receive -> a lower bound of the seconds that it takes.
     """
 
-    seconds: Callable[[str, int, int, int], float]
+    seconds: Callable[[str, tuple[str, ...], int, int], float]
     least: Callable[[int], float]
 
 
@@ -122,7 +122,8 @@ class _Known:
         self.numel = prod(places.shape)
         self._tilings: dict[tuple[Region, State], list[State]] = {}
         self._held: dict[State, int] = {}
-        self._prices: dict[tuple[str, int, int, int], float] = {}
+        self._axes: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._prices: dict[tuple[str, tuple[str, ...], int, int], float] = {}
         self.wanted = self.held(places.target)
 
     def held(self, state: State) -> int:
@@ -134,9 +135,16 @@ class _Known:
 
     def price(self, prices: Prices, move: Move, held: int, after: State) -> float:
         """Seconds of ``move`` from a state of ``held`` elements."""
-        key = move.kind, prod([self.places.sizes[k] for k in move.parts]), held, self.held(after)
+        key = move.kind, self.axes(move), held, self.held(after)
         if (known := self._prices.get(key)) is None:
             known = self._prices[key] = prices.seconds(*key)
+        return known
+
+    def axes(self, move: Move) -> tuple[str, ...]:
+        """The axes that ``move`` acts on."""
+        if (known := self._axes.get(move.parts)) is None:
+            places = self.places
+            known = self._axes[move.parts] = join_axes(places.mesh, [places.parts[k] for k in move.parts])
         return known
 
     def missing(self, state: State) -> int:

@@ -8,7 +8,7 @@ from math import inf, isinf
 
 from torch import Tensor, fx
 
-from shardc.cost.model import CostModel
+from shardc.cost.pricing import Pricing
 from shardc.cost.sequence import gathered_parameters
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
@@ -43,7 +43,7 @@ class Gathered:
 
 
 def keep_within(
-    graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: CostModel, bucket: int
+    graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
     """``levels`` with 2 in the place of 3 for the parameters that save most time per byte, up to ``budget`` bytes.
 
@@ -64,7 +64,7 @@ def keep_within(
 
 
 def _gathered_again(
-    graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: CostModel, bucket: int
+    graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
     """The parameters of level 3, but for empty ones and those of which the plan keeps a part."""
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
@@ -97,15 +97,16 @@ def _parameters(node: fx.Node, known: dict[fx.Node, set[str]]) -> set[str]:
     return known[node]
 
 
-def _seconds(node: fx.Node, mesh: Mesh, cost: CostModel, bucket: int) -> float:
+def _seconds(node: fx.Node, mesh: Mesh, cost: Pricing, bucket: int) -> float:
     """What a collective adds to its bucket; nothing where ``node`` is none."""
     kind = collective_kind(node)
     if kind is None:
         return 0.0
-    _, ranks = group_of(node, mesh)
+    axes, ranks = group_of(node, mesh)
     sent = [x.meta["val"] for x in node.all_input_nodes]
     wire = sum(wire_elements(kind, ranks, x.numel()) * x.dtype.itemsize for x in sent)
     if not bucket:
-        return cost.best_seconds(kind, ranks, wire)
+        return cost.collective_seconds(kind, mesh, axes, wire)
     others = bucket if bucket > 0 else wire
-    return cost.best_seconds(kind, ranks, others + wire) - cost.best_seconds(kind, ranks, others)
+    together = cost.collective_seconds(kind, mesh, axes, others + wire)
+    return together - cost.collective_seconds(kind, mesh, axes, others)

@@ -15,7 +15,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of, operands_of
-from shardc.passes.choose import priced
+from shardc.passes.choose import Work, priced
 from shardc.program import Program
 from shardc.report.export import milliseconds, plain
 from shardc.report.prediction import Collective
@@ -213,12 +213,11 @@ def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str,
     operands = operands_of(twin)
     if spec is None or not operands:
         return
-    items = tuple(v.itemsize for v in (*call.operands, *call.results) if v is not None)
     pinned = tuple(x.op == "placeholder" and ir.role(x).kind == "param" for x in operands)
     known = tuple(frozenset(_wanted_by_others(x, twin)) for x in operands)
     have = tuple(ir.layout(x) for x in operands)
     chosen = Strategy(needs, (ir.layout(twin),))
-    found = list(priced(spec, have, known, pinned, items, None, program.options.cost))
+    found = list(priced(spec, have, known, pinned, Work.of(call), None, program.options.cost))
     for seconds, strategy in sorted(found, key=lambda one: (one[1] != chosen, one[0])):
         yield seconds, ", ".join(map(str, strategy.operands)), str(strategy.results[0])
 

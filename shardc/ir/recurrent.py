@@ -113,3 +113,4 @@ torch.library.register_fake("shardc_recurrent::steps", _fake_steps, lib=_library
 torch.library.register_fake("shardc_recurrent::steps_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("shardc_recurrent::steps", _backward, setup_context=_setup, lib=_library)
 STEPS = torch.ops.shardc_recurrent.steps.default
+STEPS_BACKWARD = torch.ops.shardc_recurrent.steps_backward.default

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardc.cost.model import CostModel
 from shardc.cost.unshard import keep_within
 from shardc.passes.absent import Absent as Absent
 from shardc.passes.algorithms import Algorithms
@@ -100,7 +101,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # While each collective still stands where its inputs and uses put it.
             Bucket(said.bucket_bytes(), bool(options.direct)),
             # By the sizes that bucketing leaves; each is then scheduled as what it is.
-            Algorithms(mesh, cost),
+            Algorithms(mesh, cost if isinstance(cost, CostModel) else CostModel()),
             # Starts and waits, of what is left after bucketing.
             Schedule(
                 said.in_flight_bytes(), not said.overlap,

@@ -7,12 +7,35 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
+
 from shardc.cost import redistribute
-from shardc.cost.model import CostModel
+from shardc.cost.pricing import Pricing
+from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
+from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, strategies
 
 PIN_PENALTY = 1e4  # a reshard of what the plan pinned counts this many times
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the time of an op depends on, beside its loops and how they are split.
+
+    Args:
+        dtypes: of its operands, then of its results.
+        attention: it is one.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    attention: bool = False
+
+    @staticmethod
+    def of(call: Call) -> Work:
+        """That of ``call``."""
+        values = (*call.operands, *call.results)
+        return Work(tuple(v.dtype for v in values if v is not None), is_attention(call.target))
 
 
 @dataclass(frozen=True)
@@ -27,7 +50,7 @@ class Gradient:
     target: Layout | None
     batch_axes: tuple[str, ...]
 
-    def seconds(self, layout: Layout, itemsize: int, cost: CostModel) -> float:
+    def seconds(self, layout: Layout, itemsize: int, cost: Pricing) -> float:
         """The time from ``layout`` to the target."""
         if self.target is None:
             return 0.0
@@ -41,15 +64,15 @@ def choose(
     operands: tuple[Layout, ...],
     known: tuple[frozenset[Layout], ...],
     pinned: tuple[bool, ...],
-    itemsizes: tuple[int, ...],
+    work: Work,
     grad: Gradient | None,
-    cost: CostModel,
+    cost: Pricing,
 ) -> Strategy:
     """The cheapest strategy, the first of several; memoised, so that a repeated layer is decided once.
 
     Args: as `priced` has them.
     """
-    best = min(priced(spec, operands, known, pinned, itemsizes, grad, cost), key=lambda one: one[0], default=None)
+    best = min(priced(spec, operands, known, pinned, work, grad, cost), key=lambda one: one[0], default=None)
     assert best is not None, "an op always has the strategy that splits nothing"
     return best[1]
 
@@ -59,44 +82,55 @@ def priced(
     operands: tuple[Layout, ...],
     known: tuple[frozenset[Layout], ...],
     pinned: tuple[bool, ...],
-    itemsizes: tuple[int, ...],
+    work: Work,
     grad: Gradient | None,
-    cost: CostModel,
+    cost: Pricing,
 ) -> Iterator[tuple[float, Strategy]]:
     """Each strategy that the operands' layouts suggest, with the seconds that decide between them.
 
     Args:
         known: for each operand, the layouts at which somebody before wanted it.
         pinned: for each operand, whether a plan entry says how it lies.
-        itemsizes: of the operands, then of the results.
+        work: what else the op's time depends on.
         grad: where the result's one way leads to a gradient.
     """
     for strategy in strategies(spec, operands):
         price = sum(
-            redistribute.seconds(have, want, itemsize, cost) * (PIN_PENALTY if pin else 1.0)
-            for have, want, seen, pin, itemsize in zip(
-                operands, strategy.operands, known, pinned, itemsizes, strict=False
+            redistribute.seconds(have, want, dtype.itemsize, cost) * (PIN_PENALTY if pin else 1.0)
+            for have, want, seen, pin, dtype in zip(
+                operands, strategy.operands, known, pinned, work.dtypes, strict=False
             )
             if have != want and want not in seen
         )
-        itemsize = itemsizes[-1]
+        itemsize = work.dtypes[-1].itemsize
         if grad is not None:
             price += grad.seconds(strategy.results[0], itemsize, cost)
         else:
             price += _deferred(spec, operands, strategy, itemsize, cost)
-        price += compute_seconds(spec, strategy, itemsize, cost)
+        price += compute_seconds(spec, strategy, work, cost)
         yield price, strategy
 
 
-def compute_seconds(spec: Spec, strategy: Strategy, itemsize: int, cost: CostModel) -> float:
-    """The time that each rank computes."""
+def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:
+    """The time that each rank computes; none where the op only moves data: a view, or part of another kernel."""
+    if spec.moves:
+        return 0.0
     layouts = (*strategy.operands, *strategy.results)
-    split = prod(layouts[0].mesh.size(axis) for axis in {axis for layout in layouts for axis in layout.bound})
-    moved = 0 if spec.moves else sum(layout.local_numel for layout in layouts) * itemsize
-    return cost.compute_seconds(spec.flops / split, moved)
+    moved = sum(layout.local_numel * dtype.itemsize for layout, dtype in zip(layouts, work.dtypes, strict=True))
+    return cost.compute_seconds(spec.flops / _shares(layouts), moved, work.dtypes[0], work.attention)
 
 
-def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: CostModel) -> float:
+def _shares(layouts: tuple[Layout, ...]) -> int:
+    """Among how many ranks the loops of an op are split whose tensors lie so."""
+    mesh = layouts[0].mesh
+    axes = {axis for layout in layouts for axis in layout.bound}
+    if any(":" in axis for axis in axes):  # a part may stand beside its whole axis
+        edges = mesh.edges(axes)
+        axes = {part for axis in axes for part in mesh.parts(axis, edges)}
+    return prod([mesh.size(axis) for axis in axes])
+
+
+def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing) -> float:
     """The time of the reductions that a strategy carries through to its results.
 
     Only those that the operands bring: a contraction's own pending sum is how it is meant to run.

@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx.node import Argument
 
 from shardc.cost.model import CostModel
+from shardc.cost.pricing import Pricing
 from shardc.cost.redistribute import Step, steps
 from shardc.ir import ops
 from shardc.ir.graph import KEY, Info, NameScope, info, layout, set_info, value
@@ -37,7 +38,7 @@ class Collectives:
         cost: chooses among the sequences of steps.
     """
 
-    cost: CostModel = CostModel()
+    cost: Pricing = CostModel()
     name = "collectives"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -25,7 +25,7 @@ from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import VIEWS, call_of, move_of, operands_of
-from shardc.passes.choose import Gradient, choose, compute_seconds
+from shardc.passes.choose import Gradient, Work, choose, compute_seconds
 from shardc.passes.propagate import Problem
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
@@ -117,9 +117,8 @@ class _Sweep:
         pins = tuple(x in self.pinned for x in operands)
         have = tuple(self._known(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
-        items = tuple(v.itemsize for v in (*call.operands, *call.results) if v is not None)
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
-        chosen = choose(spec, layouts, have, pins, items, grad, self.cost)
+        chosen = choose(spec, layouts, have, pins, Work.of(call), grad, self.cost)
         self._decide(node, chosen)
         if node.target in VIEWS and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
@@ -222,7 +221,8 @@ class _Sweep:
             if needs is None or node.target is ops.pad or not ir.is_tensor(node):
                 continue
             target = self._wanted_slice(node)
-            spec = spec_of(call_of(node))
+            call = call_of(node)
+            spec, work = spec_of(call), Work.of(call)
             if target is None or spec is None:
                 continue
             sliced = from_results(spec, self.mesh, 0, target)
@@ -232,8 +232,8 @@ class _Sweep:
             now = Strategy(needs, (ir.layout(node),))
             saved = self._price(operands, needs) - self._price(operands, sliced.operands)
             saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # which its uses then need not
-            saved += compute_seconds(spec, now, itemsize, self.cost)
-            saved -= compute_seconds(spec, sliced, itemsize, self.cost)
+            saved += compute_seconds(spec, now, work, self.cost)
+            saved -= compute_seconds(spec, sliced, work, self.cost)
             others = self._follow(node, target)
             if others is not None and sum(price for _, _, price in others) <= saved:
                 self._decide(node, sliced)

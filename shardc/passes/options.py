@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 from shardc.cost.again import CHOICES
+from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
@@ -26,7 +27,8 @@ class Options:
 
     Args:
         strict: an op without a sharding rule is an error instead of a warning.
-        cost: the cost model that layouts and algorithms are chosen by.
+        cost: what layouts and algorithms are chosen by: a cost model, to which a group of ranks is a number, or the
+            hardware that `Program.schedule` predicts for, whose links differ (its collectives are the backend's own).
         verify: check the graph after every pass.
         bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket of all, 0 none. None takes the size
             at which latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` for real links).
@@ -62,7 +64,7 @@ class Options:
     """
 
     strict: bool = False
-    cost: CostModel = field(default_factory=CostModel)
+    cost: CostModel | Hardware = field(default_factory=CostModel)
     verify: bool = True
     bucket_size: Size | None = None
     max_in_flight: Size | None = None
@@ -87,9 +89,7 @@ class Options:
         """The size of a bucket: by default where latency is a twentieth of a collective's time, 8 MiB at most."""
         if self.bucket_size is not None:
             return cast(int, self.bucket_size)
-        latency, bandwidth = self.cost.latency, self.cost.bandwidth
-        if (sent := self.cost.messages) is not None and self.direct is not False:
-            latency, bandwidth = sent.latency + sent.call + sent.message, sent.bandwidth
+        latency, bandwidth = self.cost.linear(self.direct is not False)
         return min(int(20 * latency * bandwidth), 8 << 20)
 
     def budget_bytes(self) -> int:

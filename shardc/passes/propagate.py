@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
-from shardc.cost.model import CostModel
+from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
@@ -35,7 +35,7 @@ class Problem:
     """
 
     mesh: Mesh
-    cost: CostModel
+    cost: Pricing
     batch_axes: tuple[str, ...]
     output_layout: OutputLayout
     pin_layout: PinLayout

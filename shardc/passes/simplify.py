@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.cost import redistribute
-from shardc.cost.model import CostModel
+from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import NameScope
@@ -27,7 +27,7 @@ class Simplify:
     - dead nodes go.
     """
 
-    cost: CostModel
+    cost: Pricing
     name = "simplify"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:

@@ -25,6 +25,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import fx, nn
 
+from shardc.cost.hardware import Hardware
+from shardc.cost.model import CostModel
 from shardc.errors import PrecompiledError, ShardcWarning
 from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
 from shardc.ir.mesh import Mesh
@@ -81,7 +83,7 @@ class Store:
         """The store for a call, under ``root``; None where it cannot be told what a program would depend on."""
         own = (options.capture, options.pipeline, options.hooks, options.dump)
         foreign = (type(x).__module__.partition(".")[0] != __package__.partition(".")[0] for x in plan.entries)
-        if any(own) or any(foreign) or type(options.cost).__module__ != "shardc.cost.model":
+        if any(own) or any(foreign) or type(options.cost) not in (CostModel, Hardware):
             return None
         try:
             call = signature_to_json(replace(identity.signature, reads=()))

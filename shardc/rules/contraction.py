@@ -15,7 +15,7 @@ def added(op: str, text: str, *summed: str) -> Rule:
     def spec(call: Call) -> Spec:
         first = operands[0][len(operands[0]) - len(call.operands[0].shape) :]
         linear = (frozenset({0, 1}), frozenset({0, 2}))
-        return bind(call, (first, *operands[1:]), results, kinds, linear, False, 2)
+        return bind(call, (first, *operands[1:]), results, kinds, linear, False)
 
     return Rule(f"aten.{op}", spec, f"{text}    {', '.join(summed)}: whole".removesuffix("    : whole"))
 
@@ -23,9 +23,9 @@ def added(op: str, text: str, *summed: str) -> Rule:
 TABLE = table(
     rule("mm", "i k, k j -> i j", k="sum", linear="0|1"),
     rule("bmm", "b i k, b k j -> b i j", k="sum", linear="0|1"),
-    rule("mv", "i k, k -> i", k="sum", linear="0|1", flops=2),
-    rule("dot", "k, k -> ", k="sum", linear="0|1", flops=2),
-    rule("vdot", "k, k -> ", k="sum", linear="0|1", flops=2),
+    rule("mv", "i k, k -> i", k="sum", linear="0|1"),
+    rule("dot", "k, k -> ", k="sum", linear="0|1"),
+    rule("vdot", "k, k -> ", k="sum", linear="0|1"),
     rule("outer", "i, j -> i j", linear="0|1"),
     added("addmm", "i j, i k, k j -> i j", "k"),
     added("baddbmm", "b i j, b i k, b k j -> b i j", "k"),

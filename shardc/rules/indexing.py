@@ -27,7 +27,7 @@ def _embedding(call: Call) -> Spec:
     loops = Loops(call)
     weight, index = loops.shapes
     rows, row = loops.dims("i", index), loops.dim("d", weight[1])
-    return loops.spec([(loops.indexed("v", weight[0], "sum"), row), rows], [(*rows, row)], linear=[{0}], flops=0)
+    return loops.spec([(loops.indexed("v", weight[0], "sum"), row), rows], [(*rows, row)], linear=[{0}])
 
 
 def _embedding_local(local: Local) -> Any:
@@ -46,7 +46,7 @@ def _embedding_backward(call: Call) -> Spec:
     counts = call["scale_grad_by_freq"]
     rows, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
     vocabulary = loops.dim("v", call["num_weights"], WHOLE if counts else FREE)
-    return loops.spec([(*rows, row), rows], [(vocabulary, row)], linear=[{0}], flops=0)
+    return loops.spec([(*rows, row), rows], [(vocabulary, row)], linear=[{0}])
 
 
 def _embedding_backward_local(local: Local) -> Any:
@@ -114,7 +114,7 @@ def _dim(call: Call) -> int:
 
 def _gather(call: Call) -> Spec:
     loops, (x, index) = _along(call, "sum", FREE)
-    return loops.spec([x, index], [index], linear=[{0}], flops=0)
+    return loops.spec([x, index], [index], linear=[{0}])
 
 
 def _lookup_local(local: Local) -> Any:
@@ -137,13 +137,13 @@ def _scatter(call: Call) -> Spec:
         linear = [{0, 2}]
     elif call.name == "aten.scatter.value" and call["value"] == 0:
         linear = [{0}]
-    return loops.spec(operands, operands[:1], linear=linear, flops=0)
+    return loops.spec(operands, operands[:1], linear=linear)
 
 
 def _scatter_add(call: Call) -> Spec:
     """As `_scatter`, but entries add up, so ranks may hold different ones."""
     loops, operands = _along(call, FREE, "sum")
-    return loops.spec(operands, operands[:1], linear=[{0, 2}], flops=0)
+    return loops.spec(operands, operands[:1], linear=[{0, 2}])
 
 
 # --- an index of one dim, for a whole slice an entry
@@ -161,15 +161,15 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
 
 def _index_select(call: Call) -> Spec:
     loops, x, index, slices = _slices(call, "sum", FREE)
-    return loops.spec([x, index], [slices], linear=[{0}], flops=0)
+    return loops.spec([x, index], [slices], linear=[{0}])
 
 
 def _index_write(call: Call, over: str) -> Spec:
     loops, x, index, slices = _slices(call, FREE, over)
     if len(loops.shapes) == 2:
-        return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else (), flops=0)
+        return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else ())
     # What fills every slice may be a tensor without dims.
-    return loops.spec([x, index, slices if loops.shapes[2] else ()], [x], linear=[{0, 2}], flops=0)
+    return loops.spec([x, index, slices if loops.shapes[2] else ()], [x], linear=[{0, 2}])
 
 
 def _write_local(local: Local) -> Any:

@@ -52,7 +52,7 @@ def _trilinear(call: Call) -> Spec:
     ]
     sizes = enumerate(zip(*shapes, strict=True))
     result = tuple(loops.dim(f"d{i}", max(over)) for i, over in sizes if i not in summed)
-    return loops.spec(operands, [result], linear=[{0}, {1}, {2}], flops=3)
+    return loops.spec(operands, [result], linear=[{0}, {1}, {2}])
 
 
 # Arguments that hold which rows were exchanged, counted from 1.
@@ -68,8 +68,8 @@ TABLE = table(
     # A complex number as two real ones at the end, and the other way round.
     [rule(op, "... -> ... parts", parts="whole", linear="0") for op in ("view_as_real", "view_as_real_copy")],
     [rule(op, "... parts -> ...", parts="whole", linear="0") for op in ("view_as_complex", "view_as_complex_copy")],
-    rule("_cdist_forward", "... i k, ... j k -> ... i j", k="whole", flops=3),
-    rule("_cdist_backward", "... i j, ... i k, ... j k, ... i j -> ... i k", j="sum", linear="0", flops=3),
+    rule("_cdist_forward", "... i k, ... j k -> ... i j", k="whole"),
+    rule("_cdist_backward", "... i j, ... i k, ... j k, ... i j -> ... i k", j="sum", linear="0"),
     Rule("aten._trilinear", _trilinear, "... a, ... b, o a b -> ... o    a b: sum    linear in each"),
-    rule("_int_mm", "i k, k j -> i j", k="sum", linear="0|1", flops=2),
+    rule("_int_mm", "i k, k j -> i j", k="sum", linear="0|1"),
 )

@@ -62,7 +62,6 @@ class Loops:
         *,
         linear: Iterable[Iterable[int]] = (),
         moves: bool = False,
-        flops: int = 1,
         aside: Iterable[int] = (),
     ) -> Spec:
         """The `Spec`; raises RuleError where the factors do not make up the call's shapes."""
@@ -74,9 +73,8 @@ class Loops:
             frozenset(f for f, kind in self._kinds.items() if kind == WHOLE),
             tuple(frozenset(group) for group in linear),
             moves,
-            flops * prod(self._sizes.values()),
-            frozenset(aside),
-            frozenset(self._indexed),
+            aside=frozenset(aside),
+            indexed=frozenset(self._indexed),
         )
         spec.check(self.shapes, self.made, self.call.name)
         return spec

@@ -26,7 +26,6 @@ def rule(
     linear: str = "",
     moves: bool = False,
     localize: Localize = Local.same,
-    flops: int = 1,
     **factors: str,
 ) -> Rule:
     """A rule in notation.
@@ -37,7 +36,6 @@ def rule(
         linear: operand sets that carry a pending sum, by position: ``"0|1"`` either, ``"0&1"`` both together.
         moves: the op only moves operand 0.
         localize: how it is spelled on local tensors; without it a factor that only results have is whole.
-        flops: floating-point operations per point of the loop nest.
         factors: ``k="sum"``, ``d="whole"``.
 
     Raises:
@@ -54,7 +52,7 @@ def rule(
         kinds |= dict.fromkeys(_names(results) - _names(operands), WHOLE)
 
     def spec(call: Call) -> Spec:
-        return bind(call, operands, results, kinds, sets, moves, flops)
+        return bind(call, operands, results, kinds, sets, moves)
 
     said = "; ".join(f"{f}: {kind}" for f, kind in factors.items())
     return Rule(name, spec, f"{text}    {said}".rstrip(), localize)
@@ -97,7 +95,6 @@ def bind(
     factors: Mapping[str, str],
     linear: tuple[frozenset[int], ...],
     moves: bool,
-    flops: int,
 ) -> Spec:
     """The `Spec` of ``call`` under parsed notation; sizes are read off the shapes."""
     shapes = [v.shape for v in call.operands]
@@ -116,7 +113,7 @@ def bind(
     left, right = (tuple(_only_sized(side, sizes) for side in sides) for sides in (left, right))
     reduce = tuple((f, op) for f, op in factors.items() if op != WHOLE and f in sizes)
     whole = frozenset(f for f, op in factors.items() if op == WHOLE)
-    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves, flops * prod(sizes.values()))
+    spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves)
     spec.check(shapes, made, call.name)
     return spec
 

@@ -34,7 +34,11 @@ def counted(sample: Sample) -> tuple[int, int]:
     return spec.flops, counter.get_total_flops()
 
 
-@pytest.mark.parametrize("op", [op for op in DENSE if "for_cpu" not in op])
+# What torch's counter does not know.
+OTHERS = ("for_cpu", "shardc_recurrent", "_int_mm")
+
+
+@pytest.mark.parametrize("op", [op for op in DENSE if not any(other in op for other in OTHERS)])
 def test_a_dense_op_counts_as_in_torch(op: str) -> None:
     for sample in samples(op):
         ours, theirs = counted(sample)
@@ -48,6 +52,20 @@ def test_attention_on_a_cpu_counts_its_products(op: str, products: int) -> None:
         query, key = (x.shape for x in sample.args[bool(op) :][:2])
         batch, heads, rows, width = query
         assert ours == products * 2 * batch * heads * rows * key[2] * width
+
+
+@pytest.mark.parametrize("op", ["steps", "steps_backward"])
+def test_a_recurrent_layer_counts_the_product_of_each_step(op: str) -> None:
+    for sample in samples(f"shardc_recurrent.{op}"):
+        time, rows, _ = sample.args[0].shape
+        assert counted(sample)[0] == 2 * time * rows * sample.args[2].numel()
+
+
+def test_an_op_that_is_not_dense_counts_nothing() -> None:
+    """What it costs are the bytes that it reads and writes."""
+    others = [sample for op in RULES for sample in samples(op)[:1] if not is_dense(sample.op)]
+    specs = [(str(sample), spec_of(sample.call(sample.dense()))) for sample in others]
+    assert [sample for sample, spec in specs if spec is not None and spec.flops] == []
 
 
 class Products(nn.Module):
