@@ -43,10 +43,10 @@ def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]
         text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     for keep in KEEP if options.budget_bytes() <= 0 else ():
-        repeats = _repeats(asked, keep)
+        repeats = repeats_of(asked, keep)
         if not repeats:
             break
-        few = _of_few(asked, repeats, keep)
+        few = few_of(asked, repeats, keep)
         with shortened(model, repeats, keep):
             joint = build_joint(few)
         try:
@@ -54,7 +54,7 @@ def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]
                 stored = {name: p.dtype for name, p in model.named_parameters()}
                 bound = replace(joint.bound, params=asked.params, stored=stored, deferred=asked.deferred)
                 reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, asked.loss))
-                program = make(joint, Folded(tuple(repeats), keep, _unfolds(joint, repeats, keep), bound, reads))
+                program = make(joint, Folded(tuple(repeats), keep, unfolds_of(joint, repeats, keep), bound, reads))
                 program.step()
             return program
         except NotPeriodic as error:
@@ -65,7 +65,7 @@ def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]
     return make(build_joint(asked), None)
 
 
-def _of_few(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
+def few_of(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
     """What is asked of the shortened model."""
     params = {short_name(name, repeats, keep): found for name, found in asked.params.items()}
     pins = [(short_name(pin.module, repeats, keep), pin) for pin in asked.activations()]
@@ -78,7 +78,7 @@ def _of_few(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
     )
 
 
-def _unfolds(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
+def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
     unfolds: list[Unfold] = []
     graph = joint.local.graph
     for number, each in enumerate(repeats):
@@ -126,7 +126,7 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
     return found
 
 
-def _repeats(asked: Request, keep: int) -> list[Repeat]:
+def repeats_of(asked: Request, keep: int) -> list[Repeat]:
     """The runs of blocks that do the same and of which the plan says the same."""
     pins, dtypes = asked.activations(), asked.dtypes
     found = find_repeats(

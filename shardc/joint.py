@@ -127,26 +127,14 @@ def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
     Raises:
         ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
     """
-    model, mesh, plan, options, device = asked.model, asked.mesh, asked.plan, asked.options, asked.device
-    args, kwargs, pins, precision = asked.args, asked.kwargs, asked.activations(), asked.precision
+    mesh, options, device, pins = asked.mesh, asked.options, asked.device, asked.activations()
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
     if captured is None:
         take = options.capture or capture
-        captured = take(model, args, kwargs, device=device, loss=asked.loss, tags=tags, dtypes=asked.dtypes)
-    ports.check_pins(pins, [tag.name for tag in tags], captured.graph.graph)
-    leaves = [x for x in pytree.tree_leaves((tuple(args), kwargs)) if isinstance(x, Tensor)]
-    shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
-    bound = BoundPlan(
-        plan,
-        mesh,
-        asked.params,
-        inputs=tuple(ports.resolve_inputs(plan, mesh, shapes)),
-        pins={tag.name: pin for tag, pin in zip(tags, pins, strict=True)},
-        outputs=ports.output_specs(plan, captured.output_spec),
-        precision=precision,
-        stored={name: p.dtype for name, p in model.named_parameters()},
-        deferred=asked.deferred,
-    )
+        captured = take(
+            asked.model, asked.args, asked.kwargs, device=device, loss=asked.loss, tags=tags, dtypes=asked.dtypes
+        )
+    bound = bound_of(asked, captured, pins)
     pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
     graphs: dict[str, fx.Graph] = {}
     looking: list[passes.Hook] = [*([Verify(mesh)] if options.verify else ()), *options.hooks]
@@ -155,3 +143,26 @@ def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
     hooks = [kept, *looking] if asked.keep_stages else looking
     local = pipeline.until(CUT).run(captured.graph, *hooks)
     return Joint(bound, options, captured, pipeline, local, graphs)
+
+
+def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:
+    """The plan against a captured model.
+
+    Raises:
+        PlanError: it speaks of an input, an output or an activation that there is not.
+    """
+    tags = [Tag(pin.module, pin.where, pin.index).name for pin in pins]
+    ports.check_pins(pins, tags, captured.graph.graph)
+    leaves = [x for x in pytree.tree_leaves((tuple(asked.args), asked.kwargs)) if isinstance(x, Tensor)]
+    shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
+    return BoundPlan(
+        asked.plan,
+        asked.mesh,
+        asked.params,
+        inputs=tuple(ports.resolve_inputs(asked.plan, asked.mesh, shapes)),
+        pins=dict(zip(tags, pins, strict=True)),
+        outputs=ports.output_specs(asked.plan, captured.output_spec),
+        precision=asked.precision,
+        stored={name: p.dtype for name, p in asked.model.named_parameters()},
+        deferred=asked.deferred,
+    )

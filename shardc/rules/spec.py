@@ -242,7 +242,8 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     """Every strategy whose splits come from the operands' own layouts, the most split first.
 
     For each axis the choices are: as some operand has it, not at all, or (where the operands are partial
-    over it and the op is linear in them) carried through. Moving the operands there is the caller's cost.
+    over it and the op is linear in them) carried through. If the op computes and can leave an axis where no operand has
+    it, the axis may split any other of its factors. Moving the operands there is the caller's cost.
     """
     mesh = operands[0].mesh
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
@@ -258,6 +259,14 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             for _, axis in digits:
                 if axis is not None:
                     options.setdefault(axis, []).append(("split", (factor, at)))
+    if spec.flops:
+        lost = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}.difference(bound)
+        for axis in sorted(lost, key=mesh.order):
+            size = mesh.size(axis)
+            fresh = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
+                     if spec.splittable(f) and n % size == 0]  # fmt: skip
+            options[axis] = [("split", (next(iter(one)), len(proposals) + at)) for at, one in enumerate(fresh)]
+            proposals += fresh
     pending: dict[str, dict[str, set[int]]] = {}
     for at, layout in enumerate(operands):
         for axis, op in layout.partial:

@@ -29,7 +29,23 @@ from shardc.passes.propagate import Problem
 from shardc.rules.spec import Strategy, strategies
 from shardc.solver import Solution, solve
 
-HIDDEN = 0.2  # what a second counts of a reduction of a parameter's gradient, which later compute hides
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a second counts that compute may hide, and how many ops a node stands for.
+
+    Args:
+        gather: of a parameter's gathers.
+        reduce: of the reductions of parameters' gradients.
+        byte: seconds that a byte of what forward saves for backward counts.
+        of: how many nodes of the whole model each stands for.
+    """
+
+    gather: float = 0.2
+    reduce: float = 0.2
+    byte: float = 0.0
+    of: Callable[[fx.Node], float] = lambda node: 1.0
 
 
 @dataclass(frozen=True)
@@ -42,10 +58,11 @@ class Exact:
     """
 
     seconds: float = 60.0
+    weights: Weights = Weights()
     found: Callable[[Solution], None] | None = field(default=None, repr=False, compare=False)
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        chosen = Choice(problem, graph)
+        chosen = Choice(problem, graph, self.weights)
         solution = solve(chosen.energy(), seconds=self.seconds)
         if self.found is not None:
             self.found(solution)
@@ -58,6 +75,7 @@ class Choice:
 
     problem: Problem
     graph: fx.Graph
+    weights: Weights = Weights()
 
     def __post_init__(self) -> None:
         self.mesh, self.cost = self.problem.mesh, self.problem.cost
@@ -66,9 +84,19 @@ class Choice:
         self.variable: dict[fx.Node, int] = {}
         self.outside = _outside(self.problem, self.graph)
         self.work = work_of(self.graph)
-        self._ways()
+        self._start()
+        known, axes = self._known(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        self.closures = [Closure(self.graph, self.mesh, axis, known) for axis in axes]
+        self.ways = [closure.run() for closure in self.closures]
         self._ops()
         self._values()
+        self._finish()
+
+    def _start(self) -> None:
+        """Called first."""
+
+    def _finish(self) -> None:
+        """Called last."""
 
     def energy(self) -> Any:
         return self.builder.energy()
@@ -100,33 +128,31 @@ class Choice:
 
     # --- variables
 
-    def _ways(self) -> None:
+    def _known(self) -> dict[Slot, list[Layout]]:
+        """Layouts that are fixed from outside, from which others spread."""
         known: dict[Slot, list[Layout]] = {}
-        for node, layout in self.outside.fixed.items():
+        for node, layout in (*self.outside.fixed.items(), *self.outside.pinned.items()):
             known.setdefault((node, 0), []).append(layout)
         for node, layout in self.outside.wanted.items():
             known.setdefault(slot_of(node), []).append(layout)
-        for node in self.graph.nodes:
-            if node.target is ops.tag:
-                known.setdefault((node, 0), []).append(self.outside.pinned[node])
-        self.known = known
-        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
-        self.closures = [Closure(self.graph, self.mesh, axis, known) for axis in axes]
-        self.ways = [closure.run() for closure in self.closures]
+        return known
 
     def _ops(self) -> None:
         for node in self.graph.nodes:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
             self.options[node] = options = self._options(node)
-            costs = np.zeros(len(options))
-            spec = spec_at(node)
-            if spec is not None:
-                costs = kernel_seconds(node, spec, options, self.work.get(node, Work()), self.cost)
-            elif node.target is ops.tag:
-                item = ir.value(node).itemsize
-                costs = np.array([redistribute.seconds(o.operands[0], o.results[0], item, self.cost) for o in options])
-            self.variable[node] = self.builder.variable(costs)
+            self.variable[node] = self.builder.variable(self._costs(node, options))
+
+    def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
+        """What each of a node's options takes on a rank."""
+        costs = np.zeros(len(options))
+        if node.target is ops.tag:
+            item = ir.value(node).itemsize
+            costs = np.array([redistribute.seconds(o.operands[0], o.results[0], item, self.cost) for o in options])
+        elif (spec := spec_at(node)) is not None:
+            costs = kernel_seconds(node, spec, options, self.work.get(node, Work()), self.cost)
+        return self.weights.of(node) * costs
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
         """Every strategy of ``node``."""
@@ -168,28 +194,43 @@ class Choice:
     # --- values
 
     def _values(self) -> None:
-        uses: dict[Slot, list[tuple[fx.Node | None, int, float]]] = {}
+        uses: dict[Slot, list[Use]] = {}
         for node in self.graph.nodes:
-            if node.target is getitem or node in self.outside.fixed and node.target in (ops.reshard, ops.unpad):
+            if node.target is getitem or node not in self.variable or node in self.outside.fixed:
                 continue
-            if node.op == "call_function" and node in self.variable:
-                for at, operand in enumerate(operands_of(node)):
-                    uses.setdefault(slot_of(operand), []).append((node, at, 1.0))
-        for node in self.outside.wanted:
-            uses.setdefault(slot_of(node), []).append((None, self.outside.places[node], self.outside.weight(node)))
+            for at, operand in enumerate(operands_of(node) if node.op == "call_function" else ()):
+                needs = tuple(option.operands[at] for option in self.options[node])
+                uses.setdefault(slot_of(operand), []).append(Use(self.variable[node], needs, self.weights.of(node)))
+        for node, layout in self.outside.wanted.items():
+            weight = self.weights.reduce if node in self.outside.grads else 1.0
+            uses.setdefault(slot_of(node), []).append(Use(None, (layout,), weight * self.weights.of(node)))
+        for node, use in self._extra_uses():
+            uses.setdefault(slot_of(node), []).append(use)
         self.labels: dict[Slot, tuple[int, tuple[Label, ...]]] = {}
         for (maker, index), found in uses.items():
             at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
             made = tuple(option.results[at] for option in self.options[maker])
             item = ir.info(maker).values[index].itemsize
-            self.labels[maker, index] = self.builder.value(
-                self.variable[maker], made, [self._use(user, place, weight) for user, place, weight in found], item
-            )
+            byte = self.weights.byte * self.weights.of(maker) if self._saved(maker, index) else 0.0
+            self.labels[maker, index] = self.builder.value(self.variable[maker], made, found, item, byte)
 
-    def _use(self, user: fx.Node | None, place: int, weight: float) -> Use:
-        if user is None:
-            return Use(None, (list(self.outside.wanted.values())[place],), weight)
-        return Use(self.variable[user], tuple(option.operands[place] for option in self.options[user]), weight)
+    def _saved(self, maker: fx.Node, index: int) -> bool:
+        """Whether forward makes a value, in memory of its own, that backward reads."""
+        if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.work:
+            return False
+        readers = [u for u in maker.users if u.target is not getitem]
+        readers += [v for u in maker.users if u.target is getitem and u.args[1] == index for v in u.users]
+        while readers:
+            user = readers.pop()
+            if user.op == "call_function" and ir.info(user).origin.phase == "backward":
+                return True
+            if user.op == "call_function" and user not in self.work:  # a view of it
+                readers += user.users
+        return False
+
+    def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
+        """Uses that are no op's."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -207,13 +248,6 @@ class Outside:
     wanted: dict[fx.Node, Layout]
     pinned: dict[fx.Node, Layout]
     grads: frozenset[fx.Node]
-
-    @property
-    def places(self) -> dict[fx.Node, int]:
-        return {node: at for at, node in enumerate(self.wanted)}
-
-    def weight(self, node: fx.Node) -> float:
-        return HIDDEN if node in self.grads else 1.0
 
 
 def _outside(problem: Problem, graph: fx.Graph) -> Outside:

@@ -71,13 +71,18 @@ class Builder:
     def energy(self) -> Energy:
         return Energy(tuple(self.unary), tuple(self.pairs))
 
-    def value(self, maker: int, made: tuple[Layout, ...], uses: Sequence[Use], itemsize: int) -> tuple[int, tuple[Label, ...]]:
+    def value(
+        self, maker: int, made: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, byte: float = 0.0
+    ) -> tuple[int, tuple[Label, ...]]:
         """A variable for a value.
 
         Args:
             made: the layout in which each label of ``maker`` makes it.
+            byte: what each byte of it on a rank costs.
         """
         labels, costs, tables = _value(made, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
+        if byte:
+            costs = costs + byte * itemsize * np.array([label.made.local_numel for label in labels])
         here = self.variable(costs)
         for use, table in zip(uses, tables, strict=True):
             if use.variable is None:

@@ -1,0 +1,240 @@
+"""Search: the plan of least predicted time for one model on one mesh, within a limit of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
+
+from shardc.auto.opened import Laid, Opened
+from shardc.auto.pins import Pinner
+from shardc.auto.write import Writer
+from shardc.cost.hardware import Hardware
+from shardc.errors import PlanError, ShardcError
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.passes.exact.chooser import Weights
+from shardc.passes.exact.open import Free, OpenChoice
+from shardc.passes.options import Options
+from shardc.passes.unfold_names import NotPeriodic
+from shardc.plan.entries import Fsdp
+from shardc.plan.placed import ParamPlan, Placed
+from shardc.plan.value import Plan, ddp, fsdp
+from shardc.report.schedule import Schedule
+from shardc.solver import Infeasible, solve
+
+COPIES = 4.0  # of a parameter: itself, its gradient and two of AdamW's
+LEAST = 1e-15  # seconds that a byte counts where memory is no question, so that of equal plans the smaller is taken
+PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # of a byte, tried in order until the plan fits
+ROUNDS = 3  # in which what a schedule leaves exposed prices the next
+KEPT = 3  # plans of a round that are scheduled
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A plan that was scheduled.
+
+    Args:
+        origin: "found", or the library's form that it is.
+        over: the axes over which storage alone is split.
+        value, bound: seconds that its solution costs, and that any would; 0 of a library's form.
+        variables: of its problem.
+        build, solve: seconds that making and solving its problem took.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    origin: str = "found"
+    over: tuple[str, ...] = ()
+    value: float = 0.0
+    bound: float = 0.0
+    variables: int = 0
+    build: float = 0.0
+    solve: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        return (self.value - self.bound) / self.value if self.value else 0.0
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A solution: its plan without pins, the layouts that it chose, and what it cost."""
+
+    plan: Plan
+    laid: Laid
+    over: tuple[str, ...]
+    value: float
+    bound: float
+    variables: int
+    build: float
+    solve: float
+
+
+@dataclass
+class Search:
+    """Searches the plans of a captured model on ``mesh``.
+
+    Args:
+        hand: what a person says of the plan already; it holds.
+        memory: bytes that a rank has.
+    """
+
+    opened: Opened
+    mesh: Mesh
+    hand: Plan
+    hardware: Hardware
+    memory: float
+    options: Options
+    tried: dict[str, Tried] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(self.opened.source.model, self.mesh, self.opened.repeats, self.opened.keep)
+        self.pinner = Pinner(self.opened, self.writer, self.mesh, self.options)
+
+    def run(self) -> Tried:
+        """The fastest plan that fits.
+
+        Raises:
+            PlanError: no plan fits; it says what the one that needs least takes.
+        """
+        for name, plan in self._forms():
+            self._schedule(plan, name)
+        weights = Weights(of=self.opened.weight)
+        for _ in range(ROUNDS):
+            before = len(self.tried)
+            for candidate in self._candidates(weights):
+                self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
+            best = self.best()
+            if best is None or len(self.tried) == before:
+                break
+            weights = exposed(best.schedule, weights, self.opened.source.shapes)
+        if (best := self.best()) is None:
+            least = min((t.schedule.memory.peak.total for t in self.tried.values()), default=0)
+            raise PlanError(
+                f"no plan on {self.mesh} fits in {self.memory / 1e9:g} GB a rank: the smallest that was found takes "
+                f"{least / 1e9:.3g} GB",
+                fix="use more ranks, a smaller batch, checkpoints of activations, or shardc.offload()",
+            )
+        return best
+
+    def best(self) -> Tried | None:
+        fitting = [t for t in self.tried.values() if t.schedule.memory.peak.total <= self.memory]
+        return min(fitting, key=lambda t: (round(t.schedule.seconds, 9), str(t.plan)), default=None)
+
+    # --- candidates
+
+    def _candidates(self, weights: Weights) -> Iterator[Candidate]:
+        """The best solutions by value, of those that fit at each price of a byte."""
+        for price in PRICES:
+            made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price))]
+            made.sort(key=lambda c: c.value)
+            fits = False
+            for candidate in made[:KEPT]:
+                yield candidate
+                fits = fits or any(t.plan == candidate.plan or t.over == candidate.over and self._fits(t) for t in self.tried.values())
+            if any(self._fits(t) for t in self.tried.values() if t.origin == "found"):
+                return
+
+    def _fits(self, tried: Tried) -> bool:
+        return tried.schedule.memory.peak.total <= self.memory
+
+    def _overs(self) -> Iterator[tuple[str, ...]]:
+        """The sets of axes over which storage alone may be split: those that a hand's plan does not speak of."""
+        said = set(self.hand.axes)
+        free = [axis for axis in self.mesh.axes if axis not in said and self.mesh.size(axis) > 1]
+        for count in range(len(free), -1, -1):
+            yield from combinations(free, count)
+
+    def _solved(self, over: tuple[str, ...], weights: Weights) -> list[Candidate]:
+        start = time.perf_counter()
+        laid = self.opened.graph(self.mesh, self.hand, self.options, None)
+        free = Free(over, partial(storages, over), tuple(self._batches()), COPIES * weights.byte)
+        problem = OpenChoice(laid.problem, laid.graph, weights, free=free)
+        energy = problem.energy()
+        built = time.perf_counter()
+        try:
+            solution = solve(energy)
+        except Infeasible:
+            return []
+        solved = time.perf_counter()
+        problem.apply(solution.labels)
+        plan = self.hand | self.writer.plan(
+            problem.stored(solution.labels), over, problem.batch(solution.labels), 3, self.opened.source.inputs
+        )
+        return [
+            Candidate(
+                plan, laid, over, solution.value, solution.bound, len(energy.unary), built - start, solved - built
+            )
+        ]
+
+    def _batches(self) -> Iterator[tuple[str, ...]]:
+        """The sets of axes that may split the batch."""
+        if any(entry.batch for entry in self.hand.entries):
+            return
+        said = set(self.hand.axes)
+        free = [axis for axis in self.mesh.axes if axis not in said]
+        for count in range(len(free) + 1):
+            yield from combinations(free, count)
+
+    # --- schedules
+
+    def _forms(self) -> Iterator[tuple[str, Plan]]:
+        """What a person would write without looking."""
+        if self.hand.entries:
+            return
+        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        whole = Plan()
+        for axis in axes:
+            whole |= ddp(axis)
+        yield "ddp", whole
+        yield "fsdp", fsdp(tuple(axes)) if axes else whole
+        for axis in axes:
+            rest = tuple(a for a in axes if a != axis)
+            try:
+                tensor = Plan.from_hf(self.opened.source.model, axis)
+            except PlanError:
+                break
+            yield "fsdp and from_hf", (fsdp(rest) if rest else Plan()) | tensor
+
+    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | None = None) -> None:
+        if str(plan) in self.tried:
+            return
+        try:
+            schedule = self.opened.program(self.mesh, plan, self.options).schedule(self.hardware)
+        except NotPeriodic:  # alike blocks came out different in the middle, which no glob says
+            return
+        except ShardcError:
+            if origin == "found":
+                raise
+            return
+        said = Tried(plan, schedule, origin)
+        if candidate is not None:
+            said = replace(
+                said, over=candidate.over, value=candidate.value, bound=candidate.bound,
+                variables=candidate.variables, build=candidate.build, solve=candidate.solve,
+            )  # fmt: skip
+        self.tried[str(plan)] = said
+
+
+def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
+    """Where an ``fsdp`` entry over ``over`` may store a parameter that is computed with at ``compute``."""
+    if not over:
+        return [compute]
+    plan = ParamPlan(compute, compute, compute.shape, 3, "", "")
+    made = Fsdp(tuple(over)).store(plan, Placed((name,), compute.shape, 0, compute), None).storage
+    return [compute] if made.shape != compute.shape or made == compute else [compute, made]
+
+
+def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
+    """What gathers of ``params`` and reductions of their gradients count: the share that a schedule leaves exposed."""
+
+    def share(kinds: Sequence[str], before: float) -> float:
+        found = [c for c in schedule.collectives if c.kind in kinds and set(c.cause.tensors) <= set(params)]
+        total = sum(c.seconds for c in found)
+        return max(0.02, min(1.0, sum(c.exposed for c in found) / total)) if total else before
+
+    gather, reduce = share(["all_gather"], weights.gather), share(["reduce_scatter", "all_reduce"], weights.reduce)
+    return replace(weights, gather=gather, reduce=reduce)
