@@ -19,7 +19,7 @@ from shardc.solver.rounding import cost, descend, round_messages
 # Pairs of sweeps between two attempts to drop labels.
 BATCH = 8
 # Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
-WORTHWHILE = 0.05
+WORTHWHILE = 0.2
 # A batch that closes less than this part of the gap, and that drops no label, has stalled.
 STALLED = 0.005
 # A gap of this part of the value is closed.

@@ -47,7 +47,8 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
         if not mask.any():
             raise Infeasible(f"variable {i} has no label of finite cost")
     allowed: dict[int, np.ndarray | None] = {}
-    queue = deque(i for i in sorted(graph.unary) if i in set(changed) or not alive[i].all())
+    lost = {i for i, mask in alive.items() if not mask.all()}
+    queue = deque(i for i in sorted(lost.union(changed)) if i in alive)
     waiting = set(queue)
     while queue:
         j = queue.popleft()
@@ -114,6 +115,8 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
             if id(table) not in probes:
                 probes[id(table)] = _probe_excess(table)
         better, worse = _dominations(costs, tables, [probes[id(table)] for table in tables])
+        if not len(worse):
+            continue
         mask = np.ones(len(costs), dtype=bool)
         for x in np.unique(worse)[::-1]:
             mask[x] = not mask[better[worse == x]].any()

@@ -1,13 +1,30 @@
-"""Least costs and bounds, against trying every labelling."""
+"""Least costs and bounds: against trying every labelling, and against an integer program where highspy is installed."""
 
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
-from shardc.solver import Infeasible, evaluate, solve
-from tests.solver.energies import least, small
+from shardc.errors import VerifyError
+from shardc.solver import Energy, Infeasible, Solution, evaluate, solve
+from tests.solver.energies import dense, grid, least, small
+from tests.solver.training import Training
+
+
+def check(energy: Energy, optimum: float, **options: float) -> Solution:
+    """Solve, and compare value and bound with the optimum."""
+    solution = solve(energy, **options)
+    assert solution.value == evaluate(energy, solution.labels)
+    assert solution.value == pytest.approx(optimum, abs=1e-9)
+    assert solution.bound == pytest.approx(optimum, abs=1e-9)
+    assert solution.bound <= solution.value
+    return solution
 
 
 @pytest.mark.parametrize("table", [20_000_000, 30, 1], ids=["eliminate", "some", "branch"])
@@ -15,11 +32,163 @@ def test_500_small_energies_are_solved(table: int) -> None:
     for seed in range(500):
         energy = small(seed)
         optimum = least(energy)
-        if math.isinf(optimum):
+        if optimum < math.inf:
+            check(energy, optimum, table=table)
+        else:
             with pytest.raises(Infeasible):
                 solve(energy, table=table)
+
+
+def test_a_chain_is_solved_by_simple_rules() -> None:
+    rng = np.random.default_rng(0)
+    tables = [rng.normal(size=(4, 4)) for _ in range(199)]
+    energy = Energy(tuple(rng.normal(size=4) for _ in range(200)), tuple((i, i + 1, t) for i, t in enumerate(tables)))
+    costs = energy.unary[0]
+    for table, unary in zip(tables, energy.unary[1:], strict=True):
+        costs = (costs[:, None] + table).min(axis=0) + unary
+    assert check(energy, costs.min()).left == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_frustrated_grids_are_solved_by_branching_as_by_elimination(seed: int) -> None:
+    energy = grid(5, 5, 4, seed)
+    optimum = solve(energy).value
+    check(energy, optimum, table=100)
+
+
+def test_three_colours_of_four_that_must_differ_are_found_infeasible_by_search() -> None:
+    """Every pair of labels has support, so that only the search can tell."""
+    differ = np.where(np.eye(3), math.inf, 0.0)
+    pairs = tuple((i, j, differ) for i in range(4) for j in range(i))
+    for table in (1, 1000):
+        with pytest.raises(Infeasible):
+            solve(Energy((np.zeros(3),) * 4, pairs), table=table)
+    check(Energy((np.arange(3.0),) * 3, pairs[:3]), 3.0, table=1)
+
+
+@pytest.mark.parametrize("density", [1.0, 0.4])
+def test_an_energy_whose_relaxation_is_not_integral_needs_branches(density: float) -> None:
+    energy = dense(9, 3, seed=1, density=density)
+    optimum = least(energy)
+    assert check(energy, optimum, table=1).branches > 0
+    assert check(energy, optimum).branches == 0
+
+
+def test_infeasible_names_the_variable_or_the_pair() -> None:
+    one, none = np.zeros(2), np.full(2, math.inf)
+    with pytest.raises(Infeasible, match="variable 1 has no label of finite cost"):
+        solve(Energy((one, none), ()))
+    with pytest.raises(Infeasible, match="variables 0 and 2 have no labels of finite cost together"):
+        solve(Energy((one, one, one), ((2, 0, np.full((2, 2), math.inf)),)))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05])
+def test_value_and_bound_hold_when_the_time_runs_out(seconds: float) -> None:
+    energies = [(grid(6, 6, 6, seed), 20_000_000) for seed in range(3)] + [(dense(9, 3, 1), 20_000_000)]
+    energies += [(small(seed), 20_000_000) for seed in range(100)]
+    for energy, table in energies:
+        try:
+            optimum = solve(energy, table=table).value
+        except Infeasible:
             continue
-        solution = solve(energy, table=table)
-        assert solution.value == evaluate(energy, solution.labels)
-        assert solution.value == pytest.approx(optimum, abs=1e-9), seed
-        assert solution.bound == pytest.approx(optimum, abs=1e-9), seed
+        hurried = solve(energy, seconds=seconds, table=1)
+        assert hurried.value == evaluate(energy, hurried.labels)
+        assert hurried.bound <= optimum + 1e-9
+        assert hurried.value >= optimum - 1e-9
+        assert hurried.gap >= 0
+
+
+ROOT = Path(__file__).parents[2]
+PRINT_SOLUTIONS = """
+from shardc.solver import solve
+from tests.solver.energies import dense, grid
+from tests.solver.training import Training
+for energy, table in ((grid(5, 5, 4, 0), 100), (dense(9, 3, 1), 1), (Training(100).energy(), 1000)):
+    solution = solve(energy, table=table)
+    print(solution.labels, solution.value.hex(), solution.bound.hex(), solution.iterations, solution.branches)
+"""
+
+
+@pytest.mark.slow
+def test_every_run_gives_the_same_solution() -> None:
+    texts = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", PRINT_SOLUTIONS]
+        run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        texts.add(run.stdout)
+    assert len(texts) == 1
+
+
+def test_energies_that_are_not_valid_are_refused() -> None:
+    one = np.zeros(2)
+    with pytest.raises(VerifyError, match=r"pair \(0, 1\) has costs of shape \(2, 3\), but labels \(2, 2\)"):
+        Energy((one, one), ((0, 1, np.zeros((2, 3))),))
+    with pytest.raises(VerifyError, match=r"pair \(0, 0\) is not of two of the 1 variables"):
+        Energy((one,), ((0, 0, np.zeros((2, 2))),))
+    with pytest.raises(VerifyError, match="variable 0 has a cost that is nan or -inf"):
+        Energy((np.array([0.0, math.nan]),), ())
+    with pytest.raises(VerifyError, match="variable 0 needs a list of costs"):
+        Energy((np.zeros(0),), ())
+
+
+def integer_program(energy: Energy) -> float:
+    """Return the least cost by the local-polytope integer program of HiGHS."""
+    highspy = pytest.importorskip("highspy")
+    solver = highspy.Highs()
+    solver.setOptionValue("output_flag", False)
+    solver.setOptionValue("mip_rel_gap", 0.0)
+    labels = [[solver.addBinary(obj=c) if c < math.inf else None for c in costs] for costs in energy.unary]
+    for choices in labels:
+        solver.addConstr(sum(x for x in choices if x is not None) == 1)
+    for i, j, costs in energy.pairs:
+        flow = [[solver.addVariable(lb=0, obj=c) if c < math.inf else None for c in row] for row in costs]
+        for x, row in zip(labels[i], flow, strict=True):
+            _marginal(solver, x, row)
+        for y, column in zip(labels[j], zip(*flow, strict=True), strict=True):
+            _marginal(solver, y, column)
+    solver.run()
+    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+        return math.inf
+    assert solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return float(solver.getObjectiveValue())
+
+
+def _marginal(solver: object, label: object, flow: object) -> None:
+    """Demand that the flow of a pair through a label is 1 where the label is chosen."""
+    through = [f for f in flow if f is not None]
+    if label is None:
+        for f in through:
+            solver.addConstr(f == 0)
+    elif through:
+        solver.addConstr(sum(through) - label == 0)
+    else:
+        solver.addConstr(label == 0)
+
+
+@pytest.mark.parametrize(
+    "energy",
+    [
+        pytest.param(grid(4, 4, 3, 7), id="grid"),
+        pytest.param(dense(7, 3, 7), id="dense"),
+        pytest.param(Training(25, axes=1, seed=7, noise=0.3).energy(), id="training"),
+        *(pytest.param(small(seed), id=f"small {seed}") for seed in range(1000, 1010)),
+    ],
+)
+def test_the_integer_program_has_the_same_least_cost(energy: Energy) -> None:
+    optimum = integer_program(energy)
+    if optimum < math.inf:
+        solution = solve(energy, table=1)
+        assert solution.value == pytest.approx(optimum, rel=1e-6, abs=1e-6)
+        return
+    with pytest.raises(Infeasible):
+        solve(energy)
+
+
+@pytest.mark.parametrize(("variables", "axes", "noise"), [(100, 2, 0.0), (200, 2, 0.3), (60, 3, 0.3)])
+def test_a_training_step_is_solved_to_the_optimum(variables: int, axes: int, noise: float) -> None:
+    energy = Training(variables, axes=axes, noise=noise).energy()
+    solution = solve(energy, table=2000)
+    check(energy, solve(energy).value, table=2000)
+    assert solution.gap < 1e-10
