@@ -54,7 +54,7 @@ class Step:
     def seconds(self, itemsize: int, cost: Pricing) -> float:
         """Predicted seconds: of the wire for a collective, of the copy for a local op."""
         held, after = self.src.local_numel, self.dst.local_numel
-        return _seconds(self.kind, self.src.mesh, self.axes, held, after, itemsize, cost)
+        return step_seconds(self.kind, self.src.mesh, self.axes, held, after, itemsize, cost)
 
 
 @lru_cache(maxsize=65536)
@@ -70,7 +70,7 @@ def steps(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> tuple[Step,
     if src.numel == 0:
         return (Step("shard", (), None, src, dst),)
     prices = Prices(
-        seconds=lambda kind, axes, held, after: _seconds(kind, src.mesh, axes, held, after, itemsize, cost),
+        seconds=lambda kind, axes, held, after: step_seconds(kind, src.mesh, axes, held, after, itemsize, cost),
         least=lambda elements: cost.least_seconds(elements * itemsize),
     )
     out, before = [], src
@@ -93,9 +93,10 @@ def wire_bytes(src: Layout, dst: Layout, itemsize: int, cost: Pricing) -> int:
     return sum(step.wire_bytes(itemsize) for step in steps(src, dst, itemsize, cost))
 
 
-def _seconds(
+def step_seconds(
     kind: str, mesh: Mesh, axes: tuple[str, ...], held: int, after: int, itemsize: int, cost: Pricing
 ) -> float:
+    """Predicted seconds of one step over ``axes``, of a rank that holds so many elements before and after."""
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize)
     wire = tally.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), held) * itemsize

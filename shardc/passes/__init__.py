@@ -18,6 +18,7 @@ from shardc.passes.algorithms import Algorithms
 from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
+from shardc.passes.exact.chooser import Exact as Exact
 from shardc.passes.greedy import Greedy
 from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
@@ -75,7 +76,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Propagate(Problem(
                 mesh, cost, plan.batch_axes, plan.output, plan.pinned, plan.storages, plan.computes,
                 plan.reduce if plan.own_losses else "mean", options.strict, plan.deferred,
-            ), Greedy()),
+            ), Exact() if options.chooser == "exact" else Greedy()),
             # It needs the layouts of tangents, and adds none of its own.
             Objective(plan.batch_axes, plan.reduce, plan.grad_scale, plan.own_losses),
             # Before gradients are reduced, while their sums are pending.

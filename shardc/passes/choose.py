@@ -117,10 +117,10 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
     moved = sum(layout.local_numel * dtype.itemsize for layout, dtype in zip(layouts, work.dtypes, strict=True))
-    return cost.compute_seconds(spec.flops / _shares(layouts), moved, work.dtypes[0], work.attention)
+    return cost.compute_seconds(spec.flops / shares(layouts), moved, work.dtypes[0], work.attention)
 
 
-def _shares(layouts: tuple[Layout, ...]) -> int:
+def shares(layouts: tuple[Layout, ...]) -> int:
     """Among how many ranks the loops of an op are split whose tensors lie so."""
     mesh = layouts[0].mesh
     axes = {axis for layout in layouts for axis in layout.bound}

@@ -1,0 +1,109 @@
+"""Prices: the seconds from every layout of a value to every other, all at once.
+
+Over each part of an axis a value is whole, at a place, or pending. A change of the same kind over some parts is one
+collective, or a slice. The cheapest way between two layouts leads over such changes, by any of the layouts in between:
+shortest paths between all pairs (Floyd, 1962), in numpy. `shardc.cost.redistribute` looks at more ways for one pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from shardc.cost.pricing import Pricing
+from shardc.cost.redistribute import step_seconds
+from shardc.ir.layout import REDUCE_OPS, Layout
+from shardc.ir.mesh import Mesh
+from shardc.rules.spec import atoms
+
+Table = np.ndarray
+_KINDS = ("", "shard", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+_NONE, _SLICE, _GATHER, _SCATTER, _REDUCE, _EXCHANGE = range(6)
+_NEVER = 255
+
+
+@lru_cache(maxsize=1 << 14)
+def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
+    """Seconds from each of ``have`` to each of ``want``, layouts of one tensor; inf where no way leads there."""
+    every = tuple(dict.fromkeys((*have, *want)))
+    at = {layout: index for index, layout in enumerate(every)}
+    table = _closed(every, itemsize, cost)
+    return table[np.ix_([at[x] for x in have], [at[x] for x in want])]
+
+
+@lru_cache(maxsize=1 << 12)
+def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
+    table = _direct(layouts, itemsize, cost)
+    for middle in range(len(layouts)):
+        np.minimum(table, table[:, middle, None] + table[None, middle], out=table)
+    return table
+
+
+def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
+    """Seconds of one step from each layout to each other."""
+    mesh = layouts[0].mesh
+    parts, codes = _codes(mesh, layouts)
+    held = np.array([layout.local_numel for layout in layouts])
+    kinds = _kinds(codes)
+    changed = kinds != _NONE
+    most = kinds.max(axis=2, initial=0)
+    alike = (kinds == most[:, :, None]) | ~changed  # every change is of one kind
+    fits = alike.all(axis=2) & (most != _NEVER)
+    subset = (changed << np.arange(len(parts))).sum(axis=2)
+    after = np.broadcast_to(held[None], fits.shape)
+    table = np.full(fits.shape, np.inf)
+    np.fill_diagonal(table, 0.0)
+    np.fill_diagonal(fits, False)
+    rows, columns = np.nonzero(fits)
+    keys = np.stack([most[rows, columns], subset[rows, columns], held[rows], after[rows, columns]], axis=1)
+    distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
+    seconds = np.array(
+        [
+            step_seconds(_KINDS[kind], mesh, tuple(p for k, p in enumerate(parts) if mask >> k & 1), own, then, itemsize, cost)
+            for kind, mask, own, then in distinct.tolist()
+        ]
+    )
+    if len(rows):
+        table[rows, columns] = seconds[inverse.ravel()]
+    return table
+
+
+def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
+    """The parts of axes that any layout binds, and for each layout where each is: 0 whole, < 0 pending, else a place."""
+    cut = atoms(mesh, [axis for layout in layouts for axis in layout.axes])
+    parts = sorted({part for found in cut.values() for part in found}, key=mesh.order)
+    column = {part: at for at, part in enumerate(parts)}
+    places: dict[tuple[int, int], int] = {}
+    codes = np.zeros((len(layouts), len(parts)), dtype=np.int64)
+    for row, layout in enumerate(layouts):
+        for axis, op in layout.partial:
+            for part in cut[axis]:
+                codes[row, column[part]] = -1 - REDUCE_OPS.index(op)
+        for dim, digits in enumerate(layout.dims):
+            below = 1
+            for radix, axis in reversed(digits):
+                inner = below
+                for part in reversed(cut[axis]) if axis is not None else ():
+                    codes[row, column[part]] = places.setdefault((dim, inner), len(places) + 1)
+                    inner *= mesh.size(part)
+                below *= radix
+    return parts, codes
+
+
+def _kinds(codes: Table) -> Table:
+    """What happens to each part from each layout to each other."""
+    source, target = codes[:, None], codes[None, :]
+    kinds = np.full(np.broadcast_shapes(source.shape, target.shape), _NEVER, dtype=np.uint8)
+    kinds[np.broadcast_to(source == target, kinds.shape)] = _NONE
+    for condition, kind in (
+        ((source == 0) & (target > 0), _SLICE),
+        ((source > 0) & (target == 0), _GATHER),
+        ((source < 0) & (target > 0), _SCATTER),
+        ((source < 0) & (target == 0), _REDUCE),
+        ((source > 0) & (target > 0) & (source != target), _EXCHANGE),
+    ):
+        kinds[np.broadcast_to(condition, kinds.shape)] = kind
+    return kinds

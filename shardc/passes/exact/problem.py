@@ -1,0 +1,173 @@
+"""The problem of choosing layouts, as a sum of costs of variables and of pairs of variables.
+
+A variable for each op says by which strategy it runs, and costs what its kernel takes. A variable for each value says
+in which layout it is made and which further layouts several uses share; it costs those reshards. Each use costs the
+reshard from there to what its op needs, nothing where the value is there already. ``docs/auto.md`` states it in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from shardc.cost.pricing import Pricing
+from shardc.ir import graph as ir
+from shardc.ir.flops import is_attention
+from shardc.ir.layout import Layout, strides
+from shardc.ir.mesh import split_part
+from shardc.passes.calls import operands_of
+from shardc.passes.choose import shares
+from shardc.passes.exact.prices import prices
+from shardc.passes.exact.ways import Slot
+from shardc.passes.exact.work import Work
+from shardc.rules.spec import Spec, Strategy
+from shardc.solver import Energy
+
+Table = np.ndarray
+SHARED = 600  # labels of a value beyond which only single layouts are shared
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a value.
+
+    Args:
+        variable: the op that uses it, or None for the outside.
+        needs: what each of its labels needs of the value; of the outside, the one layout that it wants.
+        weight: what a second of the reshard counts.
+    """
+
+    variable: int | None
+    needs: tuple[Layout, ...]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class Label:
+    """Where a value is: the layout in which it is made, and further ones that several uses share."""
+
+    made: Layout
+    shared: tuple[Layout, ...] = ()
+
+
+@dataclass
+class Builder:
+    """Collects variables and costs."""
+
+    cost: Pricing
+    unary: list[Table] = field(default_factory=list)
+    pairs: list[tuple[int, int, Table]] = field(default_factory=list)
+
+    def variable(self, costs: Table) -> int:
+        self.unary.append(costs)
+        return len(self.unary) - 1
+
+    def energy(self) -> Energy:
+        return Energy(tuple(self.unary), tuple(self.pairs))
+
+    def value(self, maker: int, made: tuple[Layout, ...], uses: Sequence[Use], itemsize: int) -> tuple[int, tuple[Label, ...]]:
+        """A variable for a value.
+
+        Args:
+            made: the layout in which each label of ``maker`` makes it.
+        """
+        labels, costs, tables = _value(made, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
+        here = self.variable(costs)
+        for use, table in zip(uses, tables, strict=True):
+            if use.variable is None:
+                self.unary[here] = self.unary[here] + table[:, 0]
+            else:
+                self.pairs.append((here, use.variable, table))
+        self.pairs.append((maker, here, _makes(made, labels)))
+        return here, labels
+
+
+@lru_cache(maxsize=1 << 14)
+def _makes(made: tuple[Layout, ...], labels: tuple[Label, ...]) -> Table:
+    """Forbids every label of a value that its maker does not make."""
+    index = {layout: at for at, layout in enumerate(dict.fromkeys((*made, *(label.made for label in labels))))}
+    rows, columns = np.array([index[x] for x in made]), np.array([index[x.made] for x in labels])
+    return np.where(rows[:, None] == columns[None], 0.0, np.inf)
+
+
+@lru_cache(maxsize=1 << 14)
+def _value(
+    made: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
+) -> tuple[tuple[Label, ...], Table, tuple[Table, ...]]:
+    """Labels of a value, what each costs, and for each use what each label costs it."""
+    layouts = tuple(dict.fromkeys(made))
+    wanted = tuple(dict.fromkeys(layout for needs, _ in uses for layout in needs))
+    table = prices(layouts, wanted, itemsize, cost)
+    column = {layout: at for at, layout in enumerate(wanted)}
+    labels = list(_labels(layouts, wanted, [needs for needs, _ in uses], table))
+    row = {layout: at for at, layout in enumerate(layouts)}
+    weight = max((w for _, w in uses), default=1.0)
+    costs = np.array([weight * sum(table[row[x.made], column[s]] for s in x.shared) for x in labels])
+    rows = np.array([row[x.made] for x in labels])
+    full = table[rows]  # from each label's own layout
+    for at, label in enumerate(labels):
+        full[at, [column[s] for s in label.shared]] = 0.0
+    return tuple(labels), costs, tuple(w * full[:, [column[x] for x in needs]] for needs, w in uses)
+
+
+def _labels(
+    layouts: Sequence[Layout], wanted: Sequence[Layout], uses: Sequence[Sequence[Layout]], table: Table
+) -> Iterable[Label]:
+    """Every layout in which a value is made, with what at least two uses may want of what costs a collective."""
+    several = [x for x in wanted if sum(x in needs for needs in map(frozenset, uses)) > 1]
+    index = {layout: at for at, layout in enumerate(wanted)}
+    most = min(len(uses) // 2, 2)
+    for at, layout in enumerate(layouts):
+        worth = [x for x in several if x != layout and np.isfinite(table[at, index[x]]) and _moves(layout, x)]
+        few = most if len(layouts) * len(worth) ** 2 < 2 * SHARED else min(most, 1)
+        for count in range(few + 1):
+            for shared in combinations(worth, count):
+                yield Label(layout, shared)
+
+
+def _moves(have: Layout, want: Layout) -> bool:
+    """Whether one axis changes, and by a collective: a slice moves nothing, so that nothing is shared."""
+    before, after = _by_axis(have), _by_axis(want)
+    changed = [axis for axis in before.keys() | after.keys() if before.get(axis) != after.get(axis)]
+    return len(changed) == 1 and changed[0] in before
+
+
+@lru_cache(maxsize=1 << 16)
+def _by_axis(layout: Layout) -> dict[str, tuple[Any, ...]]:
+    """Where each axis of the mesh is: its digits' dims and strides, or its pending reduction."""
+    out: dict[str, tuple[Any, ...]] = {}
+    for axis, op in layout.partial:
+        out[split_part(axis)[0]] = (*out.get(split_part(axis)[0], ()), (axis, op))
+    for dim, digits in enumerate(layout.dims):
+        for (_, axis), below in zip(digits, strides(digits), strict=True):
+            if axis is not None:
+                out[split_part(axis)[0]] = (*out.get(split_part(axis)[0], ()), (axis, dim, below))
+    return out
+
+
+def kernel_seconds(
+    node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], work: Work, cost: Pricing
+) -> Table:
+    """What each strategy's kernel takes on a rank: the roofline of its operations and of the bytes that it moves."""
+    if spec is None:
+        return np.zeros(len(strategies))
+    dtypes = [v.dtype for v in (*map(ir.value, operands_of(node)), *ir.info(node).tensors)]
+    attention = is_attention(node.target)
+    out = []
+    for one in strategies:
+        layouts = (*one.operands, *one.results)
+        moved = sum(one.operands[at].local_numel * dtypes[at].itemsize for at in work.reads)
+        if work.writes:
+            made = zip(one.results, dtypes[len(one.operands) :], strict=True)
+            moved += sum(x.local_numel * dtype.itemsize for x, dtype in made)
+        if work.dense:
+            out.append(cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], attention))
+        else:
+            out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel
+    return np.array(out)

@@ -1,0 +1,167 @@
+"""Ways: every way to run each op of a program over one mesh axis.
+
+Over one axis a value is whole, split at some digit, or pending a reduction. What splits one value splits, through the
+factors of its op, others: from every factor that an axis divides, the layouts spread through the rules, from operands
+to results and back, until no op learns a new one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import getitem
+
+from torch import fx
+
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.layout import Digit, Digits, Layout, canonical
+from shardc.ir.mesh import Mesh
+from shardc.passes import region
+from shardc.passes.calls import call_of, operands_of
+from shardc.rules import spec_of
+from shardc.rules.spec import Spec, carries, place, project, results_of
+
+Slot = tuple[fx.Node, int]  # one of the tensors that a node makes
+
+
+@dataclass(frozen=True)
+class Way:
+    """How an op runs over one axis.
+
+    Args:
+        factors: factor -> its digits, of the factors that the axis splits.
+        carried: (axis, reduce op) of a pending reduction that passes through.
+        positions: the operands that are pending.
+    """
+
+    factors: tuple[tuple[str, Digits], ...] = ()
+    carried: tuple[tuple[str, str], ...] = ()
+    positions: frozenset[int] = frozenset()
+
+
+WHOLE = Way()
+
+
+def spec_at(node: fx.Node) -> Spec | None:
+    """The factors of an op whose strategies follow from its rule; None for markers, regions and ops without one."""
+    if node.op != "call_function" or node.target is getitem or node.target in ops.MARKERS.values():
+        return None
+    return None if node.target in region.OPS else spec_of(call_of(node))
+
+
+def slot_of(node: fx.Node) -> Slot:
+    """What ``node`` is one of: itself, or a result of the op that makes several."""
+    return (node.args[0], node.args[1]) if node.target is getitem else (node, 0)
+
+
+@dataclass
+class Closure:
+    """The ways of every op over ``axis``, spread from ``known`` layouts and from every factor that the axis divides.
+
+    Args:
+        known: layouts that are fixed from outside, of any axes.
+    """
+
+    graph: fx.Graph
+    mesh: Mesh
+    axis: str
+    known: Mapping[Slot, Iterable[Layout]]
+    ways: dict[fx.Node, dict[Way, None]] = field(default_factory=dict)
+    layouts: dict[Slot, dict[Layout, None]] = field(default_factory=dict)
+
+    def run(self) -> dict[fx.Node, list[Way]]:
+        self._touching: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
+        self._queue: deque[tuple[Slot, Layout]] = deque()
+        size = self.mesh.size(self.axis)
+        specs = [(node, spec) for node in self.graph.nodes if (spec := spec_at(node)) is not None]
+        for node, spec in specs:
+            self.ways[node] = {WHOLE: None}
+            for at, operand in enumerate(operands_of(node)):
+                self._touching.setdefault(slot_of(operand), []).append((node, spec, at, False))
+            for at, index in enumerate(_made(node)):
+                self._touching.setdefault((node, index), []).append((node, spec, at, True))
+        for node, spec in specs if size > 1 else ():
+            for factor, length in spec.sizes:
+                if spec.splittable(factor) and length and length % size == 0:
+                    self._learn(node, spec, Way(((factor, self._major(length, size)),)))
+        for slot, found in self.known.items():
+            for layout in found:
+                self._add(slot, _alone(layout, self.axis))
+        while self._queue:
+            slot, layout = self._queue.popleft()
+            for node, spec, at, made in self._touching.get(slot, ()):
+                self._spread(node, spec, at, made, layout)
+        return {node: list(found) for node, found in self.ways.items()}
+
+    def _major(self, length: int, size: int) -> Digits:
+        return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
+
+    def _add(self, slot: Slot, layout: Layout) -> None:
+        have = self.layouts.setdefault(slot, {})
+        if layout not in have and layout.axes:
+            have[layout] = None
+            self._queue.append((slot, layout))
+
+    def _spread(self, node: fx.Node, spec: Spec, at: int, made: bool, layout: Layout) -> None:
+        """What an operand (or, if ``made``, a result) at ``layout`` says of the op."""
+        for axis, op in () if made else layout.partial:
+            for positions in _carriers(spec, op, at):
+                self._learn(node, spec, Way((), ((axis, op),), positions))
+        dims = spec.results[at] if made else spec.operands[at]
+        if len(dims) == layout.ndim:
+            found = project(spec, dims, layout.without_partial())
+            split = tuple(sorted((f, d) for f, d in found.items() if any(x.axis is not None for x in d)))
+            if split:
+                self._learn(node, spec, Way(split))
+
+    def _learn(self, node: fx.Node, spec: Spec, way: Way) -> None:
+        if way in self.ways[node]:
+            return
+        self.ways[node][way] = None
+        operands, results = laid_out(spec, self.mesh, dict(way.factors), way.carried, {way.carried: way.positions})
+        for operand, layout in zip(operands_of(node), operands, strict=True):
+            self._add(slot_of(operand), layout)
+        for index, layout in zip(_made(node), results, strict=True):
+            self._add((node, index), layout)
+
+
+def laid_out(
+    spec: Spec,
+    mesh: Mesh,
+    factors: Mapping[str, Digits],
+    carried: Sequence[tuple[str, str]],
+    positions: Mapping[tuple[tuple[str, str], ...], frozenset[int]],
+) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
+    """The layouts of an op's operands and results.
+
+    Args:
+        carried: the reductions that pass through.
+        positions: of each group of them, the operands that are pending.
+    """
+    operands = []
+    for at, dims in enumerate(spec.operands):
+        partial = [pair for pairs, where in positions.items() if at in where for pair in pairs]
+        operands.append(Layout(mesh, place(spec, dims, factors), partial))
+    return tuple(operands), results_of(spec, mesh, factors, carried)
+
+
+def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
+    """The sets of operands, of which ``at`` is one, that the op lets a pending reduction of pass through."""
+    sets = [one for one in spec.linear if at in one]
+    if spec.moves and at == 0 and frozenset({0}) not in sets:
+        sets.append(frozenset({0}))
+    return [one for one in sets if carries(spec, op, one)]
+
+
+def _alone(layout: Layout, axis: str) -> Layout:
+    """``layout`` as it lies over ``axis`` alone."""
+    mine = [a for a in layout.axes if a == axis or a.startswith(f"{axis}:")]
+    others = [a for a in layout.axes if a not in mine]
+    return layout.unbind(others).without_partial(others)
+
+
+def _made(node: fx.Node) -> list[int]:
+    """The positions of the tensors that ``node`` makes."""
+    return [at for at, value in enumerate(ir.info(node).values) if value is not None]

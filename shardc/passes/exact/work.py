@@ -1,0 +1,87 @@
+"""Work: which of an op's operands it reads from memory and which results it writes, as kernels fuse.
+
+A run of ops between matrix products counts as one kernel, as in `shardc.cost.kernels`: it reads what it does not make
+and writes what others read. Views do no work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import getitem
+
+from torch import fx
+
+from shardc.cost.kernels import is_dense
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.passes.calls import operands_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """What an op moves to and from memory.
+
+    Args:
+        reads: positions of the operands that it reads.
+        writes: it writes its results.
+        dense: it is a kernel of its own.
+    """
+
+    reads: tuple[int, ...] = ()
+    writes: bool = False
+    dense: bool = False
+
+
+def work_of(graph: fx.Graph) -> dict[fx.Node, Work]:
+    """The work of every op of a graph at global shapes."""
+    runs: dict[fx.Node, int] = {}  # the run that makes each value
+    roots: dict[fx.Node, fx.Node] = {}
+    readers: dict[fx.Node, set[int]] = {}
+    order: list[tuple[fx.Node, int]] = []
+    run, phase, after_dense = 0, "", True
+    for node in graph.nodes:
+        if node.op != "call_function":
+            if node.op == "output":
+                for _, x in ir.outputs(graph):
+                    if isinstance(x, fx.Node):
+                        readers.setdefault(roots[x], set()).add(-1)
+            roots[node] = node
+            continue
+        if _moves_nothing(node):
+            roots[node] = roots[node.all_input_nodes[0]] if node.all_input_nodes else node
+            continue
+        roots[node] = node
+        now = ir.info(node).origin.phase
+        if after_dense or is_dense(node) or now != phase:
+            run += 1
+        after_dense, phase, runs[node] = is_dense(node), now, run
+        order.append((node, run))
+        for x in node.all_input_nodes:
+            readers.setdefault(roots[x], set()).add(run)
+    return dict(_works(order, runs, roots, readers))
+
+
+def _works(
+    order: list[tuple[fx.Node, int]],
+    runs: dict[fx.Node, int],
+    roots: dict[fx.Node, fx.Node],
+    readers: dict[fx.Node, set[int]],
+) -> Iterator[tuple[fx.Node, Work]]:
+    seen: set[tuple[int, fx.Node]] = set()
+    for node, run in order:
+        reads = []
+        for at, x in enumerate(operands_of(node)):
+            root = roots[x]
+            if runs.get(root) != run and (run, root) not in seen:
+                seen.add((run, root))
+                reads.append(at)
+        yield node, Work(tuple(reads), bool(readers.get(node, set()) - {run}), is_dense(node))
+
+
+def _moves_nothing(node: fx.Node) -> bool:
+    """Whether a node makes no memory of its own: a view, a marker, a result taken out of several."""
+    if node.target is getitem or node.target in ops.MARKERS.values():
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(r.alias_info is not None for r in schema.returns)

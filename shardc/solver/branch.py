@@ -1,0 +1,197 @@
+"""The search for the least labelling of a graph: tighten it, and split what stays open in two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardc.solver.clock import Clock
+from shardc.solver.eliminate import eliminate, plan_order
+from shardc.solver.energy import Infeasible
+from shardc.solver.graph import Graph, recover
+from shardc.solver.messages import Messages
+from shardc.solver.reduce import reduce
+from shardc.solver.rounding import cost, descend, round_messages
+
+# Pairs of sweeps between two attempts to drop labels.
+BATCH = 8
+# Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
+WORTHWHILE = 0.05
+# A batch that closes less than this part of the gap, and that drops no label, has stalled.
+STALLED = 0.005
+# A gap of this part of the value is closed.
+CLOSED = 1e-11
+
+
+@dataclass
+class Effort:
+    """What all searches of one solve have used.
+
+    Attributes:
+        clock: the time.
+        table: the entries that a table of an elimination may have.
+        iterations: pairs of sweeps.
+        branches: graphs that were split in two.
+    """
+
+    clock: Clock
+    table: int
+    iterations: int = 0
+    branches: int = 0
+
+
+def search(graph: Graph, effort: Effort) -> tuple[dict[int, int] | None, float, float]:
+    """Return the labels of all variables of a reduced graph and of its trail, their cost, and a lower bound.
+
+    The labels are None and the cost is inf where there is none of finite cost, or where the time did not suffice.
+    """
+    if len(parts := graph.components()) < 2:
+        return Search(effort).run(graph)
+    chosen: dict[int, int] | None = {}
+    value = bound = graph.constant
+    for variables in parts:
+        labels, part_value, part_bound = Search(effort).run(graph.part(variables, 0.0, []))
+        value, bound = value + part_value, bound + part_bound
+        chosen = None if labels is None or chosen is None else chosen | labels
+    if chosen is not None:
+        recover(graph.trail, chosen)
+    return chosen, value, bound
+
+
+class Search:
+    """Branch and bound over one graph, depth first.
+
+    Attributes:
+        chosen: the best labels that were found.
+        value: what they cost.
+    """
+
+    def __init__(self, effort: Effort) -> None:
+        self.effort = effort
+        self.chosen: dict[int, int] | None = None
+        self.value = math.inf
+
+    def run(self, graph: Graph) -> tuple[dict[int, int] | None, float, float]:
+        """See `search`."""
+        bounds = [math.inf]  # of the graphs that are done with
+        open_graphs = [(-math.inf, graph)]
+        while open_graphs:
+            bound, graph = open_graphs.pop()
+            if self.closes(bound) or (self.effort.clock.over() and bound > -math.inf):
+                bounds.append(bound)
+                continue
+            bound, labels = self.tighten(graph, bound)
+            if labels is None:
+                bounds.append(bound)
+                continue
+            self.effort.branches += 1
+            open_graphs += [(bound, half) for half in split(graph, labels)]
+        return self.chosen, self.value, min(self.value, *bounds)
+
+    def closes(self, bound: float) -> bool:
+        """Return whether nothing better than the best labels can have this bound."""
+        return bound >= self.value - CLOSED * abs(self.value)
+
+    def propose(self, value: float, chosen: dict[int, int], graph: Graph) -> None:
+        """Keep labels of a graph's variables if they are the best so far."""
+        if value < self.value:
+            self.value, self.chosen = value, dict(chosen)
+            recover(graph.trail, self.chosen)
+
+    def tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
+        """Raise the bound of a graph until it is solved, closed, or stalled. The graph is changed in place.
+
+        Returns:
+            the bound, and where the graph is still open a bound for each label of each variable that is left.
+        """
+        try:
+            return self._tighten(graph, bound)
+        except Infeasible:
+            # What was dropped before costs no less than the best labels.
+            return self.value, None
+
+    def _tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
+        effort, clock = self.effort, self.effort.clock
+        messages = None
+        while True:
+            if messages is None:
+                if self.solve_exactly(graph):
+                    return max(bound, min(graph.constant, self.value)), None
+                messages = Messages(graph)
+            before = bound
+            with clock.stage("messages"):
+                for step in range(BATCH):
+                    messages.sweep(forward=True)
+                    last = step == BATCH - 1 or clock.over()
+                    bound = max(bound, graph.constant + messages.sweep(forward=False, bounds=last))
+                    effort.iterations += 1
+                    if last:
+                        break
+            with clock.stage("rounding"):
+                self.round(graph, messages)
+            if self.closes(bound) or clock.over():
+                return bound, None
+            limit = self.value - graph.constant
+            masks = {i: costs < limit for i, costs in messages.bounds.items()}
+            dropped = sum(int((~mask).sum()) for mask in masks.values())
+            stalled = bound - before < STALLED * (self.value - before)
+            if dropped > WORTHWHILE * sum(map(len, masks.values())) or (stalled and dropped):
+                with clock.stage("reduce"):
+                    changed = graph.keep(masks)
+                    messages.absorb(graph, masks)
+                    reduce(graph, changed)
+                messages = None
+            elif stalled:
+                messages.absorb(graph, masks)
+                return bound, messages.bounds
+
+    def solve_exactly(self, graph: Graph) -> bool:
+        """Solve a graph if it falls apart or if its tables are small enough; whether it did."""
+        if len(graph.components()) > 1:
+            chosen, value, bound = search(graph, self.effort)
+            if chosen is not None:
+                self.propose(value, chosen, Graph())
+            graph.constant = bound
+            return True
+        with self.effort.clock.stage("eliminate"):
+            order = plan_order(graph, self.effort.table)
+            if order is None or not eliminate(graph, order, self.effort.clock):
+                return False
+            self.propose(graph.constant, {}, graph)
+            return True
+
+    def round(self, graph: Graph, messages: Messages) -> None:
+        """Look for better labels."""
+        for forward in (True, False):
+            chosen = descend(graph, round_messages(messages, forward))
+            value = cost(graph, chosen)
+            if value < self.value:
+                self.propose(value, {i: int(graph.labels[i][x]) for i, x in chosen.items()}, graph)
+
+
+def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:
+    """Return the graph without, and with only, the best label of the variable that is hardest to tell labels of.
+
+    Both halves are reduced; one that has no labels is left out.
+    """
+    variable = min(graph.unary, key=lambda i: (_lead(bounds[i]), -len(graph.near[i]), i))
+    only = np.zeros(len(graph.unary[variable]), dtype=bool)
+    only[np.argmin(bounds[variable])] = True
+    halves = []
+    for mask in (~only, only):
+        half = graph.copy()
+        try:
+            reduce(half, half.keep({variable: mask}))
+        except Infeasible:
+            continue
+        halves.append(half)
+    return halves
+
+
+def _lead(bounds: np.ndarray) -> float:
+    """Return by how much the best label leads the second best one."""
+    best, second = np.partition(bounds, 1)[:2]
+    return float(second - best)

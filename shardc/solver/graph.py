@@ -1,0 +1,155 @@
+"""The part of an energy that is still to be decided, and how to get back the labels that were decided already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardc.solver.energy import Energy
+
+
+@dataclass(frozen=True)
+class Eliminated:
+    """A variable that was minimised out. Its label follows from those of the variables it shared costs with.
+
+    Args:
+        variable: its index in the energy.
+        labels: the labels it still had, as indices in the energy.
+        unary: their costs.
+        factors: ``(scope, labels of each variable in scope, costs)``; the first axis of the costs is this variable's.
+    """
+
+    variable: int
+    labels: np.ndarray
+    unary: np.ndarray
+    factors: tuple[tuple[tuple[int, ...], tuple[np.ndarray, ...], np.ndarray], ...]
+
+    def best_label(self, chosen: Mapping[int, int]) -> int:
+        """Return the cheapest label, given those of the variables in scope; the lowest one of several."""
+        costs = self.unary
+        for scope, labels, table in self.factors:
+            for j, kept in zip(reversed(scope), reversed(labels), strict=True):
+                table = table[..., int(np.searchsorted(kept, chosen[j]))]
+            costs = costs + table
+        return int(self.labels[np.argmin(costs)])
+
+
+class Graph:
+    """Costs of the variables that are left, and of pairs of them.
+
+    No array is ever changed in place, so that copies of a graph share them.
+
+    Attributes:
+        constant: the cost of what is decided.
+        unary: the costs of the labels of each variable that is left, by its index in the energy.
+        labels: which labels of the energy those are.
+        near: ``near[i][j][x, y]`` is the cost of labels ``x`` of ``i`` and ``y`` of ``j``; ``near[j][i]`` is its
+            transpose. Equal pairs share one array for as long as nothing tells them apart.
+        trail: the variables that were eliminated, first to last.
+    """
+
+    def __init__(self) -> None:
+        self.constant = 0.0
+        self.unary: dict[int, np.ndarray] = {}
+        self.labels: dict[int, np.ndarray] = {}
+        self.near: dict[int, dict[int, np.ndarray]] = {}
+        self.trail: list[Eliminated] = []
+
+    @classmethod
+    def of(cls, energy: Energy) -> Graph:
+        """Return the graph of a whole energy, in which pairs of the same two variables are added up."""
+        graph = cls()
+        for i, costs in enumerate(energy.unary):
+            graph.unary[i] = np.asarray(costs, dtype=np.float64)
+            graph.labels[i] = np.arange(len(costs))
+            graph.near[i] = {}
+        rows: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}
+        for i, j, costs in energy.pairs:
+            rows.setdefault((min(i, j), max(i, j)), []).append((costs, i > j))
+        tables: dict[tuple[tuple[int, bool], ...], tuple[np.ndarray, np.ndarray]] = {}
+        for (i, j), parts in rows.items():
+            key = tuple((id(costs), flipped) for costs, flipped in parts)
+            if key not in tables:
+                turned = [np.asarray(costs.T if flipped else costs, dtype=np.float64) for costs, flipped in parts]
+                table = sum(turned[1:], turned[0])
+                tables[key] = (table, table.T)
+            graph.near[i][j], graph.near[j][i] = tables[key]
+        return graph
+
+    def copy(self) -> Graph:
+        """Return a graph that can be changed without changing this one."""
+        return self.part(self.unary, self.constant, list(self.trail))
+
+    def part(self, variables: Iterable[int], constant: float, trail: list[Eliminated]) -> Graph:
+        """Return a graph of only some variables, which share no costs with the others."""
+        part = Graph()
+        part.constant, part.trail = constant, trail
+        for i in variables:
+            part.unary[i], part.labels[i], part.near[i] = self.unary[i], self.labels[i], dict(self.near[i])
+        return part
+
+    def edges(self) -> list[tuple[int, int, np.ndarray]]:
+        """Return every pair once, the lower variable first, in order."""
+        return [(i, j, table) for i in self.unary for j, table in self.near[i].items() if i < j]
+
+    def add_pair(self, i: int, j: int, table: np.ndarray, transposed: np.ndarray) -> None:
+        """Add the costs of a pair to those it may have already."""
+        if j in self.near[i]:
+            table = self.near[i][j] + table
+            transposed = table.T
+        self.near[i][j], self.near[j][i] = table, transposed
+
+    def remove_pair(self, i: int, j: int) -> None:
+        """Forget the costs of a pair."""
+        del self.near[i][j], self.near[j][i]
+
+    def remove(self, i: int, factors: tuple) -> None:
+        """Take out a variable whose costs the others have taken over, and note how to find its label."""
+        self.trail.append(Eliminated(i, self.labels[i], self.unary[i], factors))
+        for j in self.near[i]:
+            del self.near[j][i]
+        del self.near[i], self.unary[i], self.labels[i]
+
+    def keep(self, masks: Mapping[int, np.ndarray]) -> list[int]:
+        """Keep only the labels that are True in the mask of their variable. Return the variables that lost some."""
+        changed = [i for i in self.unary if i in masks and not masks[i].all()]
+        lost = set(changed)
+        kept = {i: np.flatnonzero(masks[i]) for i in changed}
+        cut: dict[tuple[int, bytes, bytes], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        for i in changed:
+            self.unary[i] = self.unary[i][kept[i]]
+            self.labels[i] = self.labels[i][kept[i]]
+            for j, table in self.near[i].items():
+                if j in lost and j < i:
+                    continue
+                key = (id(table), kept[i].tobytes(), kept[j].tobytes() if j in lost else b"")
+                if key not in cut:
+                    small = table[kept[i]]
+                    small = small[:, kept[j]] if j in lost else small
+                    cut[key] = (small, small.T, table)  # the last one keeps the id in the key alive
+                self.near[i][j], self.near[j][i] = cut[key][:2]
+        return changed
+
+    def components(self) -> list[list[int]]:
+        """Return the variables of each connected component, in order of its first variable."""
+        seen: set[int] = set()
+        found = []
+        for start in sorted(self.unary):
+            if start in seen:
+                continue
+            seen.add(start)
+            members = [start]
+            for i in members:  # grows while it is walked
+                fresh = [j for j in self.near[i] if j not in seen]
+                seen.update(fresh)
+                members.extend(fresh)
+            found.append(sorted(members))
+        return found
+
+
+def recover(trail: Iterable[Eliminated], chosen: dict[int, int]) -> None:
+    """Add the labels of eliminated variables to those chosen, last eliminated first."""
+    for step in reversed(list(trail)):
+        chosen[step.variable] = step.best_label(chosen)

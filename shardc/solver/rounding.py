@@ -1,0 +1,66 @@
+"""Labellings from messages, and cheap ways to make them better. Any labelling gives an upper bound."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from shardc.solver.graph import Graph
+from shardc.solver.messages import Messages
+
+Labelling = dict[int, int]
+"""For each variable of a graph, the position of its label in the graph."""
+
+
+def cost(graph: Graph, chosen: Labelling) -> float:
+    """Return what a labelling of a graph costs, what is decided already included."""
+    total = graph.constant + sum(float(costs[chosen[i]]) for i, costs in graph.unary.items())
+    return total + sum(float(table[chosen[i], chosen[j]]) for i, j, table in graph.edges())
+
+
+def round_messages(messages: Messages, forward: bool) -> Labelling:
+    """Choose label by label along the order: the costs with those chosen already, the messages of those to come."""
+    chosen: list[int] = [0] * len(messages.nodes)
+    places = range(len(messages.nodes))
+    for p in places if forward else reversed(places):
+        node = messages.nodes[p]
+        split = node.earlier
+        before, ahead = (node.rows[:split], node.inbox[split:]) if forward else (node.rows[split:], node.inbox[:split])
+        costs = node.unary + np.add.reduce(ahead, axis=0)
+        chosen[p] = _least([costs, *(table[chosen[q]] for q, table in before)])
+    return {node.variable: x for node, x in zip(messages.nodes, chosen, strict=True)}
+
+
+def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
+    """Change one label at a time while that lowers the cost, or how many costs are inf."""
+    chosen = dict(chosen)
+    stale = set(graph.unary)
+    for _ in range(rounds):
+        if not stale:
+            break
+        for i in sorted(stale):
+            stale.discard(i)
+            parts = [graph.unary[i], *(graph.near[j][i][chosen[j]] for j in graph.near[i])]
+            best = _least(parts)
+            if best != chosen[i] and _order(parts, best) < _order(parts, chosen[i]):
+                chosen[i] = best
+                stale.update(graph.near[i])
+    return chosen
+
+
+def _least(parts: list[np.ndarray]) -> int:
+    """Return the position of the least sum; where all are inf, of the least among those with the fewest inf."""
+    total = sum(parts[1:], parts[0])
+    best = int(np.argmin(total))
+    if total[best] < math.inf:
+        return best
+    stacked = np.stack(parts)
+    broken = np.isinf(stacked).sum(axis=0)
+    finite = np.where(np.isinf(stacked), 0.0, stacked).sum(axis=0)
+    return int(np.argmin(np.where(broken == broken.min(), finite, math.inf)))
+
+
+def _order(parts: list[np.ndarray], x: int) -> tuple[int, float]:
+    values = [float(part[x]) for part in parts]
+    return sum(map(math.isinf, values)), sum(value for value in values if value < math.inf)

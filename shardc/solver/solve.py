@@ -1,0 +1,87 @@
+"""The pipeline of the solver, and what it returns."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, field
+
+from shardc.solver.branch import Effort, search
+from shardc.solver.clock import Clock
+from shardc.solver.energy import Energy, Infeasible, evaluate
+from shardc.solver.graph import Graph
+from shardc.solver.reduce import reduce
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A labelling, and how far from the least one it can be.
+
+    Attributes:
+        labels: a label index for each variable.
+        value: what they cost; inf if no labelling of finite cost was found in time.
+        bound: no labelling costs less, to within rounding. Equal to the value if the time sufficed.
+        variables: how many the energy has.
+        left: how many were left when every simple rule had been applied.
+        iterations: pairs of sweeps of message passing.
+        branches: graphs that were split in two.
+        seconds: where the time went, by stage. The only field that differs between runs.
+    """
+
+    labels: tuple[int, ...]
+    value: float
+    bound: float
+    variables: int
+    left: int
+    iterations: int
+    branches: int
+    seconds: dict[str, float] = field(compare=False)
+
+    @property
+    def gap(self) -> float:
+        """By how much a better labelling can be cheaper, as a part of the value."""
+        if math.isinf(self.value):
+            return math.inf
+        return (self.value - self.bound) / max(abs(self.value), sys.float_info.min)
+
+
+def solve(energy: Energy, *, seconds: float = 60.0, table: int = 20_000_000) -> Solution:
+    """Return a labelling of least cost, or the best one found in time, with a bound.
+
+    The result depends on the energy and `table` alone, unless the time runs out.
+
+    Args:
+        energy: the costs.
+        seconds: the time after which the best labelling so far is returned.
+        table: the largest table, in entries of 8 bytes, that dynamic programming may make.
+
+    Raises:
+        Infeasible: every labelling costs inf.
+
+    >>> import numpy as np
+    >>> differ = np.array([[5.0, 0.0], [0.0, 5.0]])
+    >>> solve(Energy((np.zeros(2), np.array([1.0, 0.0])), ((0, 1, differ),))).labels
+    (0, 1)
+    """
+    effort = Effort(Clock(seconds), table)
+    with effort.clock.stage("reduce"):
+        graph = Graph.of(energy)
+        reduce(graph)
+    left = len(graph.unary)
+    chosen, value, bound = search(graph, effort)
+    if chosen is None:
+        if math.isinf(bound):
+            raise Infeasible("no labelling has a finite cost, though every pair has labels of finite cost")
+        chosen = {}
+    labels = tuple(chosen.get(i, 0) for i in range(len(energy.unary)))
+    value = evaluate(energy, labels)
+    return Solution(
+        labels,
+        value,
+        min(bound, value),
+        len(labels),
+        left,
+        effort.iterations,
+        effort.branches,
+        {stage: round(taken, 3) for stage, taken in effort.clock.seconds.items()},
+    )
