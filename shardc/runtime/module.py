@@ -115,7 +115,7 @@ class ShardedModule(nn.Module):
         between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
         while there is one. Forwards gather parameters as usual.
         """
-        return self.shardc.sync.within("none", self._matching(parameters))
+        return self.shardc.sync.pause(self._matching(parameters))
 
     @typed()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -128,12 +128,13 @@ class ShardedModule(nn.Module):
         """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
 
         These are gradients of parameters that are whole between steps, or stored at level 1. At levels 2 and 3 every
-        step reduces gradients. `no_sync` says what happens to gradients that are held back.
+        step reduces gradients. `no_sync` says what happens to gradients that are held back. True reduces over replicas
+        too, whatever `set_requires_all_reduce` said before.
 
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.set("all" if sync else "levels", self._matching(parameters))
+        self.shardc.sync.sync(sync, self._matching(parameters))
 
     @typed()
     def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
@@ -141,20 +142,18 @@ class ShardedModule(nn.Module):
 
         With False they are reduced over the axes that split storage, and each rank sums up its shard of them. Where no
         axis splits a parameter's storage, nothing is reduced. Plans without replicas reduce as usual. `no_sync` says
-        what happens to gradients that are held back. This and `set_requires_grad_sync` replace each other.
+        what happens to gradients that are held back. What `no_sync` or `set_requires_grad_sync` holds back stays so.
 
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.set("all" if sync else "shards", self._matching(parameters))
+        self.shardc.sync.all_reduce(sync, self._matching(parameters))
 
-    def _matching(self, glob: str) -> list[str] | None:
-        """The parameters that a glob of `no_sync` matches, None for all of them."""
-        if glob == "*":
-            return None
+    def _matching(self, glob: str) -> list[str]:
+        """The parameters that a glob of `no_sync` matches."""
         names = list(self.shardc.sync.levels)
-        found = fnmatch.filter(names, glob)
-        if not found:
+        found = names if glob == "*" else fnmatch.filter(names, glob)
+        if not found and glob != "*":
             raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
         return found
 
