@@ -46,6 +46,11 @@ _KNOWN = (
         "each rank takes the mean of its rows",
     ),
     (
+        "maximum recursion depth exceeded",
+        "calls itself without end",
+        "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",
+    ),
+    (
         "_local_scalar_dense|data-dependent expression",
         "takes a number out of a tensor, and a program looks at no values",
         "keep it a tensor: torch.where in the place of if, and no .item(), int(), float() or bool() of it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,6 +18,7 @@ from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act, call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
+from shardc.runtime.habits import INSTEAD
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_kinds, local_input, local_part, shard_input
 from shardc.runtime.norm import clip_grad_norm_
@@ -30,7 +30,7 @@ from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
 from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
-from shardc.validate import Range, near, typed
+from shardc.validate import Range, typed
 
 
 class ShardedModule(nn.Module):
@@ -42,6 +42,12 @@ class ShardedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`: hooks, and a ``forward`` of the module's own, are in the program."""
         return ShardedModule.forward(self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled module of its own: the same values and plan, no gradients. All ranks copy."""
@@ -115,7 +121,7 @@ class ShardedModule(nn.Module):
         between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
         while there is one. Forwards gather parameters as usual.
         """
-        return self.shardc.sync.pause(self._matching(parameters))
+        return self.shardc.sync.pause(self.shardc.sync.matching(parameters))
 
     @typed()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -134,7 +140,7 @@ class ShardedModule(nn.Module):
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.sync(sync, self._matching(parameters))
+        self.shardc.sync.sync(sync, self.shardc.sync.matching(parameters))
 
     @typed()
     def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
@@ -147,15 +153,7 @@ class ShardedModule(nn.Module):
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.all_reduce(sync, self._matching(parameters))
-
-    def _matching(self, glob: str) -> list[str]:
-        """The parameters that a glob of `no_sync` matches."""
-        names = list(self.shardc.sync.levels)
-        found = names if glob == "*" else fnmatch.filter(names, glob)
-        if not found and glob != "*":
-            raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
-        return found
+        self.shardc.sync.all_reduce(sync, self.shardc.sync.matching(parameters))
 
     def memory(self) -> MemoryUse:
         """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardc.errors import BackwardError
+from shardc.errors import BackwardError, InputError
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
+from shardc.validate import near
 
 Key = tuple[str, Layout]  # a parameter and how its local sum lies on the mesh
 
@@ -106,6 +108,18 @@ class Sync:
                 fix="run the last backward of a step outside of no_sync(), which reduces what was held back; or drop "
                 "that with module.zero_grad()",
             )
+
+    def matching(self, glob: str) -> list[str]:
+        """The parameters that ``glob`` matches.
+
+        Raises:
+            InputError: there are none, and it is not ``*``.
+        """
+        names = list(self.levels)
+        found = names if glob == "*" else fnmatch.filter(names, glob)
+        if not found and glob != "*":
+            raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
+        return found
 
     def sync(self, on: bool, names: Iterable[str]) -> None:
         """Whether steps reduce the gradients of ``names``; True also over replicas, as FSDP2's setting of that name."""
