@@ -7,6 +7,7 @@ import inspect
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from shardc.errors import InputError
@@ -27,14 +28,14 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         name: of a method of the model's class.
 
     Raises:
-        InputError: the module has a loss, or its model's class has no such method.
+        InputError: the module has a loss, or its model's class has no such method of its own.
     """
     if not isinstance(module, ShardedModule):
         return
-    cls = type(module).__bases__[1]
+    mixin, cls = type(module).__bases__
     method = inspect.getattr_static(cls, name, None)
-    if not isinstance(method, FunctionType) or name.startswith("__"):
-        raise InputError(f"{cls.__name__} has no method {name!r}", fix="name a method that the model's class defines")
+    if not isinstance(method, FunctionType) or hasattr(mixin, name):
+        raise InputError(f"{cls.__name__} has no method {name!r} of its own", fix="name one that its class defines")
     build: Any = module.shardc.build
     if build.loss is not None:
         raise InputError(
@@ -42,6 +43,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             fix="compile it without loss=, and take the loss of what the module returns",
         )
 
+    @torch.compiler.disable
     @functools.wraps(method)
     def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
         before = vars(self).get("forward")

@@ -148,8 +148,9 @@ def other_methods() -> None:
         torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), param.grad)
     assert torch.equal(module.nearest(mine), alone.nearest(mine))  # it calls the module, and is not registered
     shardc.register_forward_method(alone, "encode")
-    with pytest.raises(InputError, match="Coder has no method 'encoder'"):
-        shardc.register_forward_method(module, "encoder")
+    for name in ("encoder", "state_dict", "no_sync"):
+        with pytest.raises(InputError, match=f"Coder has no method '{name}' of its own"):
+            shardc.register_forward_method(module, name)
     shardc.register_forward_method(module, "nearest")
     with pytest.raises(CaptureError, match="Coder calls itself without end"):
         module.nearest(mine)
