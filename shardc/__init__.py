@@ -13,6 +13,7 @@ from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
 from shardc.precompiled import load
 from shardc.program import Program
 from shardc.rules import register_rule
+from shardc.runtime.methods import register_forward_method
 from shardc.runtime.sim.training import Simulation
 from shardc.train import train_step, value_and_grad
 
@@ -39,6 +40,7 @@ __all__ = [
     "offload",
     "optim",
     "precision",
+    "register_forward_method",
     "register_rule",
     "tp",
     "train_step",

@@ -156,7 +156,7 @@ def compile(
         sources=sources,
         sync=Sync(
             {n: p.level for n, p in params.items()},
-            "levels" if plan.setting("accumulate") else "all",
+            unsynced=frozenset(params if plan.setting("accumulate") else ()),
             replicated=replicated(storages, batch_axes(plan, abstract)),
         ),
     )

@@ -54,6 +54,17 @@ class ChangesInput(Branch):
         return self.a(x.mul_(2))
 
 
+class TakesNumber(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        torch._check(y.sum().item() > -1e9)
+        return y
+
+
+class ComparesNumber(Branch):
+    def step(self, y: Tensor) -> Tensor:
+        return y if y.sum().item() > 0 else -y
+
+
 class ChangesParameter(Branch):
     def step(self, y: Tensor) -> Tensor:
         with torch.no_grad():
@@ -82,6 +93,18 @@ def line_of(function: Callable[..., Any], text: str) -> str:
             r"Filter cannot be traced to one graph: DynamicOutputShapeException: aten\.nonzero\.default",
             line_of(Filter.step, "y[y > 0]"),
             "write this line with tensor operations whose shapes do not depend on values",
+        ),
+        (
+            TakesNumber(),
+            "TakesNumber takes a number out of a tensor, and a program looks at no values",
+            line_of(TakesNumber.step, "torch._check"),
+            r"keep it a tensor: .*",
+        ),
+        (
+            ComparesNumber(),
+            "ComparesNumber takes a number out of a tensor, and a program looks at no values",
+            line_of(ComparesNumber.step, ".item()"),
+            r"keep it a tensor: .*",
         ),
         (
             Raises(),

@@ -27,6 +27,35 @@ _PRODUCTS = {
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mv.default,
     _aten.addmv.default, _aten.dot.default, _aten.convolution.default,
 }  # fmt: skip
+# (what stands in an error, what the model does, what to do)
+_KNOWN = (
+    (
+        "_checkpoint_without_reentrant_generator",
+        "has a module under the composable checkpoint, whose hooks cannot be traced",
+        "wrap it with checkpoint_wrapper, or call torch.utils.checkpoint.checkpoint in forward",
+    ),
+    (
+        "`pack_padded_sequence`",
+        "packs a sequence, whose sizes depend on the values of lengths",
+        "run the layer on the padded tensor, and take of each row what its length says",
+    ),
+    (
+        r"`aten\._ctc_loss|loss_ctc\.py",
+        "computes a CTC loss (ctc_loss), in which sizes depend on the values of lengths",
+        "take it outside of the compiled module, of the outputs that this returns without loss= and without labels: "
+        "each rank takes the mean of its rows",
+    ),
+    (
+        "maximum recursion depth exceeded",
+        "calls itself without end",
+        "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",
+    ),
+    (
+        "_local_scalar_dense|data-dependent expression",
+        "takes a number out of a tensor, and a program looks at no values",
+        "keep it a tensor: torch.where in the place of if, and no .item(), int(), float() or bool() of it",
+    ),
+)
 LOSS_GAVE = "what is traced gave "
 
 
@@ -67,39 +96,35 @@ def capture_error(
                 source=users_own(stack) or None,
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
-    if "_checkpoint_without_reentrant_generator" in text:
-        return CaptureError(
-            f"{type(model).__name__} has a module under the composable checkpoint, whose hooks cannot be traced",
-            fix="wrap it with checkpoint_wrapper, or call torch.utils.checkpoint.checkpoint in forward",
-        )
-    why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
-    hint = re.search(r"Hint: (.*)", text)
-    if "`pack_padded_sequence`" in text:
-        return CaptureError(
-            f"{type(model).__name__} packs a sequence, whose sizes depend on the values of lengths",
-            source=users_own(stack) or None,
-            fix="run the layer on the padded tensor, and take of each row what its length says",
-        )
+    for form, what, fix in _KNOWN:
+        if re.search(form, text):
+            return CaptureError(f"{type(model).__name__} {what}", source=users_own(stack) or None, fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
             f"{op[1]}, which {type(model).__name__} calls, has no gradient",
             source=users_own(stack) or None,
             fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
         )
-    config = vars(model.config) if hasattr(model, "config") else {}
-    drops = [name for name, rate in config.items() if "layerdrop" in name and rate]
-    if drops and model.training and "ata-dependent branching" in text:
+    if (drops := _layer_drops(model)) and "ata-dependent branching" in text:
         return CaptureError(
             f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "
             "all its layers in each step",
             source=users_own(stack) or None,
             fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
         )
+    why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
+    hint = re.search(r"Hint: (.*)", text)
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=users_own(stack) or None,
         fix=hint[1].strip() if hint else "write this line with tensor operations whose shapes do not depend on values",
     )
+
+
+def _layer_drops(model: nn.Module) -> list[str]:
+    """The names of the rates at which ``model`` skips layers."""
+    config = vars(model.config) if hasattr(model, "config") and model.training else {}
+    return [name for name, rate in config.items() if "layerdrop" in name and rate]
 
 
 def _shown(inputs: Sequence[tuple[str, Tensor]]) -> str:

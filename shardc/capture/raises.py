@@ -8,9 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
 
+from shardc.capture.source import users_own
 from shardc.errors import ShardcWarning
 
 _JUMPS = ("POP_JUMP_IF_TRUE", "POP_JUMP_IF_FALSE", "POP_JUMP_FORWARD_IF_TRUE", "POP_JUMP_FORWARD_IF_FALSE")
@@ -57,7 +60,10 @@ def _past_raises(jump: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
 
 
 def _left_out(tx: Any) -> str:
-    place = f"{tx.f_code.co_filename}:{tx.lineno}"
+    callers = [f"{tx.f_code.co_filename}:{tx.lineno}"]
+    while (tx := tx.parent) is not None:
+        callers.insert(0, f"{tx.f_code.co_filename}:{tx.lineno}")
+    place = users_own(callers) or callers[-1]
     return f"{place} raises where values are wrong; the compiled program looks at no values there and goes on"
 
 
@@ -69,3 +75,29 @@ def _raises(instructions: list[Any], at: int) -> bool:
         if instruction.target is not None or instruction.opname.startswith("RETURN"):
             return False
     return False
+
+
+# torch's functions that check, as what `without_raising` leaves out where they look at values.
+
+
+def _assert(condition: Any, message: Any = None) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _check_tensor_all(cond: Tensor, message: Any = None) -> None:
+    if not cond.all():
+        raise RuntimeError(message)
+
+
+def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
+    if not cond.all():
+        raise error_type(message)
+
+
+OTHER_FORMS = (
+    (torch, "_assert", _assert),
+    (torch, "_assert_async", _assert),
+    (torch, "_check_tensor_all", _check_tensor_all),
+    (torch, "_check_tensor_all_with", _check_tensor_all_with),
+)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardc.errors import InputError, MeshError, ShardcWarning
@@ -24,6 +25,10 @@ from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.whole import whole_on_first
+
+_LENGTHS = 'name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")'
+_LENGTHS_OF_DECODERS = '"decoder_input_ids": {1: "length"}'
+_NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_values")  # as `generate` knows arguments
 
 
 class ShardedPretrained(ShardedModule):
@@ -158,19 +163,20 @@ class ShardedPretrained(ShardedModule):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.
 
-        By default without a cache: each token runs the whole sequence. Under a plan that splits no rows (tensor
-        parallelism), all ranks pass the same. Rows that are sampled need one seed on all ranks then.
+        By default without a cache: each token runs the whole sequence, of an encoder-decoder model that of the
+        decoder. Under a plan that splits no rows (tensor parallelism), all ranks pass the same. Rows that are sampled
+        need one seed on all ranks then.
 
         Warns:
             ShardcWarning: the module compiles a program for each length; the text says how it compiles one.
         """
         kwargs.setdefault("use_cache", False)
         state = self.shardc
-        if not (state.build.dynamic.names or state.view.config.is_encoder_decoder):
+        if not state.build.dynamic.names:
+            names = _LENGTHS_OF_DECODERS if state.view.config.is_encoder_decoder else _LENGTHS
             text = (
                 f"{type(state.view).__name__}.generate: a program is compiled for each length of the sequence; for one "
-                'for all lengths, pass dynamic={name: {1: "length"} for name in ("input_ids", "attention_mask", '
-                '"position_ids")} to compile'
+                f"for all lengths, pass dynamic={{{names}}} to compile"
             )
             warnings.warn(ShardcWarning(text), stacklevel=2)
         return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -182,3 +188,33 @@ class ShardedPretrained(ShardedModule):
         """
         groups = self.shardc.groups
         return not this_peer_finished if groups is None else groups.any(not this_peer_finished)
+
+    def _prepare_text_encoder_decoder_kwargs_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any], model_input_name: str, generation_config: Any
+    ) -> dict[str, Any]:
+        """Asked by ``generate`` for the encoder's states, of which it calls the decoder for each token.
+
+        An encoder holds shards and does not run by itself: they are those of a call with the decoder's first token.
+        """
+        rows = torch.ones((len(inputs_tensor), 1), dtype=torch.int64, device=inputs_tensor.device)
+        given = {name: x for name, x in model_kwargs.items() if not name.startswith(_NOT_OF_ENCODERS)}
+        given |= {model_input_name: inputs_tensor, "use_cache": False, "return_dict": True}
+        given |= {"decoder_input_ids": rows * generation_config._decoder_start_token_tensor.view(-1, 1)}
+        asked = ("output_attentions", "output_hidden_states")
+        out = self(**given, **{name: True for name in asked if getattr(generation_config, name)})
+        states = (out.encoder_last_hidden_state, out.encoder_hidden_states, out.encoder_attentions)
+        return model_kwargs | {"encoder_outputs": BaseModelOutput(*states)}
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, *args: Any
+    ) -> None:
+        """Called by ``generate`` before the first token: all ranks pass a mask from then on, or none does.
+
+        The library leaves out a mask of ones, and rows of other ranks may have padding.
+        """
+        groups, mask = self.shardc.groups, model_kwargs.get("attention_mask")
+        if groups is not None and groups.any(mask is not None) and mask is None:
+            rows = batch_size * max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            length = generation_config._mask_length
+            model_kwargs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=self.shardc.device)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)  # type: ignore[misc]

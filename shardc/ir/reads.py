@@ -127,6 +127,8 @@ class Lookup:
         if read.what == "type":
             return _name(type(value))
         if read.what in ("length", "keys"):
+            if not hasattr(value, "__len__"):  # something else is in the place of a container
+                return GONE
             return f"{_name(type(value))} of {len(value) if read.what == 'length' else list(map(text_of, value))}"
         return text_of(value)
 

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from shardc.runtime.clone import unsharded
 from shardc.runtime.storage import padded_local, to_parameter
-from shardc.runtime.sync import Sync
 from shardc.runtime.variants import Variants
 from shardc.runtime.wire.buffers import Buffers
 
@@ -39,7 +38,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     own = replace(
         state,
         build=build.again(),
-        sync=Sync(state.sync.levels, state.sync.mode, modes=dict(state.sync.modes), replicated=state.sync.replicated),
+        sync=state.sync.again(),
         buffers=Buffers(),
         programs={},
         deferring={},

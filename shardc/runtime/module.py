@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,6 +18,7 @@ from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act, call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
+from shardc.runtime.habits import INSTEAD
 from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_kinds, local_input, local_part, shard_input
 from shardc.runtime.norm import clip_grad_norm_
@@ -30,7 +30,7 @@ from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, row_axes
 from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
-from shardc.validate import Range, near, typed
+from shardc.validate import Range, typed
 
 
 class ShardedModule(nn.Module):
@@ -42,6 +42,12 @@ class ShardedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `forward`: hooks, and a ``forward`` of the module's own, are in the program."""
         return ShardedModule.forward(self, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled module of its own: the same values and plan, no gradients. All ranks copy."""
@@ -115,7 +121,7 @@ class ShardedModule(nn.Module):
         between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
         while there is one. Forwards gather parameters as usual.
         """
-        return self.shardc.sync.within("none", self._matching(parameters))
+        return self.shardc.sync.pause(self.shardc.sync.matching(parameters))
 
     @typed()
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -128,12 +134,13 @@ class ShardedModule(nn.Module):
         """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
 
         These are gradients of parameters that are whole between steps, or stored at level 1. At levels 2 and 3 every
-        step reduces gradients. `no_sync` says what happens to gradients that are held back.
+        step reduces gradients. `no_sync` says what happens to gradients that are held back. True reduces over replicas
+        too, whatever `set_requires_all_reduce` said before.
 
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.set("all" if sync else "levels", self._matching(parameters))
+        self.shardc.sync.sync(sync, self.shardc.sync.matching(parameters))
 
     @typed()
     def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
@@ -141,22 +148,12 @@ class ShardedModule(nn.Module):
 
         With False they are reduced over the axes that split storage, and each rank sums up its shard of them. Where no
         axis splits a parameter's storage, nothing is reduced. Plans without replicas reduce as usual. `no_sync` says
-        what happens to gradients that are held back. This and `set_requires_grad_sync` replace each other.
+        what happens to gradients that are held back. What `no_sync` or `set_requires_grad_sync` holds back stays so.
 
         Args:
             parameters: a glob of names; others stay as they are.
         """
-        self.shardc.sync.set("all" if sync else "shards", self._matching(parameters))
-
-    def _matching(self, glob: str) -> list[str] | None:
-        """The parameters that a glob of `no_sync` matches, None for all of them."""
-        if glob == "*":
-            return None
-        names = list(self.shardc.sync.levels)
-        found = fnmatch.filter(names, glob)
-        if not found:
-            raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
-        return found
+        self.shardc.sync.all_reduce(sync, self.shardc.sync.matching(parameters))
 
     def memory(self) -> MemoryUse:
         """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""

@@ -44,5 +44,6 @@ def by_itself(kind: str) -> InputError:
     """The error for a part of class ``kind``."""
     return InputError(
         f"a part of a compiled module ({kind}) was called by itself; its parameters are shards",
-        fix="call it inside of `with module.summon_full_params():`, or compile it as a module of its own",
+        fix="call it inside of `with module.summon_full_params():`, or compile it as a module of its own; a method of "
+        "the model may call it after shardc.register_forward_method(module, name of the method)",
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -13,9 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardc.errors import BackwardError
+from shardc.errors import BackwardError, InputError
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.layout import Layout
+from shardc.validate import near
 
 Key = tuple[str, Layout]  # a parameter and how its local sum lies on the mesh
 
@@ -24,34 +26,37 @@ Key = tuple[str, Layout]  # a parameter and how its local sum lies on the mesh
 class Sync:
     """The gradients that backwards leave unreduced, and what they have summed up so far.
 
-    ``"all"`` reduces every gradient in every backward. ``"levels"`` leaves out those of parameters that are whole
-    between steps, or are stored at level 1: these are summed up whole on each rank. ``"none"`` leaves out all.
-    ``"shards"`` reduces over the axes that split a parameter's storage, and not over those that replicate it.
-
     Args:
         levels: of each parameter; 0 where no fsdp entry stores it.
-        mode: "all", "levels", "shards" or "none".
-        modes: those of single parameters, where they are not ``mode``.
+        paused: parameters whose gradients are left out, whatever the others say.
+        unsynced: those whose gradients are left out if they are whole between steps, or stored at level 1: these are
+            summed up whole on each rank.
+        over_shards: those whose gradients are reduced over the axes that split their storage, and not over those that
+            replicate it.
         sums: local sums, at stored (padded) shapes, until a backward that reduces them.
         parameters: the module's, by each of their names.
         replicated: storage layout of each parameter whose gradient is reduced over axes that do not split that.
     """
 
     levels: Mapping[str, int]
-    mode: str = "all"
+    paused: frozenset[str] = frozenset()
+    unsynced: frozenset[str] = frozenset()
+    over_shards: frozenset[str] = frozenset()
     sums: dict[Key, Tensor] = field(default_factory=dict)
     parameters: Callable[[], Mapping[str, Tensor]] = dict
-    modes: dict[str, str] = field(default_factory=dict)
     replicated: Mapping[str, Layout] = field(default_factory=dict)
     _own: set[Key] = field(default_factory=set)
 
+    def again(self) -> Sync:
+        """The same settings for a copy of the module, outside of blocks; without the sums."""
+        return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
+
     def held(self) -> Deferred:
         """The parameters whose gradients the next backward leaves unreduced."""
-        if not self.modes and self.mode == "all":
+        if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
-        of = {name: self.modes.get(name, self.mode) for name in self.levels}
-        whole = (n for n, mode in of.items() if mode == "none" or (mode == "levels" and self.levels[n] <= 1))
-        return Deferred(frozenset(whole), frozenset(n for n in self.replicated if of[n] == "shards"))
+        whole = self.paused | frozenset(name for name in self.unsynced if self.levels[name] <= 1)
+        return Deferred(whole, self.over_shards.intersection(self.replicated) - whole)
 
     def deferred(self) -> Deferred:
         """The parameters whose gradients the next backward sums up locally, be it to reduce the sum."""
@@ -104,23 +109,41 @@ class Sync:
                 "that with module.zero_grad()",
             )
 
-    def set(self, mode: str, names: Sequence[str] | None = None) -> None:
-        """Sets the mode of ``names``, or of all."""
-        if names is None:
-            self.mode = mode
-            self.modes.clear()
-        else:
-            self.modes.update(dict.fromkeys(names, mode))
+    def matching(self, glob: str) -> list[str]:
+        """The parameters that ``glob`` matches.
+
+        Raises:
+            InputError: there are none, and it is not ``*``.
+        """
+        names = list(self.levels)
+        found = names if glob == "*" else fnmatch.filter(names, glob)
+        if not found and glob != "*":
+            raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
+        return found
+
+    def sync(self, on: bool, names: Iterable[str]) -> None:
+        """Whether steps reduce the gradients of ``names``; True also over replicas, as FSDP2's setting of that name."""
+        self.unsynced = _switched(self.unsynced, not on, names)
+        if on:
+            self.all_reduce(True, names)
+
+    def all_reduce(self, on: bool, names: Iterable[str]) -> None:
+        """Whether steps that reduce gradients of ``names`` do so over replicas."""
+        self.over_shards = _switched(self.over_shards, not on, names)
 
     @contextlib.contextmanager
-    def within(self, mode: str, names: Sequence[str] | None = None) -> Iterator[None]:
-        """`set`, for a block."""
-        before = self.mode, dict(self.modes)
-        self.set(mode, names)
+    def pause(self, names: Iterable[str]) -> Iterator[None]:
+        """A block whose steps reduce no gradients of ``names``."""
+        before = self.paused
+        self.paused = before.union(names)
         try:
             yield
         finally:
-            self.mode, self.modes = before
+            self.paused = before
+
+
+def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozenset[str]:
+    return names.union(changed) if on else names.difference(changed)
 
 
 class _Optimizers:

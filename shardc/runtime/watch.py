@@ -90,7 +90,7 @@ class Watch:
                 self._row(held)
 
     def _row(self, held: Any) -> None:
-        if not isinstance(held, (tuple, str)):  # nothing of these changes
+        if hasattr(held, "__iter__") and not isinstance(held, (tuple, str)):  # nothing of others changes
             self._rows[id(held)] = held, tuple(held)
 
     def _attribute(self, held: Any, name: str) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardc
 from shardc.ir.tally import tally
@@ -93,6 +94,44 @@ def mixes(plan: str) -> None:
         close(mine, theirs, name)
 
 
+# Before each backward: (which setting, to what); then what FSDP2 reduces over.
+SETTINGS: list[tuple[list[tuple[str, bool]], set[str]]] = [
+    ([("sync", False), ("all_reduce", False)], set()),
+    ([("all_reduce", True)], set()),
+    ([("all_reduce", False)], set()),
+    ([("sync", True), ("all_reduce", False)], {"reduce_scatter"}),
+    ([("sync", False)], set()),
+    ([("sync", True)], {"reduce_scatter", "allreduce"}),
+]
+
+
+def composes_as_fsdp2() -> None:
+    """With ``set_requires_grad_sync``, at level 1, where this holds back what FSDP2's holds back."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))
+    theirs, plan = fully_shard(model(), mesh=mesh), shardc.hsdp(shard="dp", replicate="rep", level=1)
+    ours = shardc.compile(model(), mesh, plan, loss=F.mse_loss, backend="eager")
+    for step, (settings, reduced) in enumerate(SETTINGS):
+        for name, value in settings:
+            if name == "sync":
+                theirs.set_requires_gradient_sync(value)
+                ours.set_requires_grad_sync(value)
+            else:
+                theirs.set_requires_all_reduce(value)
+                ours.set_requires_all_reduce(value)
+        loss = F.mse_loss(theirs(rows(step)[0]), rows(step)[1])
+        with CommDebugMode() as sent:
+            loss.backward()
+        kinds = {str(op) for op in sent.get_comm_counts()}
+        assert {kind for kind in ("reduce_scatter", "allreduce") if any(kind in op for op in kinds)} == reduced, kinds
+        held = ours.shardc.sync.held()
+        names = set(ours.shardc.sync.levels)
+        assert held.whole == (set() if reduced else names), step
+        assert held.scattered == (names if reduced == {"reduce_scatter"} else set()), step
+        ours(*rows(step)).backward()
+    for name, param in theirs.named_parameters():
+        close(whole(ours.get_parameter(name).grad, ours.shardc.storages[name]), param.grad.full_tensor(), name)
+
+
 def without_replicas() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     ours = shardc.compile(model(), mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager")
@@ -105,4 +144,4 @@ def without_replicas() -> None:
 def test_four_ranks() -> None:
     checks = [partial(adds_up_as_fsdp2, plan) for plan in PLANS] + [partial(adds_up_as_fsdp2, "hsdp", "inductor")]
     checks += [partial(check, plan) for check in (what_is_sent, mixes) for plan in ("hsdp", "one_axis")]
-    run_ranks(4, *checks, without_replicas)
+    run_ranks(4, *checks, composes_as_fsdp2, without_replicas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,11 +59,75 @@ def generates(plan: str, use_cache: bool | None, **options: Any) -> None:
         assert not module.shardc.programs  # one program for all lengths
 
 
+def t5() -> hf.PreTrainedModel:
+    sizes = {"vocab_size": 16, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+
+
+def bart() -> hf.PreTrainedModel:
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    sizes = {"vocab_size": 16, "d_model": 16, "max_position_embeddings": 32}
+    sizes |= {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2}
+    return hf.BartForConditionalGeneration(hf.BartConfig(**layers, **sizes, **tokens))
+
+
+def translates(build: Callable[[], hf.PreTrainedModel], more: dict[str, Any], **options: Any) -> None:
+    """An encoder-decoder model: its encoder runs once."""
+    torch.manual_seed(0)
+    one = build().double().eval()
+    for param in one.parameters():
+        param.data *= 6 if param.ndim > 1 else 1  # else all tokens are alike
+    given, asked = rows(), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, **more}
+    asked |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = one.generate(**given, **asked)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
+    module = shardc.compile(one, mesh, shardc.fsdp("dp"), backend="eager", **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ours = module.generate(**{name: x.chunk(ranks)[rank] for name, x in given.items()}, **asked)
+    assert torch.equal(ours.sequences, expected.sequences.chunk(ranks)[rank])
+    for x, y in zip(ours.logits, expected.logits, strict=True):
+        torch.testing.assert_close(x, y.chunk(ranks)[rank])
+    shown = 'pass dynamic={"decoder_input_ids": {1: "length"}} to compile'
+    assert any(shown in str(warning.message) for warning in said) == (not options)
+
+
+@pytest.mark.slow
+def test_encoder_decoder_models_generate() -> None:
+    run_ranks(2, partial(translates, t5, {}), partial(translates, bart, {"num_beams": 2}))
+
+
+@pytest.mark.long
+def test_encoder_decoder_models_with_a_cache_or_one_program() -> None:
+    cached = partial(translates, bart, {"use_cache": True})
+    run_ranks(2, cached, partial(translates, t5, {}, dynamic={"decoder_input_ids": {1: "length"}}))
+
+
 DYNAMIC = {name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")}
+
+
+def one_rank_has_padding() -> None:
+    """The library leaves out a mask of ones; ranks call with a mask all the same if one of them needs it."""
+    one, given = model().eval(), rows()
+    asked = {"max_new_tokens": 2, "do_sample": False}
+    given = {name: x[2:] for name, x in given.items()}
+    assert [(x == 0).any() for x in given["attention_mask"]] == [True, False]
+    expected = one.generate(**given, **asked)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    module = shardc.compile(one, mesh, shardc.fsdp("dp"), backend="eager")
+    mine = {name: x.chunk(2)[dist.get_rank()] for name, x in given.items()}
+    assert torch.equal(module.generate(**mine, **asked), expected.chunk(2)[dist.get_rank()])
 
 
 def test_each_rank_generates_for_its_rows() -> None:
     run_ranks(2, partial(generates, "fsdp", False))
+
+
+@pytest.mark.slow
+def test_rows_of_one_rank_have_padding() -> None:
+    run_ranks(2, one_rank_has_padding)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from accelerate.state import AcceleratorState, GradientState
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardc
 from shardc.integrations.accelerate import Trainer
@@ -105,18 +106,28 @@ PLANS = {
 }
 
 
-def trainer_on(name: str, plan: str, folder: str | Path, more: dict[str, Any]) -> Trainer:
+def on_mesh(plan: str, model: hf.PreTrainedModel) -> tuple[DeviceMesh, shardc.Plan]:
+    """The mesh and the plan of that name, on all ranks of the world."""
     axes, sizes, make = PLANS[plan]
+    sizes = (dist.get_world_size(),) if len(sizes) == 1 else sizes
+    return init_device_mesh("cpu", sizes, mesh_dim_names=axes), make(model)
+
+
+def launched(
+    module: Any, plan: str, folder: str | Path, more: dict[str, Any], given: Callable[[Any], dict[str, Any]] = data
+) -> Trainer:
+    """A Trainer of a compiled module, as in a process that torchrun started."""
     ranks = dist.get_world_size()
-    if len(sizes) == 1:
-        sizes = (ranks,)
     os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank()), "WORLD_SIZE": str(ranks)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # unused
+    parts = ranks // (2 if "tp" in PLANS[plan][0] else 1)
+    return Trainer(module, arguments(folder, parts, **more), **given(module))
+
+
+def trainer_on(name: str, plan: str, folder: str | Path, more: dict[str, Any]) -> Trainer:
     model = MODELS[name]()
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
-    module = shardc.compile(model, mesh, make(model), backend="eager")
-    parts = ranks // (2 if "tp" in axes else 1)
-    return Trainer(module, arguments(folder, parts, **more), **data(model))
+    mesh, said = on_mesh(plan, model)
+    return launched(shardc.compile(model, mesh, said, backend="eager"), plan, folder, more)
 
 
 def same_lines(mine: list[tuple[float, ...]], theirs: list[tuple[float, ...]]) -> None:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardc
 from shardc.errors import BackwardError, CaptureError, InputError
+from shardc.runtime.habits import INSTEAD
 from tests.ranks import run_ranks
 
 X = torch.linspace(-1, 1, 40, dtype=torch.float64).view(4, 10).sin()
@@ -106,6 +108,73 @@ def parts() -> None:
     torch.testing.assert_close(module(X), plain(X))
 
 
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = net(), nn.Linear(4, 10).double()
+        self.gain = nn.Parameter(torch.full((4,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.inner(x) * self.gain * scale
+
+    def decode(self, code: Tensor) -> Tensor:
+        return self.outer(code)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        return self(x).argmax(-1)
+
+
+def other_methods() -> None:
+    """Methods besides forward run as programs once they are registered, each by itself and after another."""
+    alone = Coder()
+    module = on_ranks(alone)
+    with pytest.raises(InputError, match="shardc.register_forward_method"):
+        module.encode(X[:2])
+    shardc.register_forward_method(module, "encode")
+    shardc.register_forward_method(module, "decode")
+    mine = X.chunk(2)[torch.distributed.get_rank()]
+    for _ in range(2):
+        torch.testing.assert_close(module(mine), alone(mine))
+        torch.testing.assert_close(module.encode(mine), alone.encode(mine))
+        torch.testing.assert_close(module.encode(mine, scale=3.0), alone.encode(mine, scale=3.0))
+    assert len(module.shardc.programs) == 3
+    torch.testing.assert_close(copy.deepcopy(module).encode(mine), alone.encode(mine))
+    square(module.decode(module.encode(mine))).backward()
+    square(alone.decode(alone.encode(X))).backward()
+    for name, param in alone.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), param.grad)
+    assert torch.equal(module.nearest(mine), alone.nearest(mine))  # it calls the module, and is not registered
+    shardc.register_forward_method(alone, "encode")
+    for name in ("encoder", "state_dict", "no_sync"):
+        with pytest.raises(InputError, match=f"Coder has no method '{name}' of its own"):
+            shardc.register_forward_method(module, name)
+    shardc.register_forward_method(module, "nearest")
+    with pytest.raises(CaptureError, match="Coder calls itself without end"):
+        module.nearest(mine)
+    with pytest.raises(InputError, match="without loss="):
+        shardc.register_forward_method(on_ranks(Coder(), loss=square), "encode")
+
+
+def methods_of_fsdp2() -> None:
+    """What FSDP2's modules have besides: an error of one line says what to write."""
+    plain, module = net(), on_ranks(net())
+    assert set(INSTEAD) <= set(dir(FSDPModule)) and not any(hasattr(module, name) for name in INSTEAD)
+    with pytest.raises(AttributeError, match="no attribute 'unshard': read or change whole") as caught:
+        module.unshard()
+    assert "\n" not in str(caught.value)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'$"):
+        module.nothing()
+    trained(module, None, X)
+    trained(plain, None, torch.cat([X, X]))
+    evaluated = shardc.compile(net(), module.shardc.device_mesh, shardc.ddp("dp"), backend="eager")
+    evaluated.load_state_dict(module.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(evaluated(X), plain(X))
+
+
 def compiled_again() -> None:
     plain, module = net(), on_ranks(net())
     torch.testing.assert_close(torch.compile(module, backend="eager")(X), plain(X))
@@ -177,6 +246,8 @@ def test_on_two_ranks() -> None:
         averages,
         held_back,
         parts,
+        other_methods,
+        methods_of_fsdp2,
         compiled_again,
         pickles,
         dataclasses,

@@ -185,6 +185,25 @@ def test_going_back_finds_the_first_program() -> None:
     assert len(module.shardc.programs) == 3
 
 
+def test_a_list_may_go_and_come_back() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.scales = nn.Linear(4, 4), [2.0, 3.0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.inner(x)
+            for scale in self.scales or ():
+                x = x * scale
+            return x
+
+    module, source = pair(Scaled())
+    for scales in ([2.0, 3.0], None, [5.0], None):
+        module.scales = source.scales = scales
+        alike(module, source, what=str(scales))
+    assert len(module.shardc.programs) == 3
+
+
 def test_what_is_not_read_compiles_nothing() -> None:
     module, source = pair()
     for step in range(3):

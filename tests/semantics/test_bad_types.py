@@ -49,6 +49,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "wrap": (shardc.optim.wrap, {"optimizer_cls": torch.optim.SGD, "module": MODULE}),
     "measure_links": (shardc.measure_links, {}),
     "Simulation": (shardc.Simulation, {}),
+    "register_forward_method": (shardc.register_forward_method, {"module": MODULE, "name": "forward"}),
     "register_rule": (shardc.register_rule, {"op": "bad_types::op", "text": "i -> i"}),
     "local_map": (shardc.local_map, {"function": abs, "in_layouts": "_", "out_layouts": "_"}),
     "no_sync": (MODULE.no_sync, {}),

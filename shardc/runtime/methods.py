@@ -1,0 +1,58 @@
+"""Methods besides ``forward`` that run as programs of a compiled module."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardc.errors import InputError
+from shardc.runtime.module import ShardedModule
+from shardc.validate import typed
+
+
+@typed()
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Makes ``module.<name>(...)`` a call of a program, as a call of the module is; FSDP2's function of that purpose.
+
+    It takes shards of inputs and returns shards of outputs, as a module without ``loss=``. Its programs are compiled at
+    its first calls. Forward hooks of the module run around it. It may call parts of the module and its other methods,
+    but neither the module nor its ``forward``: a method that does so needs no registering for that.
+
+    Args:
+        module: from `shardc.compile`. Another module stays as it is, so that a script may run with or without shardc.
+        name: of a method of the model's class.
+
+    Raises:
+        InputError: the module has a loss, or its model's class has no such method of its own.
+    """
+    if not isinstance(module, ShardedModule):
+        return
+    mixin, cls = type(module).__bases__
+    method = inspect.getattr_static(cls, name, None)
+    if not isinstance(method, FunctionType) or hasattr(mixin, name):
+        raise InputError(f"{cls.__name__} has no method {name!r} of its own", fix="name one that its class defines")
+    build: Any = module.shardc.build
+    if build.loss is not None:
+        raise InputError(
+            f"the module was compiled with loss=, and {name!r} returns no argument of it",
+            fix="compile it without loss=, and take the loss of what the module returns",
+        )
+
+    @torch.compiler.disable
+    @functools.wraps(method)
+    def call(self: ShardedModule, *args: Any, **kwargs: Any) -> Any:
+        before = vars(self).get("forward")
+        vars(self)["forward"] = MethodType(method, self)  # a call runs the program of the forward that it finds
+        try:
+            return ShardedModule.forward(self, *args, **kwargs)
+        finally:
+            del vars(self)["forward"]
+            if before is not None:
+                vars(self)["forward"] = before
+
+    setattr(type(module), name, call)  # a class that `shardc.compile` made for this module; the model's own stays
