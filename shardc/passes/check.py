@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 from torch import fx
@@ -9,13 +10,15 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import SPECS, broken, halves, verify, verify_half
+from shardc.ir.verify import HALF, SPECS, broken, check_all, halves, verify
 from shardc.ir.verify.identity import Computed, Program, computed, program, same
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
-from shardc.passes.pipeline import Hook
+from shardc.passes.pipeline import Hook, Pass
 from shardc.passes.precision import REDUCED_IN
+from shardc.passes.schedule import Schedule
+from shardc.passes.waited import late
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 
@@ -35,7 +38,7 @@ def check(
     return program(gm)
 
 
-# Passes on halves behind which every result is what it was, and behind which collectives start in the order before.
+# Passes on halves behind which every result is what it was, and behind which every op runs where it did before.
 KEEP_VALUES = ("bucket", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
 
@@ -53,26 +56,32 @@ class Verify(Hook):
 
 
 class VerifyHalf(Hook):
-    """Verifies a half behind every pass, and that passes which only move ops leave its results what they were."""
+    """Verifies a half behind every pass: that passes which only move ops leave its results, and the schedule, alone.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+    Args:
+        passes: what runs on the half.
+        causes: of each parameter, which plan entries say how it is computed with, for errors.
+    """
+
+    def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
+        self.mesh, self.causes = mesh, causes or {}
+        self.overlaps = {each.name for each in passes if isinstance(each, Schedule) and not each.blocking}
         self.made: tuple[Computed, list[str]] | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
         if self.made is None:
-            self.made = computed(gm.graph), halves.started(gm.graph)
+            self.made = computed(gm.graph), halves.order(gm.graph)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        verify_half(gm, self.mesh, stage)
+        subject = Subject(gm, self.mesh, no_rules, self.causes)
+        check_all(subject, stage, (*HALF, late) if stage in self.overlaps else HALF)
         assert self.made is not None
         values, order = self.made
-        self.made = computed(gm.graph), halves.started(gm.graph)
-        found = same(values, self.made[0]) if stage in KEEP_VALUES else None
-        if found is None and stage in KEEP_ORDER and self.made[1] != order:
-            found = "its collectives do not start in the order that was scheduled"
-        if found is not None:
-            raise broken(Subject(gm, self.mesh, no_rules), stage, ir.output_node(gm.graph), found)
+        self.made = computed(gm.graph), halves.order(gm.graph)
+        if stage in KEEP_VALUES and (changed := same(values, self.made[0])) is not None:
+            raise broken(subject, stage, ir.output_node(gm.graph), changed)
+        if stage in KEEP_ORDER and (found := halves.moved(order, gm.graph)) is not None:
+            raise broken(subject, stage, *found)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -18,17 +19,24 @@ from shardc.ir.arena import PLAN, place
 from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify import halves
+from shardc.ir.verify.blame import entry_of
 from shardc.ir.verify.subject import Subject, no_rules
-from shardc.passes import Partition, Pass, Pipeline
+from shardc.passes import Partition, Pass, Pipeline, Schedule
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 Plant = Callable[[fx.Graph], bool]
 """Breaks a graph; False where it holds nothing to break."""
 
 
+class Net(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 def model() -> nn.Module:
-    layers = [nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8)]
-    return nn.Sequential(*layers)
+    return Net(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8))
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,17 @@ class Broken:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         gm = self.right(gm)
         self.plant(gm.graph)
+        return gm
+
+
+class BrokenSchedule(Schedule):
+    """The schedule, with a fault."""
+
+    plant: Any = None
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        gm = super().__call__(gm)
+        type(self).plant(gm.graph)
         return gm
 
 
@@ -121,6 +140,21 @@ def swap_two_starts(graph: fx.Graph) -> bool:
     return False
 
 
+def wait_too_early(graph: fx.Graph) -> bool:
+    """A collective is waited for where it starts, although ops that do not use it come before the first that does."""
+    nodes = list(graph.nodes)
+    for wait in waits(graph):
+        result = wait.args[0]
+        start = result.args[0] if result.target is getitem else result
+        between = nodes[nodes.index(start) + 1 : nodes.index(wait)]
+        if any(x.target not in (WAIT, getitem) and collective_kind(x) is None for x in between):
+            if result is not start:
+                start.append(result)
+            result.append(wait)
+            return True
+    return False
+
+
 def overlap_two_slots(graph: fx.Graph) -> bool:
     output = ir.output_node(graph)
     plan = output.meta[PLAN]
@@ -148,7 +182,8 @@ SAID = {
     delete_a_wait: "before it is waited on",
     drop_a_reduction: "is not the value that it was|nobody reads what it brings",
     exchange_two_outputs: "is not the value that it was",
-    swap_two_starts: "do not start in the order that was scheduled",
+    swap_two_starts: r"it runs in front of %\S+, and not behind %\S+ as scheduled",
+    wait_too_early: r"it runs in front of %\S+, and not behind %\S+ as scheduled",
     forget_how_long_slots_are_used: "its result lies where .* does, at the same time",
     overlap_two_slots: "its result lies where .* does, at the same time",
 }
@@ -160,6 +195,7 @@ FAULTS = [
         for plant in (drop_a_reduction, exchange_two_outputs)
     ),
     ("plan_memory", swap_two_starts),
+    ("plan_memory", wait_too_early),
     ("plan_memory", overlap_two_slots),
     ("plan_memory", forget_how_long_slots_are_used),
 ]
@@ -185,6 +221,36 @@ def test_a_fault_is_refused(name: str, plant: Plant, direct: bool) -> None:
     with pytest.raises(VerifyError, match=f"after {name}: .*({SAID[plant]})"):
         lower(edit, direct)
     assert planted[-1]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_schedule_that_waits_too_early(direct: bool) -> None:
+    """It is refused by name, with what asked for the collective; one that waits where it starts on purpose is not."""
+    planted = []
+
+    def hoist(graph: fx.Graph) -> None:
+        planted.append(wait_too_early(graph))
+
+    def edit(pipeline: Pipeline, blocking: bool = False) -> Pipeline:
+        return pipeline.replaced(BrokenSchedule(**vars(pipeline[Schedule]) | {"blocking": blocking}))
+
+    BrokenSchedule.plant = staticmethod(hoist)
+    with pytest.raises(VerifyError, match=r"after schedule: %\S+: it is waited for in front of %\S+, .*") as caught:
+        lower(edit, direct)
+    assert any(planted)
+    assert caught.value.plan_entry == 'fsdp("dp", level=3)'
+    assert caught.value.source is not None and "test_planted_halves.py:" in caught.value.source
+    lower(lambda pipeline: edit(pipeline, blocking=True), direct)
+
+
+def test_which_plan_entry_is_behind_a_collective() -> None:
+    program = lower(lambda pipeline: pipeline, False)
+    found = {ir.info(node).name: entry_of(node, program.causes) for node in starts(program.forward.graph)}
+    assert found["0.weight.full.all_gather_into_tensor.bucket"] == 'fsdp("dp", level=3)'
+    assert found["2.mm.summed.all_reduce"] == program.causes["2.weight"]
+    assert "tp" in program.causes["2.weight"]
+    backward = {ir.info(node).name: entry_of(node, program.causes) for node in starts(program.backward.graph)}
+    assert backward["d.2.view.scattered.reduce_scatter_tensor.bucket"] == 'fsdp("dp", level=3)'
 
 
 def test_two_saved_values_that_the_cut_exchanges() -> None:

@@ -15,7 +15,7 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import halves, layouts, local, structure
+from shardc.ir.verify import blame, halves, layouts, local, structure
 from shardc.ir.verify.identity import Program, changed
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
@@ -76,7 +76,11 @@ def verify(
 
 def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], agrees: Agrees = no_rules) -> None:
     """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken."""
-    subject = Subject(gm, mesh, agrees)
+    check_all(Subject(gm, mesh, agrees), stage, checks)
+
+
+def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:
+    """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken in ``subject``."""
     for one in checks:
         for node, reason in one(subject):
             raise broken(subject, stage, node, reason)
@@ -113,10 +117,16 @@ def verify_halves(
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
     """The error that ``node`` is broken after ``stage``."""
+    collective = blame.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):
         where = grammar.name_text(info(node).name)
-    return VerifyError(f"after {stage}: {where}: {reason}", program=window(subject.gm, subject.mesh, node))
+    return VerifyError(
+        f"after {stage}: {where}: {reason}",
+        plan_entry=collective and blame.entry_of(collective, subject.causes),
+        source=collective and blame.source_of(collective),
+        program=window(subject.gm, subject.mesh, node),
+    )
 
 
 def window(gm: fx.GraphModule, mesh: Mesh, node: fx.Node, around: int = 2) -> str:
