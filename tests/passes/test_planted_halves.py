@@ -17,6 +17,7 @@ from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, place
 from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.executable import certify
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify import halves
 from shardc.ir.verify.blame import entry_of
@@ -251,6 +252,21 @@ def test_which_plan_entry_is_behind_a_collective() -> None:
     assert "tp" in program.causes["2.weight"]
     backward = {ir.info(node).name: entry_of(node, program.causes) for node in starts(program.backward.graph)}
     assert backward["d.2.view.scattered.reduce_scatter_tensor.bucket"] == 'fsdp("dp", level=3)'
+
+
+def test_the_certificate_says_where_is_waited() -> None:
+    """So that ranks which wait elsewhere have other certificates, and the line that differs says where."""
+    program = lower(lambda pipeline: pipeline, False)
+    certificate = program.certificate()
+    first, graph = certificate.lines[0], program.forward.graph
+    assert first == (
+        "forward: all_gather(dp) f32[8,8], f32[8] %0.weight.full.all_gather_into_tensor.bucket, "
+        "waited for in front of %0.t, %0.add"
+    )
+    assert wait_too_early(graph)
+    hoisted = certify(program.mesh, [("forward", graph)]).lines
+    assert hoisted[0].endswith("waited for in front of %2.weight.full.all_gather_into_tensor.bucket, %0.t")
+    assert hoisted[1:] == certificate.lines[1 : len(hoisted)]
 
 
 def test_two_saved_values_that_the_cut_exchanges() -> None:
