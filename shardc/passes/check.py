@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from torch import fx
 
@@ -11,7 +12,8 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import HALF, SPECS, broken, check_all, halves, verify
-from shardc.ir.verify.identity import Computed, Program, computed, program, same
+from shardc.ir.verify.identity import Computed, Program, fingerprints, of_outputs, program, respelled, same
+from shardc.ir.verify.spelled import Collective, collectives
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
@@ -39,8 +41,9 @@ def check(
 
 
 # Passes on halves behind which every result is what it was, and behind which every op runs where it did before.
-KEEP_VALUES = ("bucket", "schedule", "plan_memory")
+KEEP_VALUES = ("bucket", "algorithms", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
+ALGORITHMS = "algorithms"  # behind which other ops may stand for a collective
 
 
 class Verify(Hook):
@@ -66,22 +69,31 @@ class VerifyHalf(Hook):
     def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
         self.mesh, self.causes = mesh, causes or {}
         self.overlaps = {each.name for each in passes if isinstance(each, Schedule) and not each.blocking}
-        self.made: tuple[Computed, list[str]] | None = None
+        self.found: dict[fx.Node, Any] | None = None
+        self.made: tuple[Computed, list[str]] = {}, []
+        self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        if self.made is None:
-            self.made = computed(gm.graph), halves.order(gm.graph)
+        if self.found is None:
+            self._look(gm.graph)
+        if stage == ALGORITHMS and self.found is not None:
+            self.replaced = collectives(gm.graph, self.found)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         subject = Subject(gm, self.mesh, no_rules, self.causes)
         check_all(subject, stage, (*HALF, late) if stage in self.overlaps else HALF)
-        assert self.made is not None
         values, order = self.made
-        self.made = computed(gm.graph), halves.order(gm.graph)
+        self._look(gm.graph)
+        if stage == ALGORITHMS and self.found is not None:
+            self.replaced = respelled(gm.graph, self.found, self.replaced)
         if stage in KEEP_VALUES and (changed := same(values, self.made[0])) is not None:
             raise broken(subject, stage, ir.output_node(gm.graph), changed)
         if stage in KEEP_ORDER and (found := halves.moved(order, gm.graph)) is not None:
             raise broken(subject, stage, *found)
+
+    def _look(self, graph: fx.Graph) -> None:
+        self.found = fingerprints(graph, replaced=self.replaced)
+        self.made = of_outputs(graph, self.found), halves.order(graph)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import shardc
+from shardc.cost.model import CostModel, Measured
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, place
@@ -79,8 +80,8 @@ class BrokenCut(Partition):
         return forward, backward
 
 
-def lower(edit: Callable[[Pipeline], Pipeline], direct: bool) -> shardc.Program:
-    options = shardc.Options(pipeline=edit, bucket_size=600, direct=direct)
+def lower(edit: Callable[[Pipeline], Pipeline], direct: bool, **said: Any) -> shardc.Program:
+    options = shardc.Options(**{"pipeline": edit, "bucket_size": 600, "direct": direct, **said})
     plan = shardc.fsdp("dp", threshold=0) | shardc.tp("tp", colwise=["0"], rowwise=["2"])
     module = shardc.compile(model(), shardc.Mesh(dp=2, tp=2), plan, loss=F.mse_loss, options=options, backend="eager")
     program = module.lower(torch.empty(8, 8), torch.empty(8, 8))
@@ -242,6 +243,69 @@ def test_a_schedule_that_waits_too_early(direct: bool) -> None:
     assert caught.value.plan_entry == 'fsdp("dp", level=3)'
     assert caught.value.source is not None and "test_planted_halves.py:" in caught.value.source
     lower(lambda pipeline: edit(pipeline, blocking=True), direct)
+
+
+def add_up_one_rank_alone(graph: fx.Graph) -> bool:
+    """The first rank's term becomes the sum of the ranks' terms."""
+    for node in graph.nodes:
+        if _is_spelled_sum(node):
+            node.target, node.args, node.kwargs = torch.ops.aten.select.int, (node.args[0], 0, 0), {}
+            return True
+    return False
+
+
+def _is_spelled_sum(node: fx.Node) -> bool:
+    """Whether it adds up what an all-to-all brought."""
+    here = node
+    while here.op == "call_function" and here.all_input_nodes and collective_kind(here) is None:
+        here = here.all_input_nodes[0]
+    return node.target is torch.ops.aten.sum.dim_IntList and collective_kind(here) == "all_to_all"
+
+
+def send_to_other_ranks(graph: fx.Graph) -> bool:
+    """An all-to-all over tp where the collective was over dp."""
+    for node in starts(graph):
+        if collective_kind(node) == "all_to_all":
+            node.args = (*node.args[:-1], "shardc:tp")
+            return True
+    return False
+
+
+def send_another_value(graph: fx.Graph) -> bool:
+    """An all-to-all of what another one takes, which is of the same shape."""
+    found = [node for node in starts(graph) if collective_kind(node) == "all_to_all"]
+    for node in found:
+        for other in found:
+            if node is not other and ir.value(node.args[0]) == ir.value(other.args[0]):
+                if [*graph.nodes].index(other) < [*graph.nodes].index(node):
+                    node.args = (other.args[0], *node.args[1:])
+                    return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "plant", [None, add_up_one_rank_alone, send_to_other_ranks, send_another_value, exchange_two_outputs]
+)
+def test_an_algorithm_that_gives_something_else_is_refused(plant: Plant | None) -> None:
+    planted = []
+
+    def edit(pipeline: Pipeline) -> Pipeline:
+        right = next(each for each in pipeline if each.name == "algorithms")
+        return pipeline.replaced(Broken(right, lambda graph: planted.append(plant is not None and plant(graph))))
+
+    cost = CostModel(
+        kinds=tuple(
+            Measured(kind, 2, 1.0 if kind in ("reduce_scatter", "all_gather") else 1e-6, 1e9)
+            for kind in ("reduce_scatter", "all_gather", "all_reduce", "all_to_all")
+        )
+    )
+    if plant is None:
+        program = lower(edit, False, bucket_size=0, cost=cost)
+        assert "all_to_all" in map(collective_kind, program.backward.graph.nodes)
+        return
+    with pytest.raises(VerifyError, match="after algorithms: .*(is not the value that it was|it brings what)"):
+        lower(edit, False, bucket_size=0, cost=cost)
+    assert planted[-1]
 
 
 def test_which_plan_entry_is_behind_a_collective() -> None:
