@@ -11,9 +11,10 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import HALF, SPECS, broken, check_all, halves, verify
-from shardc.ir.verify.identity import Computed, Program, fingerprints, of_outputs, program, respelled, same
+from shardc.ir.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
+from shardc.ir.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
 from shardc.ir.verify.spelled import Collective, collectives
+from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
@@ -36,8 +37,11 @@ def check(
     Raises:
         VerifyError: with the stage, what is broken, and where.
     """
-    verify(gm, mesh, stage, agrees, before, spec=spec)
-    return program(gm)
+    verify(gm, mesh, stage, agrees, spec=spec)
+    found = fingerprints(gm.graph)
+    if before is not None and stage in MOVING and (wrong := changed(before, gm, found)) is not None:
+        raise broken(Subject(gm, mesh, agrees), stage, *wrong)
+    return program(gm, found)
 
 
 # Passes on halves behind which every result is what it was, and behind which every op runs where it did before.
@@ -51,11 +55,23 @@ class Verify(Hook):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
+        self.state: State | None = None
         self.made: Program | None = None
 
+    def before(self, stage: str, gm: fx.GraphModule) -> None:
+        if stage in MOVING and self.made is None:
+            self.made = program(gm)
+
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        self.spec = stage if stage in SPECS else self.spec
-        self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
+        last, state, self.spec = self.spec, State(gm.graph), stage if stage in SPECS else self.spec
+        if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
+            return
+        self.state = state
+        if stage in MOVING:
+            self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
+        else:
+            verify(gm, self.mesh, stage, agrees, spec=self.spec)
+            self.made = None  # what other passes change is computed on purpose
 
 
 class VerifyHalf(Hook):
@@ -69,31 +85,34 @@ class VerifyHalf(Hook):
     def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
         self.mesh, self.causes = mesh, causes or {}
         self.overlaps = {each.name for each in passes if isinstance(each, Schedule) and not each.blocking}
-        self.found: dict[fx.Node, Any] | None = None
-        self.made: tuple[Computed, list[str]] = {}, []
+        self.state: State | None = None
+        self.found: dict[fx.Node, Any] | None = None  # the fingerprints of the graph, where they are known
         self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        if self.found is None:
-            self._look(gm.graph)
+        if stage in KEEP_VALUES and self.found is None:
+            self.found = fingerprints(gm.graph, replaced=self.replaced)
         if stage == ALGORITHMS and self.found is not None:
             self.replaced = collectives(gm.graph, self.found)
+        self.values = of_outputs(gm.graph, self.found) if self.found is not None else {}
+        self.order = halves.order(gm.graph) if stage in KEEP_ORDER else []
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
+        last, self.state = self.state, State(gm.graph)
+        if stage not in self.overlaps and self.state.is_of(last):
+            return
         subject = Subject(gm, self.mesh, no_rules, self.causes)
         check_all(subject, stage, (*HALF, late) if stage in self.overlaps else HALF)
-        values, order = self.made
-        self._look(gm.graph)
+        if stage not in KEEP_VALUES:
+            self.found = None
+        elif not self.state.computes(last):
+            self.found = fingerprints(gm.graph, replaced=self.replaced)
+            if (other := same(self.values, of_outputs(gm.graph, self.found))) is not None:
+                raise broken(subject, stage, ir.output_node(gm.graph), other)
         if stage == ALGORITHMS and self.found is not None:
             self.replaced = respelled(gm.graph, self.found, self.replaced)
-        if stage in KEEP_VALUES and (changed := same(values, self.made[0])) is not None:
-            raise broken(subject, stage, ir.output_node(gm.graph), changed)
-        if stage in KEEP_ORDER and (found := halves.moved(order, gm.graph)) is not None:
-            raise broken(subject, stage, *found)
-
-    def _look(self, graph: fx.Graph) -> None:
-        self.found = fingerprints(graph, replaced=self.replaced)
-        self.made = of_outputs(graph, self.found), halves.order(graph)
+        if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:
+            raise broken(subject, stage, *moved)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

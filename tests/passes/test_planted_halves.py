@@ -22,6 +22,7 @@ from shardc.ir.executable import certify
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify import halves
 from shardc.ir.verify.blame import entry_of
+from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import Partition, Pass, Pipeline, Schedule
 
@@ -368,3 +369,32 @@ def test_a_result_that_is_sent_on_keeps_its_bytes_until_that_has_arrived() -> No
 def test_right_halves_are_taken() -> None:
     for direct in (False, True):
         lower(lambda pipeline: pipeline, direct)
+
+
+def _rename(graph: fx.Graph) -> None:
+    node = starts(graph)[0]
+    ir.set_info(node, replace(ir.info(node), name="other"))
+
+
+def _retype(graph: fx.Graph) -> None:
+    node = waits(graph)[0]
+    node.meta["val"] = node.meta["val"].clone()
+
+
+def _swap_roles(graph: fx.Graph) -> None:
+    output = ir.output_node(graph)
+    output.meta[ir.ROLES] = output.meta[ir.ROLES][::-1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [delete_a_wait, exchange_two_outputs, swap_two_starts, overlap_two_slots, _rename, _retype, _swap_roles],
+)
+def test_what_a_pass_has_changed_is_noticed(change: Callable[[fx.Graph], object]) -> None:
+    """Only a graph that is the same in all that is checked is not verified again."""
+    graph = lower(lambda pipeline: pipeline, True).forward.graph
+    before = State(graph)
+    assert State(graph).is_of(before)
+    change(graph)
+    assert not State(graph).is_of(before)
+    assert State(graph).computes(before) == (change in (swap_two_starts, overlap_two_slots, _retype, _swap_roles))

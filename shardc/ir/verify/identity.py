@@ -38,19 +38,27 @@ class Program:
     results: Computed
 
 
-def program(gm: fx.GraphModule) -> Program:
-    """What ``gm``, a graph at global shapes, computes, data movement left out."""
-    return Program(frozenset(fingerprints(gm.graph).values()), computed(gm.graph))
+def program(gm: fx.GraphModule, found: Mapping[fx.Node, Any] | None = None) -> Program:
+    """What ``gm``, a graph at global shapes, computes, data movement left out.
+
+    Args:
+        found: its `fingerprints`, where there are some already.
+    """
+    found = found or fingerprints(gm.graph)
+    return Program(frozenset(found.values()), of_outputs(gm.graph, found))
 
 
-def changed(before: Program, gm: fx.GraphModule) -> tuple[fx.Node, str] | None:
-    """The first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the same."""
-    found = fingerprints(gm.graph)
+def changed(before: Program, gm: fx.GraphModule, found: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
+    """The first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the same.
+
+    Args:
+        found: the `fingerprints` of ``gm``.
+    """
     for node in gm.graph.nodes:
         if node.op != "output" and found[node] not in before.values:
             taken = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
             return node, f"no op took {taken or 'these arguments'} this way before the pass"
-    other = same(before.results, computed(gm.graph))
+    other = same(before.results, of_outputs(gm.graph, found))
     return None if other is None else (output_node(gm.graph), other)
 
 
