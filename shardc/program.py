@@ -134,7 +134,7 @@ class Program(Executable):
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """``half`` bucketed and scheduled."""
-        checks = (VerifyHalf(self.mesh),) if self.options.verify else ()
+        checks = (VerifyHalf(self.mesh, self.halves, self.causes),) if self.options.verify else ()
         return self.halves.run(half, *checks, *self.options.hooks)
 
     def cause(self, collective: fx.Node) -> Cause:

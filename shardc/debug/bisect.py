@@ -152,6 +152,7 @@ class _Stages:
         self.checked: list[Checked] = []
         self.before: dict[str, Tensor | str] = {}
         self.verifier = Verify(self.mesh)
+        self.last: fx.GraphModule | None = None
         self.forward: Values | None = None
 
     def look(self, stage: str) -> Verdict | None:
@@ -159,6 +160,8 @@ class _Stages:
         gm = self.program.module(stage)
         if not self.program.is_half(stage):
             try:
+                self.verifier.before(stage, self.last or gm)
+                self.last = gm
                 self.verifier.after(stage, gm)
             except VerifyError as error:
                 self.checked.append(Checked(stage, float("inf"), "refused by the verifier"))

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
+from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.deferred import Deferred
 from shardc.ir.graph import DTYPE_NAMES, Role
 from shardc.ir.layout import Layout
@@ -26,14 +27,15 @@ from shardc.ir.tally import arguments_of, collective_kind, group_axes
 
 @dataclass(frozen=True)
 class Certificate:
-    """The collectives that every rank starts, in order.
+    """The collectives that every rank starts, in order, and where each is waited for.
 
     One graph serves all ranks, so ranks that have this text start the same collectives on every group, in an
     order that is the same for all groups: no two ranks can wait for each other in a circle.
 
     Args:
         mesh: whose groups they are on.
-        lines: one collective each: which half, kind, axes, dtypes and local shapes, and what it stands for.
+        lines: one collective each: which half, kind, axes, dtypes and local shapes, what it stands for, and in front
+            of which ops its results are waited for.
     """
 
     mesh: Mesh
@@ -61,6 +63,7 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
     """The certificate of a program's local graphs, given by name in the order in which they run."""
     lines = []
     for name, graph in halves:
+        next_op = _next_ops(graph)
         for node in graph.nodes:
             kind = collective_kind(node)
             if kind is None:
@@ -70,8 +73,21 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
             shapes = ", ".join(
                 f"{DTYPE_NAMES.get(v.dtype, v.dtype)}[{','.join(map(str, v.shape))}]" for v in record.tensors
             )
-            lines.append(f"{name}: {kind}({','.join(axes)}) {shapes} %{record.name}")
+            until = ", ".join(dict.fromkeys(op for _, op in sorted(next_op[wait] for wait in waits_of(node))))
+            lines.append(f"{name}: {kind}({','.join(axes)}) {shapes} %{record.name}, waited for in front of {until}")
     return Certificate(mesh, tuple(lines))
+
+
+def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
+    """The first op behind each wait that is no wait, with a number by which waits are in order."""
+    found: dict[fx.Node, tuple[int, str]] = {}
+    here = "the outputs"
+    for node in reversed(graph.nodes):
+        if node.target is WAIT:
+            found[node] = -len(found), here
+        elif node.op == "call_function" and node.target is not getitem:
+            here = f"%{ir.info(node).name}"
+    return found
 
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"

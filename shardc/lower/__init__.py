@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor, fx
 from shardc.ir.emitted import joined, uses_of
 from shardc.ir.executable import Compiled, Half
 from shardc.ir.segments import LEAST, Segment, cut, whole
+from shardc.ir.verify import check_all
+from shardc.ir.verify.rows import in_order
+from shardc.ir.verify.subject import Subject, no_rules
 from shardc.lower.inductor import lowered
 from shardc.lower.shared import in_turns
 from shardc.lower.sized import lowered_at_any_sizes
@@ -56,6 +60,8 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
         half: whole(half.gm) if by == "whole" or half in sized else cut(half.gm, LEAST if by == "auto" else 2)
         for half in halves
     }
+    for half, row in segments.items():
+        check_all(Subject(half.gm, half.mesh, no_rules), "cutting into segments", [partial(in_order, segments=row)])
     kinds = {segment.gm: half.kind for half in halves if half not in sized for segment in segments[half]}
     codes = in_turns(kinds, lambda gm, kind: Code(*lowered(gm, kind)))
     return [

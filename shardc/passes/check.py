@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import SPECS, broken, halves, verify, verify_half
-from shardc.ir.verify.identity import Computed, Program, computed, program, same
+from shardc.ir.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
+from shardc.ir.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
+from shardc.ir.verify.spelled import Collective, collectives
+from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
-from shardc.passes.pipeline import Hook
+from shardc.passes.pipeline import Hook, Pass
 from shardc.passes.precision import REDUCED_IN
+from shardc.passes.schedule import Schedule
+from shardc.passes.waited import late
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 
@@ -31,13 +37,17 @@ def check(
     Raises:
         VerifyError: with the stage, what is broken, and where.
     """
-    verify(gm, mesh, stage, agrees, before, spec=spec)
-    return program(gm)
+    verify(gm, mesh, stage, agrees, spec=spec)
+    found = fingerprints(gm.graph)
+    if before is not None and stage in MOVING and (wrong := changed(before, gm, found)) is not None:
+        raise broken(Subject(gm, mesh, agrees), stage, *wrong)
+    return program(gm, found)
 
 
-# Passes on halves behind which every result is what it was, and behind which collectives start in the order before.
-KEEP_VALUES = ("bucket", "schedule", "plan_memory")
+# Passes on halves behind which every result is what it was, and behind which every op runs where it did before.
+KEEP_VALUES = ("bucket", "algorithms", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
+ALGORITHMS = "algorithms"  # behind which other ops may stand for a collective
 
 
 class Verify(Hook):
@@ -45,34 +55,64 @@ class Verify(Hook):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
+        self.state: State | None = None
         self.made: Program | None = None
 
+    def before(self, stage: str, gm: fx.GraphModule) -> None:
+        if stage in MOVING and self.made is None:
+            self.made = program(gm)
+
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        self.spec = stage if stage in SPECS else self.spec
-        self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
+        last, state, self.spec = self.spec, State(gm.graph), stage if stage in SPECS else self.spec
+        if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
+            return
+        self.state = state
+        if stage in MOVING:
+            self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
+        else:
+            verify(gm, self.mesh, stage, agrees, spec=self.spec)
+            self.made = None  # what other passes change is computed on purpose
 
 
 class VerifyHalf(Hook):
-    """Verifies a half behind every pass, and that passes which only move ops leave its results what they were."""
+    """Verifies a half behind every pass: that passes which only move ops leave its results, and the schedule, alone.
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.made: tuple[Computed, list[str]] | None = None
+    Args:
+        passes: what runs on the half.
+        causes: of each parameter, which plan entries say how it is computed with, for errors.
+    """
+
+    def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
+        self.mesh, self.causes = mesh, causes or {}
+        self.overlaps = {each.name for each in passes if isinstance(each, Schedule) and not each.blocking}
+        self.state: State | None = None
+        self.found: dict[fx.Node, Any] | None = None  # the fingerprints of the graph, where they are known
+        self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        if self.made is None:
-            self.made = computed(gm.graph), halves.started(gm.graph)
+        if stage in KEEP_VALUES and self.found is None:
+            self.found = fingerprints(gm.graph, replaced=self.replaced)
+        if stage == ALGORITHMS and self.found is not None:
+            self.replaced = collectives(gm.graph, self.found)
+        self.values = of_outputs(gm.graph, self.found) if self.found is not None else {}
+        self.order = halves.order(gm.graph) if stage in KEEP_ORDER else []
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        verify_half(gm, self.mesh, stage)
-        assert self.made is not None
-        values, order = self.made
-        self.made = computed(gm.graph), halves.started(gm.graph)
-        found = same(values, self.made[0]) if stage in KEEP_VALUES else None
-        if found is None and stage in KEEP_ORDER and self.made[1] != order:
-            found = "its collectives do not start in the order that was scheduled"
-        if found is not None:
-            raise broken(Subject(gm, self.mesh, no_rules), stage, ir.output_node(gm.graph), found)
+        last, self.state = self.state, State(gm.graph)
+        if stage not in self.overlaps and self.state.is_of(last):
+            return
+        subject = Subject(gm, self.mesh, no_rules, self.causes)
+        check_all(subject, stage, (*HALF, late) if stage in self.overlaps else HALF)
+        if stage not in KEEP_VALUES:
+            self.found = None
+        elif not self.state.computes(last):
+            self.found = fingerprints(gm.graph, replaced=self.replaced)
+            if (other := same(self.values, of_outputs(gm.graph, self.found))) is not None:
+                raise broken(subject, stage, ir.output_node(gm.graph), other)
+        if stage == ALGORITHMS and self.found is not None:
+            self.replaced = respelled(gm.graph, self.found, self.replaced)
+        if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:
+            raise broken(subject, stage, *moved)
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:

@@ -1,7 +1,8 @@
 """Programs that earlier starts have made, in a folder of the user's: who finds one there neither captures nor plans.
 
 A program is found by all that it was made from: the call and the model (`Identity`), the mesh, plan and options, the
-versions of torch and shardc, what its capture read, and the source files of each package whose code was traced.
+versions of torch and shardc, the rules that the user registered, what its capture read, and the source files of each
+package whose code was traced. Of all programs the `KEPT` that were used last stay on disk.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ from shardc.precompiled.identity import Identity, signature_to_json
 from shardc.precompiled.load import Precompiled
 from shardc.precompiled.record import VERSION, Record, read_record
 from shardc.precompiled.save import save_program
+from shardc.rules import registered
 
 MADE = "made.json"  # beside a program: the files that it depends on, and the warnings that it gave
+KEPT = 256  # programs, of all calls and models
 PACKAGE = Path(__file__).parents[1]
 # Code of these is told by a version.
 TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
@@ -91,7 +94,16 @@ class Store:
             return None
         versions = VERSION, _code(), torch.__version__, platform.python_version()
         key = json.dumps(
-            [versions, str(mesh), plan.to_json(), repr(options), identity.device, dict(identity.model), call]
+            [
+                versions,
+                registered(),
+                str(mesh),
+                plan.to_json(),
+                repr(options),
+                identity.device,
+                dict(identity.model),
+                call,
+            ]
         )
         return cls(root / _hash(key.encode()), mesh, plan)
 
@@ -110,6 +122,8 @@ class Store:
             except Exception:  # cut off, or of a disk that is full: as if it were not there
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
+            with suppress(OSError):
+                (folder / MADE).touch()
             for text in made["warnings"]:
                 warnings.warn(ShardcWarning(text), stacklevel=2)
             return found
@@ -134,8 +148,15 @@ class Store:
                     text = json.dumps({"files": files, "warnings": list(said)}, indent=1)
                     (made / MADE).write_text(text)
                     os.rename(made, self.folder / _hash(json.dumps([files, program.identity.signature.reads]).encode()))
+                    self._forget()
                 finally:
                     shutil.rmtree(made, ignore_errors=True)
+
+    def _forget(self) -> None:
+        """Removes the programs under the same root, whatever they are of, that were used least recently."""
+        used = sorted(self.folder.parent.glob(f"*/*/{MADE}"), key=lambda path: path.stat().st_mtime)
+        for path in used[:-KEPT]:  # who reads one now finds that it is cut off
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
 def sources(traced: Iterable[str]) -> dict[str, str] | None:

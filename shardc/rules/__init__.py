@@ -69,6 +69,11 @@ def is_registered(target: Any) -> bool:
     return overload in _registered or overload.rpartition(".")[0] in _registered
 
 
+def registered() -> list[tuple[str, str]]:
+    """The ops that this program gave rules by `register_rule`, with the text of each."""
+    return sorted((rule.op, rule.text) for rule in _registered.values())
+
+
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
     """The factors of ``call``, or None where its op has no rule; operations of dense ops are as torch counts them.
@@ -127,4 +132,4 @@ def register_rule(
     return made
 
 
-__all__ = ["RULES", "find_rule", "is_registered", "register_rule", "rule", "spec_of"]
+__all__ = ["RULES", "find_rule", "is_registered", "register_rule", "registered", "rule", "spec_of"]

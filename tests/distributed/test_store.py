@@ -190,6 +190,17 @@ def test_what_changed_is_compiled(tmp_path: Path) -> None:
     run_ranks(2, partial(start, tmp_path, False), partial(start, tmp_path, True))
 
 
+def with_rule(model: Any) -> None:
+    """A rule of the user's for an op of torch: it may give other layouts than those of the stored program."""
+    shardc.register_rule("aten::tanh", "... d -> ... d", reduction={"d": "whole"})
+
+
+def test_a_rule_that_is_registered_later_makes_another_program(tmp_path: Path) -> None:
+    written(tmp_path)
+    run_ranks(2, partial(start, tmp_path, False), partial(start, tmp_path, True))
+    run_ranks(2, partial(start, tmp_path, False, with_rule))
+
+
 def changing(x: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:
     kept["row"] = x
     return x + 1

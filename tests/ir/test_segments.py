@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, fx, nn
 
 import shardc
-from shardc.errors import ShardcWarning
+from shardc.errors import ShardcWarning, VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.comm import IN_MESSAGES, WAIT
 from shardc.ir.executable import FORWARD, Compiled, Half
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment, cut
 from shardc.ir.tally import collective_kind
+from shardc.ir.verify.rows import in_order
+from shardc.ir.verify.subject import Subject, no_rules
+from shardc.lower import lower
 
 WIDTH, DEPTH = 8, 12
 
@@ -113,3 +116,39 @@ def test_the_order_and_the_slots_are_those_of_the_half(half: int) -> None:
 
 def test_few_alike_blocks_stay_whole() -> None:
     assert [len(cut(half)) for half in halves(depth=3)] == [1, 1]
+
+
+def _wait_where_it_starts(graph: fx.Graph) -> bool:
+    for wait in graph.nodes:
+        if wait.target is WAIT and wait.args[0].op == "placeholder" and wait.prev.op != "placeholder":
+            next(node for node in graph.nodes if node.op != "placeholder").prepend(wait)
+            return True
+    return False
+
+
+def _take_two_values_for_each_other(graph: fx.Graph) -> bool:
+    two = [node for node in graph.nodes if node.target is torch.ops.aten.mm.default][:1]
+    for node in two:
+        node.args = node.args[::-1]
+    return bool(two)
+
+
+def _leave_an_op_out(graph: fx.Graph) -> bool:
+    node = next(node for node in graph.nodes if node.target is torch.ops.aten.tanh.default)
+    node.replace_all_uses_with(node.args[0])
+    graph.erase_node(node)
+    return True
+
+
+@pytest.mark.parametrize("fault", [_wait_where_it_starts, _take_two_values_for_each_other, _leave_an_op_out])
+def test_segments_that_run_something_else_are_refused(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = halves(comm="real")[0]
+    half = Half(FORWARD, gm, Mesh(dp=2))
+    row = cut(gm)
+    assert len(row) > 4
+    subject = Subject(gm, half.mesh, no_rules)
+    assert [*in_order(subject, row)] == []
+    assert any(fault(segment.gm.graph) for segment in {id(each.gm): each for each in row}.values())
+    monkeypatch.setattr("shardc.lower.cut", lambda gm, least: row)
+    with pytest.raises(VerifyError, match="after cutting into segments: .*: the segments do not run it where it was"):
+        lower(half, backend="inductor")

@@ -1,14 +1,17 @@
-"""Which files a stored program depends on: those of each package whose code was traced, whatever it is called."""
+"""Which files a stored program depends on, whatever their package is called; and which programs stay in the store."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import shardc
 from shardc.precompiled import store
 
 
@@ -32,3 +35,23 @@ def test_packages_beside_those_that_have_versions(near: Path, tmp_path: Path, mo
 
 def test_code_of_no_file_is_unknown() -> None:
     assert store.sources(["<string>"]) is None
+
+
+def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other models too, so that the folder does not grow with each change of a model's code."""
+    monkeypatch.setattr(store, "KEPT", 2)
+    model = nn.Linear(4, 4)
+    plan = shardc.fsdp("dp")
+    program = shardc.compile(model, shardc.Mesh(dp=2), plan, backend="eager").lower(torch.empty(4, 4))
+    stores = [
+        store.Store.of(tmp_path, program.identity, program.mesh, plan, shardc.Options(bucket_size=size))
+        for size in (1, 2, 3)
+    ]
+    for at, each in enumerate(stores):
+        assert each is not None
+        each.add(program, (), ())
+        for path in each.folder.glob(f"*/{store.MADE}"):
+            os.utime(path, (at, at))  # they are as old as they come
+        if at == 1:
+            assert stores[0].find(model, None, lambda: program) is not None
+    assert [each.find(model, None, lambda: program) is not None for each in stores] == [True, False, True]

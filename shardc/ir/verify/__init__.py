@@ -15,14 +15,14 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import halves, layouts, local, structure
-from shardc.ir.verify.identity import Program, changed
+from shardc.ir.verify import blame, halves, layouts, local, structure
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
 PLACED = (*GRAPH, layouts.present, layouts.shapes, layouts.pins)
 DECIDED = (*PLACED, structure.legal(ops.reshard, ops.pad, ops.unpad), layouts.decisions)
 AGREED = (*PLACED, layouts.moves, layouts.agreement, layouts.results)
+STEPS = (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad))
 LOCAL = (*GRAPH, structure.legal(collectives=True), local.types, local.places, local.groups, local.waits)
 HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # from the cut on
 
@@ -36,8 +36,8 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "precision": DECIDED,
     "reshard": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
     "simplify": (*AGREED, structure.legal(ops.reshard, ops.pad, ops.unpad)),
-    "collectives": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
-    "keep_part": (*AGREED, structure.legal(*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)),
+    "collectives": STEPS,
+    "keep_part": STEPS,
     "localize": LOCAL,
     "offload": LOCAL,
     "settle": LOCAL,
@@ -47,15 +47,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
 MOVING = ("seed", "propagate", "reshard", "simplify", "collectives", "keep_part")
 
 
-def verify(
-    gm: fx.GraphModule,
-    mesh: Mesh,
-    stage: str,
-    agrees: Agrees = no_rules,
-    before: Program | None = None,
-    *,
-    spec: str | None = None,
-) -> None:
+def verify(gm: fx.GraphModule, mesh: Mesh, stage: str, agrees: Agrees = no_rules, *, spec: str | None = None) -> None:
     """Checks ``gm`` against the spec of ``stage``.
 
     Args:
@@ -63,20 +55,21 @@ def verify(
         mesh: the mesh that it is for.
         stage: a key of `SPECS`, if there is no ``spec``.
         agrees: why an op's operands, at the layouts given or at their own, do not give its results' layouts.
-        before: what the graph computed before the stage, for the stages in `MOVING`.
         spec: the stage whose spec it is, where that is not its own.
 
     Raises:
         VerifyError: with the stage, what is broken, and the line of the dump with two lines around it.
     """
     check(gm, mesh, stage, SPECS[spec or stage], agrees)
-    if before is not None and stage in MOVING and (found := changed(before, gm)) is not None:
-        raise broken(Subject(gm, mesh, agrees), stage, *found)
 
 
 def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], agrees: Agrees = no_rules) -> None:
     """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken."""
-    subject = Subject(gm, mesh, agrees)
+    check_all(Subject(gm, mesh, agrees), stage, checks)
+
+
+def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:
+    """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken in ``subject``."""
     for one in checks:
         for node, reason in one(subject):
             raise broken(subject, stage, node, reason)
@@ -113,10 +106,16 @@ def verify_halves(
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
     """The error that ``node`` is broken after ``stage``."""
+    collective = blame.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):
         where = grammar.name_text(info(node).name)
-    return VerifyError(f"after {stage}: {where}: {reason}", program=window(subject.gm, subject.mesh, node))
+    return VerifyError(
+        f"after {stage}: {where}: {reason}",
+        plan_entry=collective and blame.entry_of(collective, subject.causes),
+        source=collective and blame.source_of(collective),
+        program=window(subject.gm, subject.mesh, node),
+    )
 
 
 def window(gm: fx.GraphModule, mesh: Mesh, node: fx.Node, around: int = 2) -> str:

@@ -13,7 +13,7 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
-from shardc.ir.graph import info, outputs
+from shardc.ir.graph import info, output_node, outputs
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.identity import computed, same
 from shardc.ir.verify.subject import Broken, Subject
@@ -27,9 +27,26 @@ def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
     return same(computed(joint), own | computed(backward, handed))
 
 
-def started(graph: fx.Graph) -> list[str]:
-    """The names of the collectives in the order in which they start."""
-    return [info(node).name for node in graph.nodes if collective_kind(node) is not None]
+def order(graph: fx.Graph) -> list[str]:
+    """The names of the ops in the order in which they run, which items of results do not."""
+    return [info(node).name for node in graph.nodes if node.op == "call_function" and node.target is not getitem]
+
+
+def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
+    """Of the ops of ``graph`` the first that does not run where it was ``scheduled``, and where it does; or None."""
+    now = order(graph)
+    if now == scheduled:
+        return None
+    if sorted(now) != sorted(scheduled):
+        return output_node(graph), "other ops were scheduled"
+    at = next(at for at, pair in enumerate(zip(now, scheduled, strict=True)) if pair[0] != pair[1])
+    nodes = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
+    if now[at] == scheduled[at + 1] and now[at + 1] != scheduled[at]:  # one went back; else one came ahead
+        late = now.index(scheduled[at])
+        ahead, behind = grammar.name_text(scheduled[at + 1]), grammar.name_text(now[late - 1])
+        return nodes[scheduled[at]], f"it runs behind {behind}, and not in front of {ahead} as scheduled"
+    ahead, behind = grammar.name_text(scheduled[at]), grammar.name_text(scheduled[scheduled.index(now[at]) - 1])
+    return nodes[now[at]], f"it runs in front of {ahead}, and not behind {behind} as scheduled"
 
 
 def slots(subject: Subject) -> Broken:

@@ -20,6 +20,7 @@ from shardc.ir import grammar, ops
 from shardc.ir.comm import WAIT
 from shardc.ir.graph import Role, info, output_node, outputs
 from shardc.ir.tally import arguments_of, collective_kind
+from shardc.ir.verify.spelled import Collective
 
 Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind, name and index
 
@@ -37,19 +38,27 @@ class Program:
     results: Computed
 
 
-def program(gm: fx.GraphModule) -> Program:
-    """What ``gm``, a graph at global shapes, computes, data movement left out."""
-    return Program(frozenset(fingerprints(gm.graph).values()), computed(gm.graph))
+def program(gm: fx.GraphModule, found: Mapping[fx.Node, Any] | None = None) -> Program:
+    """What ``gm``, a graph at global shapes, computes, data movement left out.
+
+    Args:
+        found: its `fingerprints`, where there are some already.
+    """
+    found = found or fingerprints(gm.graph)
+    return Program(frozenset(found.values()), of_outputs(gm.graph, found))
 
 
-def changed(before: Program, gm: fx.GraphModule) -> tuple[fx.Node, str] | None:
-    """The first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the same."""
-    found = fingerprints(gm.graph)
+def changed(before: Program, gm: fx.GraphModule, found: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
+    """The first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the same.
+
+    Args:
+        found: the `fingerprints` of ``gm``.
+    """
     for node in gm.graph.nodes:
         if node.op != "output" and found[node] not in before.values:
             taken = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
             return node, f"no op took {taken or 'these arguments'} this way before the pass"
-    other = same(before.results, computed(gm.graph))
+    other = same(before.results, of_outputs(gm.graph, found))
     return None if other is None else (output_node(gm.graph), other)
 
 
@@ -59,7 +68,11 @@ def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Compu
     Args:
         saved: fingerprints of placeholders for saved values, by their role's name.
     """
-    found = fingerprints(graph, saved)
+    return of_outputs(graph, fingerprints(graph, saved))
+
+
+def of_outputs(graph: fx.Graph, found: Mapping[fx.Node, Any]) -> Computed:
+    """The fingerprint of each output, of those of the nodes."""
     return {
         (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
     }
@@ -74,11 +87,17 @@ def same(before: Computed, now: Computed) -> str | None:
     return None
 
 
-def fingerprints(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> dict[fx.Node, Any]:
+def fingerprints(
+    graph: fx.Graph, saved: Mapping[str, bytes] | None = None, replaced: Mapping[str, Collective] | None = None
+) -> dict[fx.Node, Any]:
     """The fingerprint of each node but the output; a list of them of one that makes several tensors by a collective.
 
     Data movement at global shapes changes none. That of a local collective's result is of what it takes, however it is
     spelled: alone or with others, native or in messages, waited for or not.
+
+    Args:
+        saved: as `computed` says.
+        replaced: collectives that other ops may stand for, by the name of the result.
     """
     out: dict[fx.Node, Any] = {}
     for node in graph.nodes:
@@ -90,7 +109,18 @@ def fingerprints(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> d
             out[node] = digest("constant", node.target)
         elif node.op == "call_function":
             out[node] = _made(node, out)
+            old = replaced.get(info(node).name) if replaced else None
+            if old is not None and old.value != out[node] and old.is_spelled_by(node, out):
+                out[node] = old.value
     return out
+
+
+def respelled(
+    graph: fx.Graph, found: Mapping[fx.Node, Any], replaced: Mapping[str, Collective]
+) -> dict[str, Collective]:
+    """Those of ``replaced`` for which other ops stand in ``graph``."""
+    named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
+    return {name: old for name, old in replaced.items() if name in named and _made(named[name], found) != old.value}
 
 
 def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:

@@ -31,8 +31,11 @@ def types(subject: Subject) -> Broken:
 
 def places(subject: Subject) -> Broken:
     """Only moves between host and device read or make what lies on the host: parameters, and their gradients."""
+    on_host = {node for node in subject.nodes[:-1] if any(value.host for value in info(node).tensors)}
     for node in subject.calls:
         kind = move_kind(node)
+        if kind is None and node not in on_host and on_host.isdisjoint(node.all_input_nodes):
+            continue
         reads = {value.host for x in node.all_input_nodes for value in info(x).tensors}
         makes = {value.host for value in info(node).tensors}
         if kind is not None:

@@ -65,8 +65,10 @@ def types(subject: Subject) -> Broken:
             continue
         vals = val if many else (val,)
         for one, value in zip(vals, record.values, strict=True):
-            made = Value(one.dtype, tuple(one.shape)) if isinstance(one, torch.Tensor) else None
-            if made is not None and (value is None or (value.dtype, value.shape) != (made.dtype, made.shape)):
+            if isinstance(one, torch.Tensor) and (
+                value is None or (value.dtype, value.shape) != (one.dtype, one.shape)
+            ):
+                made = Value(one.dtype, tuple(one.shape))
                 yield node, f"its value is {grammar.value_text(value, '')}, the op makes {made}"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import fx
@@ -25,11 +25,15 @@ class Subject:
     """What is verified: a graph on a mesh, and how to ask whether an op's layouts fit together.
 
     A check is a function of it that yields (node, what is broken there).
+
+    Args:
+        causes: of each parameter, which plan entries say how it is computed with, for errors.
     """
 
     gm: fx.GraphModule
     mesh: Mesh
     agrees: Agrees
+    causes: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def nodes(self) -> list[fx.Node]:

@@ -1,0 +1,50 @@
+"""Who asked for a collective that is broken: the plan entry and the line of the user's code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import getitem
+
+from torch import fx
+
+from shardc.ir import ops
+from shardc.ir.comm import WAIT
+from shardc.ir.graph import Origin, info, placeholders
+from shardc.ir.tally import GROUP_PREFIX, arguments_of, collective_kind
+
+_FAR = 64  # ops that are looked at behind a collective for a line
+
+
+def collective_of(node: fx.Node) -> fx.Node | None:
+    """The collective that ``node`` starts, waits for or is a result of, or None."""
+    while node.target is WAIT or node.target is getitem:
+        node = node.all_input_nodes[0]
+    return node if collective_kind(node) is not None else None
+
+
+def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
+    """The plan entry behind the collective ``node``, or None where none is found.
+
+    Args:
+        causes: of each parameter, which plan entries say how it is computed with.
+    """
+    origin: Origin = info(node).origin
+    name = origin.cause.removeprefix("needed by ")
+    if name == origin.cause:
+        return name or None
+    stored = {info(x).name: info(x).origin.cause for x in placeholders(node.graph)}
+    group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
+    axes = str(group).removeprefix(GROUP_PREFIX).split(",")
+    beside = [entry for param, entry in causes.items() if param.rpartition(".")[0] == origin.module]
+    found = [stored.get(name, ""), *beside]
+    return next((x for x in found if any(f'"{axis.partition(":")[0]}"' in x for axis in axes)), None)
+
+
+def source_of(node: fx.Node) -> str | None:
+    """The line of the user's code that the collective ``node``, or what first uses its result, was made for."""
+    seen = [node]
+    for here in seen:
+        if here.op != "output" and (source := info(here).origin.source):
+            return source
+        seen += [user for user in here.users if user not in seen][: _FAR - len(seen)]
+    return None

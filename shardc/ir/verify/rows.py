@@ -1,0 +1,46 @@
+"""Checks that a half which was cut into segments still runs its ops in the order that was scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from shardc.ir.graph import output_node
+from shardc.ir.segments import Segment
+from shardc.ir.verify.subject import Broken, Subject
+
+
+def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
+    """The ops of ``segments``, one behind the other, are those of the half, in its order and on the same operands."""
+    if len(segments) == 1:
+        return  # the half itself
+    end, values = subject.nodes[-1], {node.name: _value(node) for node in subject.nodes}
+    asked = (node for node in subject.calls if node.target is not getitem)
+    for segment in segments:
+        given = iter(segment.takes)
+        known: dict[fx.Node, Any] = {}
+        for x in segment.gm.graph.nodes:
+            if x.op == "placeholder":
+                known[x] = values.get(next(given))
+            elif x.target is getitem:
+                known[x] = known[x.args[0]], x.args[1]
+            elif x.op == "call_function":
+                node = next(asked, end)
+                operands = [values.get(y.name) for y in node.all_input_nodes]
+                if x.target is not node.target or [known[y] for y in x.all_input_nodes] != operands:
+                    yield node, "the segments do not run it where it was scheduled"
+                    return
+                known[x] = node
+        returned: Any = output_node(segment.gm.graph).args[0]
+        if [known[x] for x in returned] != [values.get(name) for name in segment.gives]:
+            yield end, "the segments hand on other values"
+    for node in asked:
+        yield node, "no segment runs it"
+
+
+def _value(node: fx.Node) -> Any:
+    """The op, or which of its results."""
+    return (node.args[0], node.args[1]) if node.target is getitem else node

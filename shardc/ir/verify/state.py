@@ -1,0 +1,35 @@
+"""Whether a pass has changed a graph at all, so that what was verified in front of it need not be verified again."""
+
+from __future__ import annotations
+
+from operator import is_
+
+from torch import fx
+
+from shardc.ir.arena import PLAN
+from shardc.ir.graph import KEY, ROLES
+
+
+class State:
+    """All of a graph that checks look at."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes = list(graph.nodes)
+        # Not a tuple for each node: making many objects makes Python look for garbage.
+        self.targets = {node: node.target for node in self.nodes}
+        self.args, self.kwargs = {node: node.args for node in self.nodes}, {node: node.kwargs for node in self.nodes}
+        self.records = {node: node.meta.get(KEY) for node in self.nodes}
+        self.values = [node.meta.get("val") for node in self.nodes]  # compared as objects: tensors have no truth
+        self.ends = [self.nodes[-1].meta.get(key) for key in (ROLES, PLAN)]
+
+    def is_of(self, other: State | None) -> bool:
+        """Whether the graph is as it was in ``other``."""
+        if other is None or self.nodes != other.nodes or self.ends != other.ends or not self.computes(other):
+            return False
+        return all(map(is_, self.values, other.values))
+
+    def computes(self, other: State | None) -> bool:
+        """Whether its ops are those of ``other``, on the same operands, in whatever order."""
+        if other is None or self.targets != other.targets or self.args != other.args:
+            return False
+        return self.kwargs == other.kwargs and self.records == other.records

@@ -1,0 +1,55 @@
+"""Whether a schedule waits for its collectives as late as it says; looked at by the verifier."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from operator import getitem
+
+from torch import fx
+
+from shardc.ir import grammar
+from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT
+from shardc.ir.tally import collective_kind
+from shardc.ir.verify.blame import collective_of
+from shardc.ir.verify.subject import Broken, Subject
+from shardc.passes.from_start import from_start
+from shardc.passes.starts import is_start, leaving
+
+
+def late(subject: Subject) -> Broken:
+    """No op computes between a wait and what first uses it.
+
+    What only leaves the graph is waited for behind the start of another collective, or behind all that computes.
+    """
+    nodes, place, graph = subject.nodes, subject.place, subject.gm.graph
+    leaves = leaving(graph)
+    starts = [place[node] for node in subject.calls if collective_kind(node) is not None]
+    last = max((place[node] for node in subject.calls if _computes(node) and node not in leaves), default=0)
+    sent_on: set[fx.Node] = set()  # what leads to another collective, or move, on its way out
+    for node in reversed(nodes):
+        if node in leaves and (is_start(node) or not sent_on.isdisjoint(node.users)):
+            sent_on.add(node)
+    for wait in subject.calls:
+        if wait.target is not WAIT or wait in sent_on or (start := collective_of(wait)) is None:
+            continue
+        if wait not in leaves:
+            first = min(map(place.__getitem__, wait.users), default=0)
+            found = _idle(graph, nodes[place[wait] + 1 : first])
+        elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
+            found = _idle(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
+        else:
+            continue
+        if found is not None:
+            yield wait, f"it is waited for in front of {grammar.name_text(ir.info(found).name)}, which does not need it"
+
+
+def _computes(node: fx.Node) -> bool:
+    return not is_start(node) and node.target is not WAIT and node.target is not getitem
+
+
+def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
+    """The first of ``nodes`` that computes, and is not ready from the beginning."""
+    found = [node for node in nodes if _computes(node)]
+    ready = from_start(graph) if found else frozenset()
+    return next((node for node in found if node not in ready), None)
