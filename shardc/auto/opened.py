@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.passes.propagate import Chooser, Problem, Propagate
-from shardc.plan.ports import resolve_activations
 from shardc.plan.resolve import resolve_params
 from shardc.plan.value import Plan
 from shardc.program import Program

@@ -36,7 +36,9 @@ class Pinner:
         while len(pins) < MOST:
             trial = plan | Plan(activations=pins) if pins else plan
             now = borders(self.opened.graph(self.mesh, trial, self.options, Greedy()))
-            missing = next((name for name in wanted if now.get(name) != wanted[name] and self._target(name) not in pins), None)
+            missing = next(
+                (name for name in wanted if now.get(name) != wanted[name] and self._target(name) not in pins), None
+            )
             if missing is None:
                 return trial
             pins |= self._pins(missing, wanted)

@@ -131,10 +131,7 @@ class Search:
         for price in PRICES:
             made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price))]
             made.sort(key=lambda c: c.value)
-            fits = False
-            for candidate in made[:KEPT]:
-                yield candidate
-                fits = fits or any(t.plan == candidate.plan or t.over == candidate.over and self._fits(t) for t in self.tried.values())
+            yield from made[:KEPT]
             if any(self._fits(t) for t in self.tried.values() if t.origin == "found"):
                 return
 

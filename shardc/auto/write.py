@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 from torch import nn
 
@@ -15,6 +16,7 @@ from shardc.ir.repeat import Repeat
 from shardc.plan.value import Plan, ddp, fsdp, hsdp, tp
 
 Stored = tuple[Layout, Layout]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,11 @@ class Writer:
     keep: int
 
     def plan(
-        self, stored: Mapping[str, Stored], over: tuple[str, ...], batch: tuple[str, ...], level: int,
+        self,
+        stored: Mapping[str, Stored],
+        over: tuple[str, ...],
+        batch: tuple[str, ...],
+        level: int,
         inputs: Sequence[tuple[str, tuple[int, ...]]],
     ) -> Plan:
         """The plan that stores parameters as ``stored`` says and splits the batch over ``batch``.
@@ -98,7 +104,11 @@ class Writer:
         has_bias = getattr(module, "bias", None) is not None
         if kind == "bias":
             weight = next((x for g, x in self.by_glob(computes) if g == f"{module_glob}.weight"), None)
-            return ("bias", axis) if weight is not None and self._style(f"{module_glob}.weight", weight, computes) else None
+            return (
+                ("bias", axis)
+                if weight is not None and self._style(f"{module_glob}.weight", weight, computes)
+                else None
+            )
         if isinstance(module, nn.Embedding):
             return ("vocab", axis) if dim == 0 else None
         if dim == 0 and bias_split == has_bias:
@@ -114,26 +124,26 @@ class Writer:
 
     # --- globs
 
-    def by_glob(self, found: Mapping[str, object]) -> list[tuple[str, object]]:
+    def by_glob(self, found: Mapping[str, T]) -> list[tuple[str, T]]:
         """What is said by name in the captured model, by globs of the whole model; alike blocks under one."""
-        groups: dict[str, dict[int, object]] = {}
-        out: list[tuple[str, object]] = []
+        groups: dict[str, dict[int, T]] = {}
+        out: list[tuple[str, T]] = []
         for name, said in found.items():
             where = self._block(name)
             if where is None:
                 out.append((self._long(name), said))
             else:
                 groups.setdefault(where[0], {})[where[1]] = said
-        for glob, said in groups.items():
-            if len(said) == self.keep and len({str(x) for x in said.values()}) == 1:
-                out.append((glob, said[0]))
+        for glob, each in groups.items():
+            if len(each) == self.keep and len({str(x) for x in each.values()}) == 1:
+                out.append((glob, each[0]))
                 continue
-            inner = said.get(1, said.get(2))
+            inner = each.get(1)
             if inner is not None:
                 out.append((glob, inner))
             for at in (0, self.keep - 1):
-                if at in said and str(said[at]) != str(inner):
-                    out.append((self._at(glob, at), said[at]))
+                if at in each and str(each[at]) != str(inner):
+                    out.append((self._at(glob, at), each[at]))
         return out
 
     def alike(self, name: str) -> list[str]:

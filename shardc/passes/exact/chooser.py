@@ -22,13 +22,12 @@ from shardc.passes import region
 from shardc.passes.calls import operands_of
 from shardc.passes.exact.crossed import crossed
 from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
-from shardc.passes.exact.ways import Closure, Slot, Way, slot_of, spec_at
+from shardc.passes.exact.ways import Closure, Slot, slot_of, spec_at
 from shardc.passes.exact.work import Work, work_of
 from shardc.passes.greedy import Greedy
 from shardc.passes.propagate import Problem
 from shardc.rules.spec import Strategy, strategies
 from shardc.solver import Solution, solve
-
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,8 @@ class Choice:
         """Writes layouts and needs; returns the layouts in which outputs are wanted."""
         for node in self.graph.nodes:
             if node.target is getitem:
-                made = ir.info(node.args[0]).value
-                ir.set_info(node, ir.info(node).at(made[node.args[1]].layout))
+                made = ir.info(node.args[0]).values[node.args[1]]
+                ir.set_info(node, ir.info(node).at(made.layout if made is not None else None))
             elif node in self.variable:
                 self._decide(node, self.options[node][labels[self.variable[node]]])
         return self.outside.wanted
@@ -210,7 +209,7 @@ class Choice:
         for (maker, index), found in uses.items():
             at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
             made = tuple(option.results[at] for option in self.options[maker])
-            item = ir.info(maker).values[index].itemsize
+            item = ir.info(maker).tensors[at].itemsize
             byte = self.weights.byte * self.weights.of(maker) if self._saved(maker, index) else 0.0
             self.labels[maker, index] = self.builder.value(self.variable[maker], made, found, item, byte)
 

@@ -7,7 +7,7 @@ parameter's gradient goes to where it is stored. One variable says which axes sp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
-from shardc.passes.exact.chooser import Choice, Weights
+from shardc.passes.exact.chooser import Choice
 from shardc.passes.exact.crossed import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.exact.problem import Use
@@ -55,9 +55,7 @@ class OpenChoice(Choice):
 
     def stored(self, labels: Sequence[int]) -> dict[str, Stored]:
         """Of each open parameter."""
-        return {
-            ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()
-        }
+        return {ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()}
 
     def batch(self, labels: Sequence[int]) -> tuple[str, ...]:
         """The axes that split the batch."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 
 import numpy as np
 
@@ -62,7 +61,9 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
     seconds = np.array(
         [
-            step_seconds(_KINDS[kind], mesh, tuple(p for k, p in enumerate(parts) if mask >> k & 1), own, then, itemsize, cost)
+            step_seconds(
+                _KINDS[kind], mesh, tuple(p for k, p in enumerate(parts) if mask >> k & 1), own, then, itemsize, cost
+            )
             for kind, mask, own, then in distinct.tolist()
         ]
     )
@@ -72,7 +73,7 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """The parts of axes that any layout binds, and for each layout where each is: 0 whole, < 0 pending, else a place."""
+    """The parts of axes that layouts bind, and for each layout where each is: 0 whole, < 0 pending, else a place."""
     cut = atoms(mesh, [axis for layout in layouts for axis in layout.axes])
     parts = sorted({part for found in cut.values() for part in found}, key=mesh.order)
     column = {part: at for at, part in enumerate(parts)}
@@ -84,9 +85,9 @@ def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
                 codes[row, column[part]] = -1 - REDUCE_OPS.index(op)
         for dim, digits in enumerate(layout.dims):
             below = 1
-            for radix, axis in reversed(digits):
+            for radix, bound in reversed(digits):
                 inner = below
-                for part in reversed(cut[axis]) if axis is not None else ():
+                for part in reversed(cut[bound]) if bound is not None else ():
                     codes[row, column[part]] = places.setdefault((dim, inner), len(places) + 1)
                     inner *= mesh.size(part)
                 below *= radix

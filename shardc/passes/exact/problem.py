@@ -24,7 +24,6 @@ from shardc.ir.mesh import split_part
 from shardc.passes.calls import operands_of
 from shardc.passes.choose import shares
 from shardc.passes.exact.prices import prices
-from shardc.passes.exact.ways import Slot
 from shardc.passes.exact.work import Work
 from shardc.rules.spec import Spec, Strategy
 from shardc.solver import Energy
@@ -150,9 +149,9 @@ def _by_axis(layout: Layout) -> dict[str, tuple[Any, ...]]:
     for axis, op in layout.partial:
         out[split_part(axis)[0]] = (*out.get(split_part(axis)[0], ()), (axis, op))
     for dim, digits in enumerate(layout.dims):
-        for (_, axis), below in zip(digits, strides(digits), strict=True):
-            if axis is not None:
-                out[split_part(axis)[0]] = (*out.get(split_part(axis)[0], ()), (axis, dim, below))
+        for (_, bound), below in zip(digits, strides(digits), strict=True):
+            if bound is not None:
+                out[split_part(bound)[0]] = (*out.get(split_part(bound)[0], ()), (bound, dim, below))
     return out
 
 
