@@ -20,6 +20,8 @@ from shardc.solver.rounding import cost, descend, round_messages
 BATCH = 8
 # Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
 WORTHWHILE = 0.2
+# Of a graph with more entries in its tables than this, whose tables many pairs share: dropping labels makes each its own.
+LARGE, WORTHWHILE_LARGE = 10_000_000, 0.9
 # A batch that closes less than this part of the gap, and that drops no label, has stalled.
 STALLED = 0.005
 # A gap of this part of the value is closed.
@@ -138,7 +140,8 @@ class Search:
             masks = {i: costs < limit for i, costs in messages.bounds.items()}
             dropped = sum(int((~mask).sum()) for mask in masks.values())
             stalled = bound - before < STALLED * (self.value - before)
-            if dropped > WORTHWHILE * sum(map(len, masks.values())) or (stalled and dropped):
+            enough = WORTHWHILE_LARGE if messages.entries > LARGE else WORTHWHILE
+            if dropped > enough * sum(map(len, masks.values())) or (stalled and dropped):
                 with clock.stage("reduce"):
                     changed = graph.keep(masks)
                     messages.absorb(graph, masks)

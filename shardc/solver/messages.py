@@ -48,11 +48,13 @@ class Messages:
     Attributes:
         nodes: the variables in order.
         floors: what the last sweep took out of each.
+        entries: of all tables.
         bounds: a lower bound for each label, from the last sweep for which they were asked.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.order = sorted(graph.unary)
+        self.entries = sum(table.size for _, _, table in graph.edges())
         place = {i: p for p, i in enumerate(self.order)}
         self.nodes = []
         self.floors = [0.0] * len(self.order)

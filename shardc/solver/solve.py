@@ -6,15 +6,11 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from shardc.solver.branch import Effort, search
+from shardc.solver.branch import LARGE, Effort, search
 from shardc.solver.clock import Clock
 from shardc.solver.energy import Energy, Infeasible, evaluate
 from shardc.solver.graph import Graph
 from shardc.solver.reduce import drop_unsupported, reduce
-
-
-# Entries of all tables beyond which messages are passed before labels are compared with each other.
-LARGE = 10_000_000
 
 
 @dataclass(frozen=True)
