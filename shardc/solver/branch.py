@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from shardc.solver.blocks import improve_blocks
 from shardc.solver.clock import Clock
 from shardc.solver.eliminate import eliminate, plan_order
 from shardc.solver.energy import Infeasible
@@ -22,8 +23,12 @@ BATCH = 8
 WORTHWHILE = 0.2
 # Of a graph with more entries in its tables than this, whose tables many pairs share: dropping labels makes each its own.
 LARGE, WORTHWHILE_LARGE = 10_000_000, 0.9
-# A batch that closes less than this part of the gap, and that drops no label, has stalled.
-STALLED = 0.005
+# A batch that closes less than this part of the gap has stalled: before the first split, and after it.
+STALLED_WHOLE, STALLED_PART = 0.002, 0.02
+# So many batches may fail to give a labelling of finite cost.
+HOPEFUL = 5
+# Components are solved one by one down to this depth, and as one graph below it.
+DEEPEST = 50
 # A gap of this part of the value is closed.
 CLOSED = 1e-11
 
@@ -37,12 +42,14 @@ class Effort:
         table: the entries that a table of an elimination may have.
         iterations: pairs of sweeps.
         branches: graphs that were split in two.
+        depth: how many searches have begun and not ended.
     """
 
     clock: Clock
     table: int
     iterations: int = 0
     branches: int = 0
+    depth: int = 0
 
 
 def search(graph: Graph, effort: Effort) -> tuple[dict[int, int] | None, float, float]:
@@ -54,10 +61,12 @@ def search(graph: Graph, effort: Effort) -> tuple[dict[int, int] | None, float, 
         return Search(effort).run(graph)
     chosen: dict[int, int] | None = {}
     value = bound = graph.constant
+    effort.depth += 1
     for variables in parts:
         labels, part_value, part_bound = Search(effort).run(graph.part(variables, 0.0, []))
         value, bound = value + part_value, bound + part_bound
         chosen = None if labels is None or chosen is None else chosen | labels
+    effort.depth -= 1
     if chosen is not None:
         recover(graph.trail, chosen)
     return chosen, value, bound
@@ -69,12 +78,14 @@ class Search:
     Attributes:
         chosen: the best labels that were found.
         value: what they cost.
+        has_split: whether the graph that was given was split already.
     """
 
     def __init__(self, effort: Effort) -> None:
         self.effort = effort
         self.chosen: dict[int, int] | None = None
         self.value = math.inf
+        self.has_split = False
 
     def run(self, graph: Graph) -> tuple[dict[int, int] | None, float, float]:
         """See `search`."""
@@ -89,6 +100,7 @@ class Search:
             if labels is None:
                 bounds.append(bound)
                 continue
+            self.has_split = True
             self.effort.branches += 1
             open_graphs += [(bound, half) for half in split(graph, labels)]
         return self.chosen, self.value, min(self.value, *bounds)
@@ -116,22 +128,16 @@ class Search:
             return self.value, None
 
     def _tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
-        effort, clock = self.effort, self.effort.clock
-        messages = None
+        clock = self.effort.clock
+        messages, batches = None, 0
         while True:
             if messages is None:
                 if self.solve_exactly(graph):
                     return max(bound, min(graph.constant, self.value)), None
                 messages = Messages(graph)
             before = bound
-            with clock.stage("messages"):
-                for step in range(BATCH):
-                    messages.sweep(forward=True)
-                    last = step == BATCH - 1 or clock.over()
-                    bound = max(bound, graph.constant + messages.sweep(forward=False, bounds=last))
-                    effort.iterations += 1
-                    if last:
-                        break
+            bound = max(bound, graph.constant + self.sweep(messages))
+            batches += 1
             with clock.stage("rounding"):
                 self.round(graph, messages)
             if self.closes(bound) or clock.over():
@@ -139,7 +145,7 @@ class Search:
             limit = self.value - graph.constant
             masks = {i: costs < limit for i, costs in messages.bounds.items()}
             dropped = sum(int((~mask).sum()) for mask in masks.values())
-            stalled = bound - before < STALLED * (self.value - before)
+            stalled = self.stalls(before, bound, batches)
             enough = WORTHWHILE_LARGE if messages.entries > LARGE else WORTHWHILE
             if dropped > enough * sum(map(len, masks.values())) or (stalled and dropped):
                 with clock.stage("reduce"):
@@ -148,12 +154,34 @@ class Search:
                     reduce(graph, changed)
                 messages = None
             elif stalled:
+                if not self.has_split:
+                    with clock.stage("blocks"):
+                        self.round(graph, messages, blocks=True)
                 messages.absorb(graph, masks)
                 return bound, messages.bounds
 
+    def sweep(self, messages: Messages) -> float:
+        """Do a batch of sweeps, or fewer if the time is over; the bound of the last one."""
+        with self.effort.clock.stage("messages"):
+            for step in range(BATCH):
+                messages.sweep(forward=True)
+                last = step == BATCH - 1 or self.effort.clock.over()
+                bound = messages.sweep(forward=False, bounds=last)
+                self.effort.iterations += 1
+                if last:
+                    break
+        return bound
+
+    def stalls(self, before: float, bound: float, batches: int) -> bool:
+        """Return whether more sweeps are not worth their time, after the last batch raised a bound."""
+        if math.isinf(self.value):
+            return batches >= HOPEFUL
+        part = STALLED_PART if self.has_split else STALLED_WHOLE
+        return before > -math.inf and bound - before <= part * (self.value - before)
+
     def solve_exactly(self, graph: Graph) -> bool:
         """Solve a graph if it falls apart or if its tables are small enough; whether it did."""
-        if len(graph.components()) > 1:
+        if self.effort.depth < DEEPEST and len(graph.components()) > 1:
             chosen, value, bound = search(graph, self.effort)
             if chosen is not None:
                 self.propose(value, chosen, Graph())
@@ -166,13 +194,15 @@ class Search:
             self.propose(graph.constant, {}, graph)
             return True
 
-    def round(self, graph: Graph, messages: Messages) -> None:
-        """Look for better labels."""
-        for forward in (True, False):
-            chosen = descend(graph, round_messages(messages, forward))
+    def round(self, graph: Graph, messages: Messages, blocks: bool = False) -> None:
+        """Look for better labels, with more effort if by blocks."""
+        rounded = [descend(graph, round_messages(messages, forward)) for forward in (True, False)]
+        value, chosen = min(((cost(graph, labels), labels) for labels in rounded), key=lambda pair: pair[0])
+        if blocks and value < math.inf:
+            chosen = improve_blocks(graph, chosen, self.effort.clock)
             value = cost(graph, chosen)
-            if value < self.value:
-                self.propose(value, {i: int(graph.labels[i][x]) for i, x in chosen.items()}, graph)
+        if value < self.value:
+            self.propose(value, {i: int(graph.labels[i][x]) for i, x in chosen.items()}, graph)
 
 
 def split(graph: Graph, bounds: Mapping[int, np.ndarray]) -> list[Graph]:

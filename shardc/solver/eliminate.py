@@ -12,8 +12,8 @@ from shardc.solver.clock import Clock
 from shardc.solver.energy import Infeasible
 from shardc.solver.graph import Graph
 
-# All tables together may have as many entries as this many of the largest that is allowed.
-TOTAL = 10
+# What all tables together may have to add up, and may keep, in units of the largest table that is allowed.
+WORK, KEPT = 10, 2
 # Entries of a table that are added up at once.
 CHUNK = 1 << 20
 
@@ -40,13 +40,14 @@ def plan_order(graph: Graph, table: int) -> Order | None:
     current = {i: entries(i) for i in near}
     heap = [(count, i) for i, count in current.items()]
     heapq.heapify(heap)
-    order, total = [], 0
+    order, total, kept = [], 0, 0
     while heap:
         count, i = heapq.heappop(heap)
         if i not in near or current[i] != count:
             continue
         total += count
-        if count > table or total > TOTAL * table:
+        kept += count // sizes[i]
+        if count > table or total > WORK * table or kept > KEPT * table:
             return None
         order.append(i)
         around = near.pop(i)

@@ -12,6 +12,8 @@ from shardc.solver.graph import Graph
 
 # Entries of a product of tables that are held at once.
 CHUNK = 1 << 20
+# Entries of results that are kept in case another pair shares the table.
+MAX_KEPT = 1 << 23
 # Stands for inf where inf - inf would give nan.
 HUGE = 1e300
 
@@ -108,12 +110,15 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
     Of labels that cost the same everywhere the lowest one stays.
     """
     probes: dict[int, np.ndarray] = {}
-    masks = {}
+    masks, kept = {}, 0
     for i in sorted(variables):
         costs, tables = graph.unary[i], list(graph.near[i].values())
+        if kept > MAX_KEPT:
+            probes, kept = {}, 0
         for table in tables:
             if id(table) not in probes:
                 probes[id(table)] = _probe_excess(table)
+                kept += len(table) ** 2
         better, worse = _dominations(costs, tables, [probes[id(table)] for table in tables])
         if not len(worse):
             continue
