@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from shardc.auto.request import Auto
+from shardc.auto.together import search_once
 from shardc.build import Build
 from shardc.capture import input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
@@ -47,7 +49,7 @@ from shardc.validate import checked
 def compile(
     model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh,
-    plan: Plan,
+    plan: Plan | Auto,
     *,
     loss: Callable[..., Any] | None = None,
     backend: str = "inductor",
@@ -66,7 +68,7 @@ def compile(
             that are DTensors on ``mesh``, or on some of its axes, stay split as they are; the plan says the rest. Hooks
             of ``parallelize_module`` are not run.
         mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything except running.
-        plan: where parameters, inputs and activations lie.
+        plan: where parameters, inputs and activations lie; or `shardc.auto` with example inputs, which finds it.
         loss: ``loss(output, *targets)``, traced into the graph. ``module(*inputs, *targets)`` is then the global loss.
         backend: "inductor" or "eager".
         options: see `Options`.
@@ -108,18 +110,23 @@ def compile(
     device = _device(module, mesh)
     names = _names(module)
     held = dtensor_entries(module, mesh)
-    plan = Plan.of([*held, *plan.entries]) if held else plan
+    template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
+    drop_style_hooks(template)
+    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
+    found = None
+    if isinstance(plan, Auto):
+        found = search_once(Plan.of(held) | plan, template, mesh, loss, device, options, groups)
+        plan = found.plan
+    elif held:
+        plan = Plan.of(held) | plan
     check_axes(plan, abstract)
     shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
     params = resolve_params(plan, abstract, shapes, names)
     check_kept(held, params)
     check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
-    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
-    template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
-    drop_style_hooks(template)
     homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}
     sources: Sources = {}
     store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
@@ -154,6 +161,7 @@ def compile(
         unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         uneven=options.uneven,
         sources=sources,
+        found=found,
         sync=Sync(
             {n: p.level for n, p in params.items()},
             unsynced=frozenset(params if plan.setting("accumulate") else ()),
@@ -195,7 +203,7 @@ def _check_kinds(
                 f"parameter {name!r} is of a lazy module and has no shape yet",
                 fix="call the model once, then compile it",
             )
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Plan | Auto):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")
     checked(options, Options | None, "options", fix="pass shardc.Options(...)")

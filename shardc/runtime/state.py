@@ -113,6 +113,7 @@ class State:
         uneven: whether ranks may pass different numbers of rows.
         explicit: whether `ShardedModule.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
+        found: the result of the search for its plan (`shardc.auto.result.Found`); None where the plan was given.
         owner: the module itself.
         view: the same as its own class has it, which knows nothing of this.
     """
@@ -143,6 +144,7 @@ class State:
     sources: Sources = field(default_factory=dict)
     fresh: bool = True
     known: dict[Any, Known] = field(default_factory=dict)
+    found: Any = None
     owner: Any = None
     view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
