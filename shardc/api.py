@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 from shardc.auto.request import Auto
 from shardc.auto.together import search_once
 from shardc.build import Build
-from shardc.capture import input_names, loss_arity, register_caches
+from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import mixin_for
@@ -105,7 +104,7 @@ def compile(
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     register_caches()
-    module = model if isinstance(model, nn.Module) else _as_module(model)
+    module = model if isinstance(model, nn.Module) else as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)
@@ -211,20 +210,6 @@ def _check_kinds(
     kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
     checked(init_sync, bool, "init_sync")
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
-
-
-def _as_module(function: Callable[..., Any]) -> nn.Module:
-    """``function`` as a module of its name and signature."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    own = inspect.signature(function)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
-    name = getattr(function, "__name__", type(function).__name__)
-    cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
-    return cls()
 
 
 def _loaded(given: Any) -> list[Precompiled]:

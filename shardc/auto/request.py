@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardc._compat import pytree
 from shardc.auto.meshes import Ranged, Report, meshes_of
 from shardc.auto.opened import Model, Opened
 from shardc.auto.result import Found
 from shardc.auto.unused import warn_unused
+from shardc.capture import as_module
 from shardc.cost import hardware as known
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, MeshError, PlanError, ShardcWarning
@@ -173,7 +175,7 @@ def auto(
 
 
 def find_plan(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh | int,
     *args: Any,
     loss: Callable[..., Any] | None = None,
@@ -206,11 +208,12 @@ def find_plan(
     ranks, on = (mesh, None) if isinstance(mesh, int) else (None, mesh)
     if on is not None:
         Mesh.of(on)  # or an error that says what a mesh is
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{model!r} is no module", fix="pass an nn.Module")
-    asked = Auto(memory, hardware, ranks, (), plan or Plan())
-    device = next((x.device for x in [*model.parameters(), *model.buffers()] if not x.is_meta), torch.device("cpu"))
-    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    if not tensors:
+    if not callable(model) or isinstance(model, type):
+        raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
+    if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
         raise InputError("a plan is found for example inputs, and find_plan was given none", fix="pass them at the end")
-    return asked.search(Model(model, args, kwargs, loss, device), on, options, axes, report)
+    asked = Auto(memory, hardware, ranks, (), plan or Plan())
+    module = model if isinstance(model, nn.Module) else as_module(model)
+    placed = [x.device for x in [*module.parameters(), *module.buffers()] if not x.is_meta]
+    source = Model(module, args, kwargs, loss, placed[0] if placed else torch.device("cpu"))
+    return asked.search(source, on, options, axes, report)
