@@ -17,6 +17,7 @@ from shardc.passes.options import Options
 from shardc.plan.value import Plan
 
 NAMES = ("rep", "dp", "tp")  # of axes, from across the nodes to within them
+MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
 Report = Callable[[Trial], None]
 
 
@@ -63,14 +64,22 @@ def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
 
 @dataclass
 class Bounded(Search):
-    """A search that schedules no solution that costs more than ``limit``, and tells of each plan that it schedules."""
+    """A search that tells of each plan that it schedules, and schedules what a hand's plan says alone, too.
+
+    Args:
+        limit: seconds of the best schedule so far. If no solution costs less, none is scheduled.
+    """
 
     limit: float = inf
     report: Report | None = None
 
+    def _forms(self) -> Iterator[tuple[str, Plan]]:
+        yield from [("given", self.hand)] if self.hand else super()._forms()
+
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
-        for candidate in super()._candidates(weights):
-            if candidate.value > self.limit:  # they come by value
+        for at, candidate in enumerate(super()._candidates(weights)):
+            # The first is the cheapest; later ones may pay for memory too.
+            if at == 0 and candidate.value > MARGIN * self.limit:
                 return
             yield candidate
 

@@ -16,7 +16,7 @@ from shardc.auto.meshes import Ranged, Report, meshes_of
 from shardc.auto.opened import Model, Opened
 from shardc.auto.result import Found
 from shardc.auto.unused import warn_unused
-from shardc.capture import as_module
+from shardc.capture import as_module, loss_arity
 from shardc.cost import hardware as known
 from shardc.cost.hardware import Hardware
 from shardc.errors import InputError, MeshError, PlanError, ShardcWarning
@@ -24,6 +24,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.resolve import check_axes
 from shardc.plan.value import Plan
+from shardc.runtime.state import takes_loss
 from shardc.validate import Bytes, Range, check_fields, checked
 
 Memory = Annotated[int | str, Bytes()]
@@ -102,7 +103,15 @@ class Auto:
         Args:
             axes: of a mesh, at most, where these are searched.
             report: called with each plan that was scheduled.
+
+        Raises:
+            InputError: the inputs are none of the model's; neither mesh nor ranks.
+            MeshError: the mesh is not of `ranks`, or larger than the hardware's description.
+            PlanError: nothing fits, or the plan does not fit the model or the mesh.
         """
+        arity = None if source.loss is None else loss_arity(source.loss)
+        if not takes_loss(source.model, source.args, source.kwargs, arity):
+            source = replace(source, loss=None)
         described = self.described(mesh)
         meshes = self.meshes(mesh, described, axes)
         described.check(meshes[0])

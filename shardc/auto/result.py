@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def found(self) -> bool:
-        """Whether a solution is written as this plan; else it is a form of the library's."""
+        """Whether a solution is written as this plan; else it is a form of the library's, or what was given alone."""
         return self.tried.origin == "found"
 
     def row(self, width: int = WIDTH) -> tuple[str, ...]:
@@ -106,28 +106,34 @@ class Found:
         return self.best.memory
 
     @property
+    def solution(self) -> Trial:
+        """The plan, or, where that is a form of the library's, the fastest that is a solution of the problem."""
+        solved = [trial for trial in self.trials if trial.found]
+        return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
+
+    @property
     def value(self) -> float:
-        """Seconds that the solution costs as a sum without overlap; of the library's forms 0."""
-        return self.best.tried.value
+        """Seconds that the solution costs, as a sum without overlap."""
+        return self.solution.tried.value
 
     @property
     def bound(self) -> float:
         """No solution of the same problem costs less."""
-        return self.best.tried.bound
+        return self.solution.tried.bound
 
     @property
     def gap(self) -> float:
         """How much better a solution can be, as a part of the value."""
-        return self.best.tried.gap
+        return self.solution.tried.gap
 
     @property
     def variables(self) -> int:
         """Of the problem."""
-        return self.best.tried.variables
+        return self.solution.tried.variables
 
     @property
     def form(self) -> Trial | None:
-        """The best of the library's forms: the fastest that fits, else the smallest; None if none was tried."""
+        """The best of the library's forms, or what was given alone: the fastest that fits, else the smallest."""
         forms = [trial for trial in self.trials if not trial.found]
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None

@@ -61,23 +61,24 @@ def run(options: argparse.Namespace) -> None:
 
 def text(found: Found, options: argparse.Namespace) -> str:
     """What was found, and how to compile it."""
-    said, best = found.schedule, found.best.tried
+    said = found.schedule
     lines = [
-        f"{len(found.trials)} plans scheduled on {len({t.mesh for t in found.trials})} meshes, {said.hardware.name}, "
+        f"{len(found.trials)} plans scheduled, meshes: {len({t.mesh for t in found.trials})}; {said.hardware.name}, "
         f"{found.best.limit / 1e9:g} GB a rank",
         "",
         f"mesh: {found.mesh}",
         found.plan.describe() if found.plan else "no entries: every rank holds and computes everything",
         "",
     ]
-    if found.best.found:
+    solved = found.solution.tried
+    if found.variables:
         lines.append(
-            f"problem: {best.variables} variables, stated in {best.build:.1f} s and solved in {best.solve:.1f} s; "
+            f"problem: {found.variables} variables, stated in {solved.build:.1f} s and solved in {solved.solve:.1f} s; "
             f"value {milliseconds(found.value)} ms, bound {milliseconds(found.bound)} ms, gap {found.gap:.1g}"
         )
     rows = [_row("found", found.best)]
     if found.form is not None and found.form is not found.best:
-        rows.append(_row("best form", found.form))
+        rows.append(_row("as given" if found.hand else "best form", found.form))
     head = ("", "mesh", "step ms", "exposed ms", "GB/rank", "MFU", "plan")
     lines += ["", plain(rows, head), "", *_again(found, options)]
     return "\n".join(lines)
@@ -98,5 +99,5 @@ def _again(found: Found, options: argparse.Namespace) -> list[str]:
     lines = [shlex.join(words)]
     if options.json is not None:
         loss = f", loss={options.loss}" if options.loss else ""
-        lines.append(f"shardc.compile(model, {found.mesh!r}, shardc.Plan.load({options.json!r}){loss})")
+        lines.append(f"shardc.compile(model, shardc.{found.mesh!r}, shardc.Plan.load({options.json!r}){loss})")
     return lines
