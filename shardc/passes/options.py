@@ -30,6 +30,7 @@ class Options:
         cost: what layouts and algorithms are chosen by: a cost model, to which a group of ranks is a number, or the
             hardware that `Program.schedule` predicts for, whose links differ (its collectives are the backend's own).
         chooser: how layouts are chosen that the plan leaves open. "greedy" takes one op after another. "exact" finds
+            those of least total time (`shardc.passes.exact`); it takes seconds, and minutes on three axes.
         verify: check the graph after every pass.
         bucket_size: bytes of a bucket of collectives, per rank. -1 makes one bucket of all, 0 none. None takes the size
             at which latency is a twentieth of a bucket's time, 8 MiB at most (`shardc.measure_links` for real links).

@@ -10,7 +10,11 @@ from shardc.solver.branch import Effort, search
 from shardc.solver.clock import Clock
 from shardc.solver.energy import Energy, Infeasible, evaluate
 from shardc.solver.graph import Graph
-from shardc.solver.reduce import reduce
+from shardc.solver.reduce import drop_unsupported, reduce
+
+
+# Entries of all tables beyond which messages are passed before labels are compared with each other.
+LARGE = 10_000_000
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ def solve(energy: Energy, *, seconds: float = 60.0, table: int = 20_000_000) -> 
     effort = Effort(Clock(seconds), table)
     with effort.clock.stage("reduce"):
         graph = Graph.of(energy)
-        reduce(graph)
+        if sum(table.size for _, _, table in graph.edges()) > LARGE:
+            drop_unsupported(graph, graph.unary)  # what messages rule out is sooner found than what is dominated
+        else:
+            reduce(graph)
     left = len(graph.unary)
     chosen, value, bound = search(graph, effort)
     if chosen is None:

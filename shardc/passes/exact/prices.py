@@ -15,7 +15,7 @@ import numpy as np
 from shardc.cost.pricing import Pricing
 from shardc.cost.redistribute import step_seconds
 from shardc.ir.layout import REDUCE_OPS, Layout
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.rules.spec import atoms
 
 Table = np.ndarray
@@ -31,6 +31,17 @@ def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, co
     at = {layout: index for index, layout in enumerate(every)}
     table = _closed(every, itemsize, cost)
     return table[np.ix_([at[x] for x in have], [at[x] for x in want])]
+
+
+def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
+    """From each of ``have`` to each of ``want``, whether one axis changes, and by a collective rather than a slice."""
+    parts, codes = _codes(have[0].mesh, (*have, *want))
+    source, target = codes[: len(have), None], codes[None, len(have) :]
+    changed, axes = source != target, [split_part(part)[0] for part in parts]
+    masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]
+    by_axis = np.stack([changed[:, :, mask].any(axis=2) for mask in masks] or [np.zeros(changed.shape[:2], bool)])
+    moved = (changed & (source != 0)).any(axis=2)
+    return (by_axis.sum(axis=0) == 1) & moved
 
 
 @lru_cache(maxsize=1 << 12)

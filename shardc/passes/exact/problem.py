@@ -7,11 +7,10 @@ reshard from there to what its op needs, nothing where the value is there alread
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 from torch import fx
@@ -19,11 +18,10 @@ from torch import fx
 from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
 from shardc.ir.flops import is_attention
-from shardc.ir.layout import Layout, strides
-from shardc.ir.mesh import split_part
+from shardc.ir.layout import Layout
 from shardc.passes.calls import operands_of
 from shardc.passes.choose import shares
-from shardc.passes.exact.prices import prices
+from shardc.passes.exact.prices import one_axis, prices
 from shardc.passes.exact.work import Work
 from shardc.rules.spec import Spec, Strategy
 from shardc.solver import Energy
@@ -109,50 +107,41 @@ def _value(
     wanted = tuple(dict.fromkeys(layout for needs, _ in uses for layout in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
-    labels = list(_labels(layouts, wanted, [needs for needs, _ in uses], table))
-    row = {layout: at for at, layout in enumerate(layouts)}
     weight = max((w for _, w in uses), default=1.0)
-    costs = np.array([weight * sum(table[row[x.made], column[s]] for s in x.shared) for x in labels])
-    rows = np.array([row[x.made] for x in labels])
+    rows, shared = _shares(one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column)
     full = table[rows]  # from each label's own layout
-    for at, label in enumerate(labels):
-        full[at, [column[s] for s in label.shared]] = 0.0
-    return tuple(labels), costs, tuple(w * full[:, [column[x] for x in needs]] for needs, w in uses)
+    costs = np.zeros(len(rows))
+    for at, found in enumerate(shared):
+        costs[at] = weight * full[at, found].sum()
+        full[at, found] = 0.0
+    labels = tuple(Label(layouts[r], tuple(wanted[s] for s in found)) for r, found in zip(rows, shared, strict=True))
+    return labels, costs, tuple(w * full[:, [column[x] for x in needs]] for needs, w in uses)
 
 
-def _labels(
-    layouts: Sequence[Layout], wanted: Sequence[Layout], uses: Sequence[Sequence[Layout]], table: Table
-) -> Iterable[Label]:
-    """Every layout in which a value is made, with what at least two uses may want of what costs a collective."""
-    several = [x for x in wanted if sum(x in needs for needs in map(frozenset, uses)) > 1]
-    index = {layout: at for at, layout in enumerate(wanted)}
+def _shares(
+    moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
+) -> tuple[list[int], list[list[int]]]:
+    """For each label the layout in which a value is made, and those of what at least two uses may want that it shares.
+
+    Args:
+        moves: from each layout to each that is wanted, whether it is worth sharing.
+        column: the position of each that is wanted.
+    """
+    count = np.zeros(len(column), dtype=int)
+    for needs in uses:
+        count[sorted({column[x] for x in needs})] += 1
+    worth = moves & (count > 1)
     most = min(len(uses) // 2, 2)
-    for at, layout in enumerate(layouts):
-        worth = [x for x in several if x != layout and np.isfinite(table[at, index[x]]) and _moves(layout, x)]
-        few = most if len(layouts) * len(worth) ** 2 < 2 * SHARED else min(most, 1)
-        for count in range(few + 1):
-            for shared in combinations(worth, count):
-                yield Label(layout, shared)
-
-
-def _moves(have: Layout, want: Layout) -> bool:
-    """Whether one axis changes, and by a collective: a slice moves nothing, so that nothing is shared."""
-    before, after = _by_axis(have), _by_axis(want)
-    changed = [axis for axis in before.keys() | after.keys() if before.get(axis) != after.get(axis)]
-    return len(changed) == 1 and changed[0] in before
-
-
-@lru_cache(maxsize=1 << 16)
-def _by_axis(layout: Layout) -> dict[str, tuple[Any, ...]]:
-    """Where each axis of the mesh is: its digits' dims and strides, or its pending reduction."""
-    out: dict[str, tuple[Any, ...]] = {}
-    for axis, op in layout.partial:
-        out[split_part(axis)[0]] = (*out.get(split_part(axis)[0], ()), (axis, op))
-    for dim, digits in enumerate(layout.dims):
-        for (_, bound), below in zip(digits, strides(digits), strict=True):
-            if bound is not None:
-                out[split_part(bound)[0]] = (*out.get(split_part(bound)[0], ()), (bound, dim, below))
-    return out
+    rows: list[int] = []
+    shared: list[list[int]] = []
+    for row in range(len(worth)):
+        found = np.nonzero(worth[row])[0].tolist()
+        few = most if len(worth) * len(found) ** 2 < 2 * SHARED else min(most, 1)
+        for size in range(few + 1):
+            for some in combinations(found, size):
+                rows.append(row)
+                shared.append(list(some))
+    return rows, shared
 
 
 def kernel_seconds(

@@ -83,9 +83,16 @@ class Closure:
             for at, index in enumerate(_made(node)):
                 self._touching.setdefault((node, index), []).append((node, spec, at, True))
         for node, spec in specs if size > 1 else ():
-            for factor, length in spec.sizes:
+            for factor in _first(spec):
+                length = spec.size(factor)
                 if spec.splittable(factor) and length and length % size == 0:
                     self._learn(node, spec, Way(((factor, self._major(length, size)),)))
+        for node in ir.placeholders(self.graph) if size > 1 else ():
+            for dim, length in enumerate(ir.value(node).shape if ir.is_tensor(node) else ()):
+                if length and length % size == 0:
+                    whole = Layout.whole(self.mesh, ir.value(node).shape)
+                    dims = [self._major(length, size) if at == dim else digits for at, digits in enumerate(whole.dims)]
+                    self._add((node, 0), whole.replace(dims=dims))
         for slot, found in self.known.items():
             for layout in found:
                 self._add(slot, _alone(layout, self.axis))
@@ -145,6 +152,16 @@ def laid_out(
         partial = [pair for pairs, where in positions.items() if at in where for pair in pairs]
         operands.append(Layout(mesh, place(spec, dims, factors), partial))
     return tuple(operands), results_of(spec, mesh, factors, carried)
+
+
+def _first(spec: Spec) -> list[str]:
+    """The factors of an op that computes or reduces that are the major one of some dim; none of other ops.
+
+    Ops that take each element by itself, or move it, split what the ops around them split.
+    """
+    if not spec.flops and not spec.reduce:
+        return []
+    return list(dict.fromkeys(dim[0] for tensor in (*spec.operands, *spec.results) for dim in tensor if dim))
 
 
 def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
