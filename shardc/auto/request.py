@@ -199,13 +199,17 @@ def find_plan(
     """Searches for the fastest plan, by prediction, that fits; compiles nothing and needs no devices.
 
     Args:
+        model: as for `shardc.compile`.
         mesh: a mesh, or a number of ranks, whose meshes are searched too.
-        args, kwargs: example inputs of one call at global shapes, those of the loss at the end; ``meta`` tensors do.
-        loss, memory, hardware: as for `shardc.compile` and `shardc.auto`.
+        *args: example inputs of one call at global shapes, those of the loss at the end; ``meta`` tensors do.
+        loss: as for `shardc.compile`.
+        memory: as for `shardc.auto`.
+        hardware: as for `shardc.auto`.
         plan: what is given; it holds.
         axes: of a mesh, at most, where ranks are given.
         options: what the plan will be compiled with.
         report: called with a `Trial` for each plan that was scheduled, as they come.
+        **kwargs: example inputs by name.
 
     Returns:
         A `Found`: its ``plan`` and ``mesh`` are what to compile.
