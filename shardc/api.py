@@ -84,7 +84,8 @@ def compile(
         or by ``module.lower(*global_examples)``.
 
     Raises:
-        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``.
+        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``, a plan to be
+            found without example inputs.
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
         PlanError, LayoutError: the plan does not fit the mesh or the model.

@@ -63,7 +63,9 @@ class Auto:
         return replace(self, plan=other | self.plan) if isinstance(other, Plan) else NotImplemented
 
     def __str__(self) -> str:
-        said = [f"{n}={v!r}" for n in ("memory", "hardware", "ranks") if (v := getattr(self, n)) is not None]
+        hardware = self.hardware.name if isinstance(self.hardware, Hardware) else self.hardware
+        given = {"memory": self.memory, "hardware": hardware, "ranks": self.ranks}
+        said = [f"{name}={value!r}" for name, value in given.items() if value is not None]
         return " | ".join([f"auto({', '.join(said)})", *([str(self.plan)] if self.plan else [])])
 
     def described(self, mesh: DeviceMesh | Mesh | None) -> Hardware:
@@ -177,7 +179,8 @@ def auto(
         InputError: a value of another type or out of range.
         MeshError: no hardware of that name.
 
-    >>> print(shardc.auto(memory="80GB") | shardc.tp("tp", colwise=["*.up"], rowwise=["*.down"]))
+    >>> from shardc.plan import tp
+    >>> print(auto(memory="80GB") | tp("tp", colwise=["*.up"], rowwise=["*.down"]))
     auto(memory=80000000000) | tp("tp", colwise=["*.up"], rowwise=["*.down"])
     """
     return Auto(memory, hardware, ranks, inputs)

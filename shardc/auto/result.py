@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardc.auto.search import Tried
 from shardc.errors import InputError
@@ -138,6 +138,11 @@ class Found:
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None
         )
+
+    def brief(self) -> Found:
+        """It with the best trial, its solution and its form alone: every trial holds the graphs of a program."""
+        kept = (self.best, self.solution, self.form)
+        return replace(self, trials=tuple(trial for trial in self.trials if any(trial is each for each in kept)))
 
     def table(self) -> str:
         """Every plan that was tried, the fastest first; those that do not fit at the end."""

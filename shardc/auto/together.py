@@ -37,13 +37,13 @@ def search_once(
     """
     source = asked.source(model, loss, device)
     if groups is None or groups.agreement.alone:
-        return asked.search(source, mesh, options)
+        return asked.search(source, mesh, options).brief()
     error: ShardcError | None = None
     found: Found | None = None
     text = ""
     if groups.rank == 0:
         try:
-            found = asked.search(source, mesh, options)
+            found = asked.search(source, mesh, options).brief()
             text = json.dumps({"plan": _rest(found.plan, asked.plan).to_json()})
         except ShardcError as raised:
             error, text = raised, json.dumps({"error": str(raised)})

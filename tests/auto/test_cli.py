@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +70,17 @@ def test_the_plan_that_it_prints_is_the_one_that_it_writes(
     assert f"{predicted.seconds * 1e3:.3f}" in best.split()
     compiled = f"shardc.compile(model, shardc.{shardc.Mesh(sizes)!r}, shardc.Plan.load('out/plan.json'), loss=loss)"
     assert lines[-1] == compiled
+
+
+@pytest.mark.slow
+def test_another_start_finds_the_same_plan(target: str, tmp_path: Path) -> None:
+    """In another process, under another hash seed."""
+    asked = ["plan", target, "--ranks", "4", "--loss", "loss", "--memory", "190MB", "--json"]
+    assert main([*asked, "here.json"]) == 0
+    root = str(Path(__file__).parents[2])
+    around = {**os.environ, "PYTHONHASHSEED": "3", "PYTHONPATH": root}
+    subprocess.run([sys.executable, "-m", "shardc", *asked, "there.json"], cwd=tmp_path, env=around, check=True)
+    assert (tmp_path / "there.json").read_text() == (tmp_path / "here.json").read_text()
 
 
 def test_a_mesh_and_a_part_by_hand(target: str, capsys: pytest.CaptureFixture[str]) -> None:
