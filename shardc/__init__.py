@@ -2,6 +2,8 @@
 
 from shardc import optim
 from shardc.api import compile
+from shardc.auto.request import auto, find_plan
+from shardc.auto.result import Found
 from shardc.errors import ShardcError, ShardcWarning
 from shardc.ir import local
 from shardc.ir.layout import Layout
@@ -20,6 +22,7 @@ from shardc.train import train_step, value_and_grad
 __version__ = "0.2.0"
 
 __all__ = [
+    "Found",
     "Layout",
     "Mesh",
     "Options",
@@ -28,8 +31,10 @@ __all__ = [
     "ShardcError",
     "ShardcWarning",
     "Simulation",
+    "auto",
     "compile",
     "ddp",
+    "find_plan",
     "fsdp",
     "hsdp",
     "hsdp_plan",

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep
+from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep
 from shardc.errors import ShardcError, VerifyError
 
-COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, rules, schedule, sweep)  # by their file's name
+# By their file's name.
+COMMANDS = (bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep)
 
 
 class Parser(argparse.ArgumentParser):

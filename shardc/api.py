@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from shardc.auto.request import Auto
+from shardc.auto.together import search_once
 from shardc.build import Build
-from shardc.capture import input_names, loss_arity, register_caches
+from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import mixin_for
@@ -47,7 +48,7 @@ from shardc.validate import checked
 def compile(
     model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh,
-    plan: Plan,
+    plan: Plan | Auto,
     *,
     loss: Callable[..., Any] | None = None,
     backend: str = "inductor",
@@ -66,7 +67,7 @@ def compile(
             that are DTensors on ``mesh``, or on some of its axes, stay split as they are; the plan says the rest. Hooks
             of ``parallelize_module`` are not run.
         mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything except running.
-        plan: where parameters, inputs and activations lie.
+        plan: where parameters, inputs and activations lie; or `shardc.auto` with example inputs, which finds it.
         loss: ``loss(output, *targets)``, traced into the graph. ``module(*inputs, *targets)`` is then the global loss.
         backend: "inductor" or "eager".
         options: see `Options`.
@@ -83,7 +84,8 @@ def compile(
         or by ``module.lower(*global_examples)``.
 
     Raises:
-        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``.
+        InputError: an argument of the wrong kind, DTensors on other ranks, a model of ``fully_shard``, a plan to be
+            found without example inputs.
         MeshError: a mesh without names, or larger than the world.
         CaptureError: a model on several devices.
         PlanError, LayoutError: the plan does not fit the mesh or the model.
@@ -103,23 +105,28 @@ def compile(
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     register_caches()
-    module = model if isinstance(model, nn.Module) else _as_module(model)
+    module = model if isinstance(model, nn.Module) else as_module(model)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)
     held = dtensor_entries(module, mesh)
-    plan = Plan.of([*held, *plan.entries]) if held else plan
+    template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
+    drop_style_hooks(template)
+    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
+    found = None
+    if isinstance(plan, Auto):
+        found = search_once(Plan.of(held) | plan, template, mesh, loss, device, options, groups)
+        plan = found.plan
+    elif held:
+        plan = Plan.of(held) | plan
     check_axes(plan, abstract)
     shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
     params = resolve_params(plan, abstract, shapes, names)
     check_kept(held, params)
     check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
-    groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
-    template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
-    drop_style_hooks(template)
     homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}
     sources: Sources = {}
     store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
@@ -154,6 +161,7 @@ def compile(
         unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         uneven=options.uneven,
         sources=sources,
+        found=found,
         sync=Sync(
             {n: p.level for n, p in params.items()},
             unsynced=frozenset(params if plan.setting("accumulate") else ()),
@@ -195,7 +203,7 @@ def _check_kinds(
                 f"parameter {name!r} is of a lazy module and has no shape yet",
                 fix="call the model once, then compile it",
             )
-    if not isinstance(plan, Plan):
+    if not isinstance(plan, Plan | Auto):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")
     checked(options, Options | None, "options", fix="pass shardc.Options(...)")
@@ -203,20 +211,6 @@ def _check_kinds(
     kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
     checked(init_sync, bool, "init_sync")
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
-
-
-def _as_module(function: Callable[..., Any]) -> nn.Module:
-    """``function`` as a module of its name and signature."""
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    own = inspect.signature(function)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
-    name = getattr(function, "__name__", type(function).__name__)
-    cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
-    return cls()
 
 
 def _loaded(given: Any) -> list[Precompiled]:

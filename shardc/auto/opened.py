@@ -24,7 +24,7 @@ from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.passes.propagate import Chooser, Problem, Propagate
-from shardc.plan.resolve import resolve_params
+from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.value import Plan
 from shardc.program import Program
 
@@ -119,6 +119,10 @@ class Opened:
         kept = {ir.info(node).name: node for node in gm.graph.nodes if node.op != "output"}
         found = {name: kept[names[node]] for name, node in borders.items() if names[node] in kept}
         return Laid(propagate.problem, gm.graph, found)
+
+    def params(self, mesh: Mesh, plan: Plan) -> Mapping[str, ParamPlan]:
+        """What ``plan`` says of each parameter of the captured model."""
+        return few_of(self.source.asked(mesh, plan, Options()), self.repeats, self.keep).params
 
     def program(self, mesh: Mesh, plan: Plan, options: Options) -> Program:
         """The whole model compiled under ``plan``, without another capture.

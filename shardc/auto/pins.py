@@ -47,7 +47,9 @@ class Pinner:
     def _target(self, name: str) -> str:
         """The target that a plan calls the border of a tag, for all alike blocks."""
         module, where, _ = name.rsplit(".", 2)
-        return self.writer.by_glob({module: ""})[-1][0] + (".input" if where == "input" else "")
+        return self.writer.by_glob(dict.fromkeys(self.writer.alike(module), ""))[-1][0] + (
+            ".input" if where == "input" else ""
+        )
 
     def _pins(self, name: str, wanted: dict[str, Layout]) -> dict[str, str]:
         """The pins of a border in all alike blocks."""

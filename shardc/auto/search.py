@@ -93,6 +93,7 @@ class Search:
     def __post_init__(self) -> None:
         self.writer = Writer(self.opened.source.model, self.mesh, self.opened.repeats, self.opened.keep)
         self.pinner = Pinner(self.opened, self.writer, self.mesh, self.options)
+        self.said = self.opened.params(self.mesh, self.hand)
 
     def run(self) -> Tried:
         """The fastest plan that fits.
@@ -141,14 +142,15 @@ class Search:
     def _overs(self) -> Iterator[tuple[str, ...]]:
         """The sets of axes over which storage alone may be split: those that a hand's plan does not speak of."""
         said = set(self.hand.axes)
-        free = [axis for axis in self.mesh.axes if axis not in said and self.mesh.size(axis) > 1]
+        by_hand = any(entry.batch for entry in self.hand.entries)  # an ``fsdp`` entry would split the batch further
+        free = [axis for axis in self.mesh.axes if axis not in said and self.mesh.size(axis) > 1 and not by_hand]
         for count in range(len(free), -1, -1):
             yield from combinations(free, count)
 
     def _solved(self, over: tuple[str, ...], weights: Weights) -> list[Candidate]:
         start = time.perf_counter()
-        laid = self.opened.graph(self.mesh, self.hand, self.options, None)
-        free = Free(over, partial(storages, over), tuple(self._batches()), COPIES * weights.byte)
+        laid = self.opened.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
+        free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES * weights.byte)
         problem = OpenChoice(laid.problem, laid.graph, weights, free=free)
         energy = problem.energy()
         built = time.perf_counter()
@@ -166,6 +168,13 @@ class Search:
                 plan, laid, over, solution.value, solution.bound, len(energy.unary), built - start, solved - built
             )
         ]
+
+    def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
+        """Where a parameter, by its name in the captured model, may be stored: nowhere else than a hand's plan says."""
+        said = self.said[name]
+        if said.storage_cause or said.host or (said.compute_cause and compute != said.compute):
+            return []
+        return storages(over, name, compute)
 
     def _batches(self) -> Iterator[tuple[str, ...]]:
         """The sets of axes that may split the batch."""

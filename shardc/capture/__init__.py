@@ -2,6 +2,7 @@
 
 from shardc.capture.caches import register_caches as register_caches
 from shardc.capture.dtypes import Dtypes as Dtypes
+from shardc.capture.function import as_module as as_module
 from shardc.capture.once import CaptureOnce as CaptureOnce
 from shardc.capture.repeats import find_repeats as find_repeats
 from shardc.capture.repeats import shortened as shortened

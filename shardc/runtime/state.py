@@ -113,6 +113,7 @@ class State:
         uneven: whether ranks may pass different numbers of rows.
         explicit: whether `ShardedModule.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
+        found: the result of the search for its plan (`shardc.auto.result.Found`); None where the plan was given.
         owner: the module itself.
         view: the same as its own class has it, which knows nothing of this.
     """
@@ -143,6 +144,7 @@ class State:
     sources: Sources = field(default_factory=dict)
     fresh: bool = True
     known: dict[Any, Known] = field(default_factory=dict)
+    found: Any = None
     owner: Any = None
     view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
@@ -161,15 +163,7 @@ class State:
         Raises:
             InputError: these are no arguments of the model, with or without those of the loss.
         """
-        own = len(args) - (self.loss_args or 0)
-        if self.loss_args is not None and own >= 0 and _refuses(self.view, args[:own], kwargs) is None:
-            return True
-        reason = _refuses(self.view, args, kwargs)
-        if reason is None:
-            return False
-        takes = f"{type(self.view).__name__}.forward{inspect.signature(self.view.forward)}"
-        after = f", and after these {self.loss_args} for the loss, by position" if self.loss_args else ""
-        raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
+        return takes_loss(self.view, args, kwargs, self.loss_args)
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
         """The program for global (example) inputs in the present mode, built if there is none yet.
@@ -367,6 +361,19 @@ class State:
             for which, size in runner.planned().items():
                 planned[which] = max(size, planned.get(which, 0))
         return self.buffers.use(planned)
+
+
+def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_args: int | None) -> bool:
+    """Whether a call of ``model`` passes the loss, which takes ``loss_args``, its arguments; see `State.with_loss`."""
+    own = len(args) - (loss_args or 0)
+    if loss_args is not None and own >= 0 and _refuses(model, args[:own], kwargs) is None:
+        return True
+    reason = _refuses(model, args, kwargs)
+    if reason is None:
+        return False
+    takes = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+    after = f", and after these {loss_args} for the loss, by position" if loss_args else ""
+    raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
 
 def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:

@@ -29,6 +29,7 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def test_there_are_pages() -> None:
     names = {
         "accelerators.md",
+        "auto.md",
         "troubleshooting.md",
         "coming_from.md",
         "plans.md",

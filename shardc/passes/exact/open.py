@@ -31,9 +31,9 @@ class Free:
 
     Args:
         over: the axes over which parameters may be stored split and are whole for compute.
-        params: (name, layout for compute) -> the layouts in which it may be stored; none of parameters that the plan
-            speaks of.
-        batch: the sets of axes that may split the batch, each in mesh order.
+        params: (name, layout for compute) -> the layouts in which it may be stored; none of parameters that are not
+            open, and none of layouts that the plan does not let them be computed with.
+        batch: the sets of axes that may split the batch, each in mesh order; none if the plan says which do.
         byte: seconds that a byte of a parameter's storage counts.
         gathers: how often a parameter is gathered in a step.
     """
@@ -70,13 +70,15 @@ class OpenChoice(Choice):
             role = ir.role(node)
             if role.kind == "param" and self.free.params(ir.info(node).name, ir.layout(node)):
                 self.storages[node] = []
-            elif role.kind == "input" and ir.is_tensor(node) and not ir.layout(node).axes:
+            elif role.kind == "input" and self.free.batch and ir.is_tensor(node) and not ir.layout(node).axes:
                 self.rows[node] = [_rows(ir.layout(node), axes) for axes in self.free.batch]
         self.by_grad = {
             node: name for (role, node) in ir.outputs(self.graph) if role.kind == "grad" and isinstance(node, fx.Node)
             for name in [role.name]
         }  # fmt: skip
-        self._tied_outputs({ir.value(node).shape[0] for node in self.rows if ir.value(node).shape})
+        self.results: dict[fx.Node, list[Layout]] = {}
+        if self.free.batch:
+            self._tied_outputs({ir.value(node).shape[0] for node in self.rows if ir.value(node).shape})
         for node in (*self.storages, *self.rows):
             del self.outside.fixed[node]
         of = {ir.info(node).name: node for node in self.storages}
@@ -87,7 +89,6 @@ class OpenChoice(Choice):
 
     def _tied_outputs(self, sizes: set[int]) -> None:
         """Outputs whose dim 0 is the batch, of one of ``sizes``, lie as the inputs do, and so do their tangents."""
-        self.results: dict[fx.Node, list[Layout]] = {}
         by_index: dict[int, list[Layout]] = {}
         for role, node in ir.outputs(self.graph):
             if role.kind == "output" and isinstance(node, fx.Node):

@@ -1,0 +1,231 @@
+"""`shardc.auto` and `find_plan`: what was found is what is compiled, on every rank; errors that are clear."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import shardc
+from shardc.auto.meshes import meshes_of
+from shardc.auto.result import Found, Trial
+from shardc.cost.hardware import H100
+from shardc.ir.mesh import Mesh
+from tests.ranks import device_mesh, run_ranks
+
+LARGE = torch.empty(4096, 512, device="meta")
+SMALL = torch.empty(16, 8, device="meta")
+
+
+def build(width: int, device: str = "meta") -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width))
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return shardc.find_plan(build(512), Mesh(dp=2, tp=2), LARGE, memory="1GB")
+
+
+def test_it_is_the_fastest_that_fits(found: Found) -> None:
+    assert found.mesh == Mesh(dp=2, tp=2)
+    assert found.best.fits and found.schedule.seconds == min(t.seconds for t in found.trials if t.fits)
+    assert found.form is not None and found.schedule.seconds <= found.form.seconds
+    assert found.memory == found.schedule.memory.peak.total
+    assert 0 < found.bound <= found.value and 0 <= found.gap < 1e-9 and found.variables > 10
+    assert set(found.plan.axes) == {"dp", "tp"}
+
+
+def test_the_table_has_a_row_for_each_plan(found: Found) -> None:
+    head, *rows = found.table().splitlines()
+    assert head.split()[:2] == ["mesh", "plan"] and len(rows) == len(found.trials)
+    assert str(found).startswith(f"{found.plan}\non dp=2 tp=2: ")
+
+
+def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
+    """The plan by a search, the same from a file, and a second search: one program, as it was predicted."""
+    asked = shardc.auto(memory="1GB", inputs=LARGE)
+    searched = shardc.compile(build(512), found.mesh, asked)
+    assert searched.shardc.build.plan == searched.shardc.found.plan == found.plan
+    found.plan.save(tmp_path / "plan.json")
+    loaded = shardc.compile(build(512), found.mesh, shardc.Plan.load(tmp_path / "plan.json"))
+    assert loaded.shardc.found is None
+    one, other = searched.lower(LARGE), loaded.lower(LARGE)
+    assert [one.text(stage) for stage in one.stages] == [other.text(stage) for stage in other.stages]
+    assert other.schedule("h100").seconds == found.schedule.seconds
+
+
+def test_meshes_are_searched_from_one_capture() -> None:
+    came: list[Trial] = []
+    found = shardc.find_plan(build(512), 4, LARGE, report=came.append)
+    assert tuple(came) == found.trials
+    assert {trial.mesh for trial in came} == {Mesh(dp=4), Mesh(dp=2, tp=2)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "node", "axes", "said", "expected"),
+    [
+        (1, 8, 2, (), [Mesh(dp=1)]),
+        (6, 8, 2, (), [Mesh(dp=6), Mesh(dp=3, tp=2)]),
+        (64, 8, 2, (), [Mesh(dp=64), Mesh(dp=32, tp=2), Mesh(dp=16, tp=4), Mesh(dp=8, tp=8)]),
+        (4, 8, 2, ("tp",), [Mesh(tp=4), Mesh(dp=2, tp=2)]),
+        (8, 8, 2, ("dp", "sp"), [Mesh(dp=4, sp=2), Mesh(dp=2, sp=4)]),
+        (7, 8, 2, ("dp", "tp"), []),
+    ],
+)
+def test_meshes(ranks: int, node: int, axes: int, said: tuple[str, ...], expected: list[Mesh]) -> None:
+    assert meshes_of(ranks, node, axes, said) == expected
+
+
+# --- what is given holds
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        shardc.fsdp("dp"),
+        shardc.tp("tp", colwise=["0"], rowwise=["2"]),
+        shardc.Plan(params={"0.weight": (None, None)}),
+        shardc.Plan(inputs=[("tp", None)]),
+        shardc.Plan(activations={"0:output": (None, "dp")}),
+    ],
+    ids=str,
+)
+def test_what_is_given_holds(given: shardc.Plan) -> None:
+    auto = shardc.auto(inputs=LARGE) | given
+    module = shardc.compile(build(512), Mesh(dp=2, tp=2), auto)
+    entries = module.shardc.found.plan.entries
+    assert all(entry in entries for entry in given.entries)
+
+
+def test_it_composes_on_both_sides() -> None:
+    auto, one, other = shardc.auto(memory="1GB"), shardc.ddp("dp"), shardc.tp("tp", colwise=["0"])
+    assert (one | auto | other).plan == one | other
+    assert str(one | auto) == 'auto(memory=1000000000) | ddp("dp")'
+    assert auto.memory == 10**9
+
+
+# --- what cannot be
+
+
+def test_a_limit_that_nothing_fits_says_what_would() -> None:
+    smallest = shardc.find_plan(build(512), Mesh(dp=4), LARGE, memory="1GB")
+    least = min(trial.memory for trial in smallest.trials)
+    with pytest.raises(shardc.ShardcError) as error:
+        shardc.find_plan(build(512), Mesh(dp=4), LARGE, memory="1MB")
+    assert error.value.what.startswith(
+        f"no plan on dp=4 fits in 0.001 GB a rank: the smallest that was found takes {least / 1e9:.3g} GB: "
+    )
+
+
+def test_an_axis_that_nothing_uses_is_named() -> None:
+    with pytest.warns(shardc.ShardcWarning) as said:
+        shardc.find_plan(build(512), Mesh(dp=2, tp=7), LARGE, plan=shardc.fsdp("dp"))
+    (text,) = (str(warning.message) for warning in said)
+    assert text.splitlines() == [
+        "axis 'tp' of the mesh dp=2 tp=7 is not used: 7 divides no dim; all ranks along it compute the same",
+        '  fix: write shardc.auto(...) | shardc.fsdp("tp"), which pads what does not divide, or use a smaller mesh',
+    ]
+    mended = shardc.find_plan(build(512), Mesh(dp=2, tp=7), LARGE, plan=shardc.fsdp("dp") | shardc.fsdp("tp"))
+    assert set(mended.plan.axes) == {"dp", "tp"}
+
+
+def missing() -> Any:
+    return shardc.compile(build(8), Mesh(dp=2), shardc.auto())
+
+
+def other_ranks() -> Any:
+    return shardc.compile(build(8), Mesh(dp=2), shardc.auto(ranks=8, inputs=SMALL))
+
+
+def twice() -> Any:
+    return shardc.find_plan(build(8), Mesh(dp=2), SMALL, plan=shardc.Plan(activations={"0": ("dp", "dp")}))
+
+
+def both() -> Any:
+    plan = shardc.ddp("dp") | shardc.tp("dp", colwise=["0"])
+    return shardc.find_plan(build(8), Mesh(dp=2), SMALL, plan=plan)
+
+
+def no_axis() -> Any:
+    return shardc.find_plan(build(8), Mesh(dp=2), SMALL, plan=shardc.fsdp("tp"))
+
+
+def larger() -> Any:
+    return shardc.find_plan(build(8), 10**5, SMALL)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (missing, "a plan is found for example inputs, and shardc.auto() was given none: parameters are stored before "
+         "the first call"),
+        (other_ranks, "auto(ranks=8) does not match the mesh dp=2 of 2 ranks"),
+        (twice, """spec ("dp", "dp") uses axis 'dp' twice"""),
+        (both, """axis 'dp' is given to TP and to ddp("dp")"""),
+        (no_axis, "unknown mesh axis 'tp'; the mesh is dp=2"),
+        (larger, "the mesh dp=100000 has 100000 ranks; h100 is described for at most 24576"),
+        (partial(shardc.auto, hardware="h1000"), "no hardware is called 'h1000'"),
+        (partial(shardc.auto, hardware=3), "auto: hardware is 3, not a string or a Hardware or None"),
+        (partial(shardc.auto, memory="80 G"), "auto: memory is '80 G', not a number of bytes"),
+        (partial(shardc.auto, ranks=0), "auto: ranks is 0, not an integer of 1 or more or None"),
+        (partial(shardc.find_plan, build(8), 4), "a plan is found for example inputs, and find_plan was given none"),
+        (partial(shardc.find_plan, build(8), "dp", SMALL), "'dp' is not a mesh"),
+        (partial(shardc.find_plan, nn.Linear(8, 8), 4, SMALL, SMALL),
+         "Linear.forward(input: torch.Tensor) -> torch.Tensor: too many positional arguments"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(wrong: Any, what: str) -> None:
+    with pytest.raises(shardc.ShardcError) as error:
+        wrong()
+    assert error.value.what == what
+
+
+def test_a_file_of_other_numbers_is_no_hardware(tmp_path: Path) -> None:
+    (tmp_path / "cost.json").write_text('{"latency": 1}')
+    with pytest.raises(shardc.ShardcError):
+        shardc.auto(hardware=str(tmp_path / "cost.json"))
+
+
+# --- on real ranks
+
+
+def train(memory: str) -> None:
+    """One step of a plan that was found equals that of one device; all ranks have the first one's plan."""
+    mesh = device_mesh(Mesh(dp=2))
+    model, x, y = build(8, "cpu").double(), torch.randn(16, 8).double(), torch.randn(16, 8).double()
+    auto = shardc.auto(memory=memory, inputs=(x, y), hardware=H100)
+    module = shardc.compile(model, mesh, auto, loss=mse_loss, backend="eager")
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, module.shardc.build.plan.to_json())
+    assert plans[0] == plans[1]
+    assert bool(module.shardc.found.trials) == (dist.get_rank() == 0)
+    loss = module(*module.shard_inputs(x, y))
+    loss.backward()
+    expected = mse_loss(model(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), param.grad)
+
+
+def cannot() -> None:
+    with pytest.raises(shardc.ShardcError, match="fits in 1e-09 GB a rank"):
+        train("1B")
+
+
+def differ() -> None:
+    mesh = device_mesh(Mesh(dp=2))
+    with pytest.raises(shardc.ShardcError, match="search by auto"):
+        shardc.compile(build(8), mesh, shardc.auto(memory=10**9 + dist.get_rank(), inputs=SMALL))
+
+
+def test_ranks_take_one_plan() -> None:
+    run_ranks(2, partial(train, "1GB"), cannot, differ)
