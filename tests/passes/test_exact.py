@@ -10,7 +10,17 @@ import torch
 
 import shardc
 from examples.models import llama
+from shardc.ir import graph as ir
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.passes.exact.chooser import Choice
+from shardc.passes.exact.crossed import nested
+from shardc.passes.greedy import Greedy
+from shardc.rules.spec import Strategy, infer
+from shardc.solver import solve
 from tests.models.test_matrix import Case, cases, check
+from tests.passes.exact_reference import Reference, spec_of_op
+from tests.passes.small_programs import small
 from tests.semantics.random_programs import program, simulated, verdict
 
 EVERYDAY = (
@@ -32,6 +42,62 @@ EVERYDAY = (
 def matrix() -> list[Any]:
     rest = [each.values[0] for each in cases() if each.values[0] not in EVERYDAY]
     return [*EVERYDAY, *(pytest.param(each, marks=pytest.mark.long) for each in rest)]
+
+
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 500), marks=pytest.mark.slow)], ids=["some", "500"]
+)
+def test_no_choice_costs_less_than_the_one_that_is_found(seeds: range) -> None:
+    """Against a search over all choices, by an objective and a space of strategies that are written a second time."""
+    for seed in seeds:
+        program = small(seed)
+        graph = program.graph()
+        choice = Choice(program.problem, graph)
+        reference = Reference.of(program.problem, graph, choice.outside.wanted)
+        for op, space in reference.space.items():
+            options = choice.options[op]
+            assert set(space) <= set(options), f"seed {seed}: {op} lacks strategies\n{program.text}"
+            for one in options:
+                assert infer(spec_of_op(op), one.operands, one.results) == one.results, (
+                    f"seed {seed}: {op}\n{program.text}"
+                )
+            space += [one for one in options if one not in space]  # where axes meet in several factors of one dim
+        reference.price()
+        solution = solve(choice.energy())
+        chosen = {op: choice.options[op][solution.labels[choice.variable[op]]] for op in reference.ops}
+        assert solution.gap < 1e-9
+        assert reference.seconds(chosen) == pytest.approx(solution.value, rel=1e-9), f"seed {seed}\n{program.text}"
+        below = solution.value * (1 - 1e-9)
+        assert reference.least(below) == below, f"seed {seed}\n{program.text}"
+        choice.apply(solution.labels)
+        for op, one in chosen.items():
+            assert (ir.info(op).needs, ir.layout(op)) == (one.operands, one.results[0])
+
+
+@pytest.mark.parametrize(("sizes", "inner"), [((2, 4), "[16@(a,b)]"), ((4, 2), "[16@(a,b)]"), ((2, 8), "[16@(a,b)]")])
+def test_a_dim_is_split_over_two_axes_whichever_is_larger(sizes: tuple[int, int], inner: str) -> None:
+    mesh = Mesh(a=sizes[0], b=sizes[1])
+    outer, under = (Layout.whole(mesh, (16,)).split(0, axis) for axis in mesh.axes)
+    assert outer is not None and under is not None
+    digits = nested(mesh, outer.dims[0], under.dims[0])
+    assert digits is not None and str(Layout(mesh, [digits])) == inner
+
+
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
+def test_the_sweep_never_costs_less() -> None:
+    """By the same objective, with the strategies that the sweep chose."""
+    for seed in range(100):
+        program = small(seed)
+        graph, swept = program.graph(), program.graph()
+        choice = Choice(program.problem, graph)
+        wanted = Greedy()(program.problem, swept)
+        reference = Reference.of(program.problem, swept, wanted)
+        greedy = {op: Strategy(ir.info(op).needs or (), (ir.layout(op),)) for op in reference.ops}
+        for op, one in greedy.items():
+            reference.space[op] += [one] * (one not in reference.space[op])
+        reference.price()
+        assert reference.seconds(greedy) >= solve(choice.energy()).value * (1 - 1e-9), f"seed {seed}\n{program.text}"
 
 
 @pytest.mark.parametrize("case", matrix(), ids=str)
