@@ -20,7 +20,7 @@ from torch import fx
 from shardc.cost.pricing import Pricing
 from shardc.cost.redistribute import step_seconds
 from shardc.ir import graph as ir
-from shardc.ir.layout import Digit, Layout, canonical
+from shardc.ir.layout import Digit, Layout, canonical, strides
 from shardc.ir.mesh import Mesh
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.propagate import Problem
@@ -225,9 +225,22 @@ def _ways(layouts: tuple[Layout, ...], have: Layout, cost: Pricing) -> dict[Layo
             step = _step(places[here], places[then])
             if then not in out and step is not None:
                 kind, parts = step
-                more = step_seconds(kind, have.mesh, parts, here.local_numel, then.local_numel, 4, cost)
+                steps = [(kind, here.local_numel, then.local_numel)]
+                if kind == "all_to_all" and _cut_otherwise(here, then):
+                    whole = here.local_numel * prod(map(have.mesh.size, parts))
+                    steps = [("all_gather", here.local_numel, whole), ("shard", whole, then.local_numel)]
+                more = sum(step_seconds(k, have.mesh, parts, held, after, 4, cost) for k, held, after in steps)
                 heapq.heappush(queue, (spent + more, order[then], then))
     return out
+
+
+def _cut_otherwise(one: Layout, other: Layout) -> bool:
+    """Whether two layouts cut a dim at places of which neither divides the other: 3 x 4 and 4 x 3."""
+    for mine, theirs in zip(one.dims, other.dims, strict=True):
+        cuts = sorted({*strides(mine), *strides(theirs)})
+        if any(larger % smaller for smaller, larger in itertools.pairwise(cuts)):
+            return True
+    return False
 
 
 Place = tuple[int, int] | str  # dim and stride, or the pending reduction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, Literal
 
@@ -10,11 +11,13 @@ import torch
 
 import shardc
 from examples.models import llama
+from shardc.cost import redistribute
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Choice
 from shardc.passes.exact.crossed import nested
+from shardc.passes.exact.prices import prices
 from shardc.passes.greedy import Greedy
 from shardc.rules.spec import Strategy, infer
 from shardc.solver import solve
@@ -95,6 +98,24 @@ def test_the_sweep_never_costs_less() -> None:
             reference.space[op] += [one] * (one not in reference.space[op])
         reference.price()
         assert reference.seconds(greedy) >= solve(choice.energy()).value * (1 - 1e-9), f"seed {seed}\n{program.text}"
+
+
+@pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")
+def test_reshards_are_priced_as_they_are_planned() -> None:
+    """Over one axis alike; over two, steps that the planner takes one after another may count as one."""
+    for seed in range(0, 100, 3):
+        program = small(seed)
+        cost = program.problem.cost
+        reference = Reference.of(program.problem, program.graph(), {})
+        reference.price()
+        for layouts in map(tuple, reference.layouts):
+            table = prices(layouts, layouts, 4, cost)
+            for (row, have), (column, want) in itertools.product(enumerate(layouts), repeat=2):
+                if want.partial or want == have:
+                    continue
+                least, most = (1 - 1e-9, 1 + 1e-9) if len(have.mesh.axes) == 1 else (0.5, 4)
+                planned = redistribute.seconds(have, want, 4, cost)
+                assert least * planned <= table[row, column] <= most * planned, f"{have} to {want} by {cost}"
 
 
 @pytest.mark.parametrize("case", matrix(), ids=str)
