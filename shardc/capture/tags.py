@@ -64,7 +64,10 @@ def _replace_output(tag: Tag, _module: nn.Module, _args: Any, output: Any) -> An
 
 
 def _replace(values: Any, tag: Tag) -> Any:
-    """``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if it is there."""
+    """``values`` (a tensor, or a tuple, list or dict of them) with tensor ``tag.index`` tagged, if it is there.
+
+    A dict of a class of its own (an output of ``transformers``) stays the one that it is.
+    """
     if isinstance(values, Tensor):
         return mark(values, tag.name) if tag.index == 0 else values
     if not isinstance(values, (tuple, list, dict)):
@@ -75,7 +78,7 @@ def _replace(values: Any, tag: Tag) -> Any:
         tensors = tensors[tag.index : tag.index + 1]
     else:
         tensors = [at for at in tensors if at == tag.index]
-    made = dict(values) if isinstance(values, dict) else list(values)
+    made = dict(values) if type(values) is dict else values if isinstance(values, dict) else list(values)
     for at in tensors:
         made[at] = mark(values[at], tag.name)
     return tuple(made) if isinstance(values, tuple) else made

@@ -21,7 +21,7 @@ from shardc.solver.rounding import cost, descend, round_messages
 BATCH = 8
 # Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
 WORTHWHILE = 0.2
-# Of a graph with more entries in its tables than this, whose tables many pairs share: dropping labels makes each its own.
+# Of a graph with more entries in its tables than this, many pairs share tables: dropping labels makes each its own.
 LARGE, WORTHWHILE_LARGE = 10_000_000, 0.9
 # A batch that closes less than this part of the gap has stalled: before the first split, and after it.
 STALLED_WHOLE, STALLED_PART = 0.002, 0.02

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -114,6 +114,11 @@ def largest_relative(ours: torch.Tensor, theirs: torch.Tensor, floor: float = 1e
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_equals_one_device(case: Case) -> None:
+    check(case)
+
+
+def check(case: Case, chooser: Literal["greedy", "exact"] = "greedy") -> None:
+    """Losses, gradients, parameters and buffers of some steps, with layouts that ``chooser`` chose."""
     torch.manual_seed(0)
     source, tp, loss = MODELS[case.model]
     model, args = source.tiny()
@@ -122,7 +127,7 @@ def test_equals_one_device(case: Case) -> None:
     model, _ = source.tiny()
     model = model.double().train()
 
-    options = shardc.Options(direct=case.model != "mlp")  # as on CPU ranks; the MLP as on others
+    options = shardc.Options(direct=case.model != "mlp", chooser=chooser)  # as on CPU ranks; the MLP as on others
     module = shardc.compile(
         model, shardc.Mesh(case.mesh), PLANS[case.plan](tp), loss=loss, backend="eager", options=options
     )

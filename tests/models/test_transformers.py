@@ -243,3 +243,18 @@ def test_the_loss_of_the_model_itself(name: str, limit: float) -> None:
     for key, param in model.named_parameters():
         assert param.grad is not None
         assert relative(sim.grad(key), param.grad, 1e-6) < limit, f"gradient of {key}"
+
+
+def test_a_result_of_a_class_of_its_own_can_be_pinned() -> None:
+    """Of the dict with attributes that GPT-2 without its head returns, the first tensor is."""
+    torch.manual_seed(0)
+    case = MODELS["gpt2"]
+    model = case.build()
+    inputs, targets = case.batch()
+    plan = shardc.ddp("dp") | shardc.Plan(activations={"transformer": "_, @dp, _"})
+    module = shardc.compile(model, shardc.Mesh(dp=2), plan, loss=loss, backend="eager")
+    value = shardc.Simulation(module)(targets, **inputs)
+    assert relative(value, loss(model(**inputs), targets).detach(), 1e-12) < 1e-4
+    graph = module.shardc.program_for((targets,), inputs).graph("propagate")
+    pins = [x for x in graph.nodes if x.op == "call_function" and "activations" in ir.info(x).origin.cause]
+    assert pins and str(ir.layout(pins[0])).startswith("[4,8@dp,")

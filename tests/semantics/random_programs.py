@@ -220,8 +220,8 @@ def alone(p: Program) -> Results:
     }
 
 
-def simulated(p: Program, mesh: dict[str, int] | None = None) -> Results:
-    module = shardc.compile(p.model, shardc.Mesh(mesh or p.mesh), p.plan, backend="eager")
+def simulated(p: Program, mesh: dict[str, int] | None = None, options: shardc.Options | None = None) -> Results:
+    module = shardc.compile(p.model, shardc.Mesh(mesh or p.mesh), p.plan, backend="eager", options=options)
     sim = shardc.Simulation(module)
     torch.manual_seed(0)
     outputs = sim(*p.inputs)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 from shardc.errors import LayoutError
-from shardc.ir.layout import Digit, Digits, canonical, refine, strides
+from shardc.ir.layout import Digit, Digits, canonical, strides
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.ways import Way, laid_out
 from shardc.rules.spec import Spec, Strategy, commute, merge
@@ -48,16 +49,28 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[Way]) -> Strategy | None:
 
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
-    """``outer`` with the axis of ``inner`` bound under the digit at which both stand; None where it does not divide."""
-    fine, other = refine(mesh, outer, strides(inner)), refine(mesh, inner, strides(outer))
-    if fine is None or other is None:
-        return None
-    out, waiting = list(fine), [(at, d) for at, d in enumerate(other) if d.axis is not None]
-    for at, (size, axis) in reversed(waiting):
-        under = at
-        while under < len(out) and out[under].axis is not None:
-            under += 1
-        if under == len(out) or out[under].radix % size:
+    """``outer`` with each axis of ``inner`` bound where it stands there, or under what is bound there already.
+
+    None where the sizes do not divide.
+    """
+    taken = _spans(outer)
+    for top, bottom, axis in _spans(inner):
+        size = top // bottom
+        while (over := next((t for t in taken if t[1] < top and bottom < t[0]), None)) is not None:
+            top, bottom = over[1], over[1] // size
+        if bottom * size != top:
             return None
-        out[under : under + 1] = [Digit(size, axis), Digit(out[under].radix // size)]
-    return canonical(mesh, out)
+        taken.append((top, bottom, axis))
+    out, at = [], prod(d.radix for d in outer)
+    for top, bottom, axis in sorted(taken, reverse=True):
+        if at % top:
+            return None
+        out += [Digit(at // top), Digit(top // bottom, axis)]
+        at = bottom
+    return canonical(mesh, [*out, Digit(at)])
+
+
+def _spans(digits: Digits) -> list[tuple[int, int, str]]:
+    """The strides between which each axis stands, above and below, and the axis; major to minor."""
+    below = strides(digits)
+    return [(at * d.radix, at, d.axis) for d, at in zip(digits, below, strict=True) if d.axis is not None]

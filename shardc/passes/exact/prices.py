@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 
 import numpy as np
 
 from shardc.cost.pricing import Pricing
 from shardc.cost.redistribute import step_seconds
-from shardc.ir.layout import REDUCE_OPS, Layout
+from shardc.ir.layout import REDUCE_OPS, Digits, Layout, refine, strides
 from shardc.ir.mesh import Mesh, split_part
 from shardc.rules.spec import atoms
 
 Table = np.ndarray
 _KINDS = ("", "shard", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _NONE, _SLICE, _GATHER, _SCATTER, _REDUCE, _EXCHANGE = range(6)
+_AGAIN = 6  # an exchange between places that cut a dim in ways that clash: gathered, and cut again
 _NEVER = 255
 
 
@@ -68,19 +70,36 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     np.fill_diagonal(table, 0.0)
     np.fill_diagonal(fits, False)
     rows, columns = np.nonzero(fits)
-    keys = np.stack([most[rows, columns], subset[rows, columns], held[rows], after[rows, columns]], axis=1)
+    kind = most[rows, columns]
+    kind[(kind == _EXCHANGE) & _clashes(layouts)[rows, columns]] = _AGAIN
+    keys = np.stack([kind, subset[rows, columns], held[rows], after[rows, columns]], axis=1)
     distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
-    seconds = np.array(
-        [
-            step_seconds(
-                _KINDS[kind], mesh, tuple(p for k, p in enumerate(parts) if mask >> k & 1), own, then, itemsize, cost
-            )
-            for kind, mask, own, then in distinct.tolist()
-        ]
-    )
+    seconds = np.zeros(len(distinct))
+    for at, (number, mask, own, then) in enumerate(distinct.tolist()):
+        changing = tuple(p for k, p in enumerate(parts) if mask >> k & 1)
+        between = own * prod(map(mesh.size, changing))
+        steps = [("all_gather", own, between), ("shard", between, then)] if number == _AGAIN else []
+        for name, before, behind in steps or [(_KINDS[number], own, then)]:
+            seconds[at] += step_seconds(name, mesh, changing, before, behind, itemsize, cost)
     if len(rows):
         table[rows, columns] = seconds[inverse.ravel()]
     return table
+
+
+def _clashes(layouts: Sequence[Layout]) -> Table:
+    """Whether two layouts cut some dim in ways of which neither is finer."""
+    out = np.zeros((len(layouts), len(layouts)), dtype=bool)
+    for dims in zip(*(layout.dims for layout in layouts), strict=True):
+        index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
+        table = np.array([[_clash(layouts[0].mesh, one, other) for other in index] for one in index])
+        place = np.array([index[digits] for digits in dims])
+        out |= table[np.ix_(place, place)]
+    return out
+
+
+@lru_cache(maxsize=1 << 16)
+def _clash(mesh: Mesh, one: Digits, other: Digits) -> bool:
+    return refine(mesh, one, strides(other)) is None or refine(mesh, other, strides(one)) is None
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:

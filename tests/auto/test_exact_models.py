@@ -1,0 +1,55 @@
+"""Models of real size: with storage and batch left open, the choice of layouts is solved to a gap of 0."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import combinations
+
+import pytest
+
+from shardc.auto.opened import Opened
+from shardc.auto.search import COPIES, LEAST, storages
+from shardc.cost.hardware import H100
+from shardc.ir.mesh import Mesh
+from shardc.passes.exact.chooser import Weights
+from shardc.passes.exact.open import Free, OpenChoice
+from shardc.passes.options import Options
+from shardc.solver import Solution, solve
+from tests.auto.real_models import PRECISION, opened
+
+
+def solved(found: Opened, mesh: Mesh, over: tuple[str, ...]) -> Solution:
+    """The solution with storage and batch left open, as the search of plans makes it."""
+    laid = found.graph(mesh, PRECISION, Options(cost=H100), None)
+    batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
+    free = Free(over, partial(storages, over), batches, COPIES * LEAST)
+    choice = OpenChoice(laid.problem, laid.graph, Weights(of=found.weight, byte=LEAST), free=free)
+    return solve(choice.energy())
+
+
+QUICK = ("llama-2", "unet", "convnet")
+FOLDED = ("llama-8", "gpt2", "bert", "t5")
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=8), Mesh(dp=64), Mesh(dp=4, tp=4), Mesh(dp=8, tp=8)], ids=str)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "unet" else pytest.mark.slow) for n in QUICK])
+def test_the_gap_is_0(name: str, mesh: Mesh) -> None:
+    assert solved(opened(name), mesh, mesh.axes[:1]).gap < 1e-9
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [Mesh(dp=8), Mesh(dp=64), Mesh(dp=4, tp=4), Mesh(dp=8, tp=8)], ids=str)
+@pytest.mark.parametrize("name", [*FOLDED, "vit"])
+def test_the_gap_of_many_layers_is_0(name: str, mesh: Mesh) -> None:
+    assert solved(opened(name), mesh, mesh.axes[:1]).gap < 1e-9
+
+
+@pytest.mark.slow
+def test_the_gap_over_three_axes_is_1_percent_at_most() -> None:
+    assert solved(opened("unet"), Mesh(dp=2, cp=2, tp=2), ()).gap <= 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOLDED)
+def test_alike_blocks_are_captured_once(name: str) -> None:
+    assert opened(name).repeats
