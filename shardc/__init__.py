@@ -2,8 +2,6 @@
 
 from shardc import optim
 from shardc.api import compile
-from shardc.auto.request import auto, find_plan
-from shardc.auto.result import Found
 from shardc.errors import ShardcError, ShardcWarning
 from shardc.ir import local
 from shardc.ir.layout import Layout
@@ -17,6 +15,8 @@ from shardc.program import Program
 from shardc.rules import register_rule
 from shardc.runtime.methods import register_forward_method
 from shardc.runtime.sim.training import Simulation
+from shardc.search.request import auto, find_plan
+from shardc.search.result import Found
 from shardc.train import train_step, value_and_grad
 
 __version__ = "0.2.0"

@@ -15,8 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from shardc.auto.request import Auto
-from shardc.auto.together import search_once
 from shardc.build import Build
 from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
@@ -42,6 +40,8 @@ from shardc.runtime.replicas import Sources, note_source
 from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
+from shardc.search.request import Auto
+from shardc.search.together import search_once
 from shardc.validate import checked
 
 

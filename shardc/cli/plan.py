@@ -9,12 +9,12 @@ import sys
 from tqdm import tqdm
 
 import shardc
-from shardc.auto.request import Auto
-from shardc.auto.result import Found, Trial
 from shardc.cli import target
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.report.export import gigabytes, milliseconds, plain, write
+from shardc.search.request import Auto
+from shardc.search.result import Found, Trial
 
 HELP = "find the fastest plan that fits in memory"
 

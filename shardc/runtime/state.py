@@ -113,7 +113,7 @@ class State:
         uneven: whether ranks may pass different numbers of rows.
         explicit: whether `ShardedModule.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
-        found: the result of the search for its plan (`shardc.auto.result.Found`); None where the plan was given.
+        found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
         owner: the module itself.
         view: the same as its own class has it, which knows nothing of this.
     """

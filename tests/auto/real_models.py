@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import shardc
 from examples.models import convnet, llama
-from shardc.auto.opened import Model, Opened
 from shardc.ir.mesh import Mesh
+from shardc.search.opened import Model, Opened
 
 BATCH = 64
 PRECISION = shardc.precision(param=torch.bfloat16, reduce=torch.float32)

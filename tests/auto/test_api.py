@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import shardc
-from shardc.auto.meshes import meshes_of
-from shardc.auto.result import Found, Trial
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
+from shardc.search.meshes import meshes_of
+from shardc.search.result import Found, Trial
 from tests.ranks import device_mesh, run_ranks
 
 LARGE = torch.empty(4096, 512, device="meta")

@@ -7,13 +7,13 @@ from itertools import combinations
 
 import pytest
 
-from shardc.auto.opened import Opened
-from shardc.auto.search import COPIES, LEAST, storages
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.exact.open import Free, OpenChoice
 from shardc.passes.options import Options
+from shardc.search.fastest import COPIES, LEAST, storages
+from shardc.search.opened import Opened
 from shardc.solver import Solution, solve
 from tests.auto.real_models import PRECISION, opened
 

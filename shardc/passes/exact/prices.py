@@ -43,8 +43,8 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]
     by_axis = np.stack([changed[:, :, mask].any(axis=2) for mask in masks] or [np.zeros(changed.shape[:2], bool)])
     moved = (changed & (source != 0)).any(axis=2)
-    alone: Table = by_axis.sum(axis=0) == 1
-    return alone & moved
+    found: Table = np.equal(by_axis.sum(axis=0), 1) & moved
+    return found
 
 
 @lru_cache(maxsize=1 << 12)

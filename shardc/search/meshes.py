@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
-from shardc.auto.opened import Opened
-from shardc.auto.result import Found, Trial
-from shardc.auto.search import Candidate, Search
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
+from shardc.search.fastest import Candidate, Search, Tried
+from shardc.search.opened import Opened
+from shardc.search.result import Found, Trial
 
 NAMES = ("rep", "dp", "tp")  # of axes, from across the nodes to within them
 MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
@@ -83,7 +83,7 @@ class Bounded(Search):
                 return
             yield candidate
 
-    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | None = None) -> None:
+    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None) -> None:
         before = len(self.tried)
         super()._schedule(plan, origin, candidate)
         if self.report is not None and len(self.tried) > before:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 
-from shardc.auto.opened import Model
-from shardc.auto.result import Found
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.mesh import split_part
 from shardc.plan.resolve import resolve_params
+from shardc.search.opened import Model
+from shardc.search.result import Found
 
 
 def warn_unused(found: Found, source: Model) -> None:

@@ -12,10 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc._compat import pytree
-from shardc.auto.meshes import Ranged, Report, meshes_of
-from shardc.auto.opened import Model, Opened
-from shardc.auto.result import Found
-from shardc.auto.unused import warn_unused
 from shardc.capture import as_module, loss_arity
 from shardc.cost import hardware as known
 from shardc.cost.hardware import Hardware
@@ -25,6 +21,10 @@ from shardc.passes.options import Options
 from shardc.plan.resolve import check_axes
 from shardc.plan.value import Plan
 from shardc.runtime.state import takes_loss
+from shardc.search.meshes import Ranged, Report, meshes_of
+from shardc.search.opened import Model, Opened
+from shardc.search.result import Found
+from shardc.search.unused import warn_unused
 from shardc.validate import Bytes, Range, check_fields, checked
 
 Memory = Annotated[int | str, Bytes()]

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shardc.auto.opened import Laid, Opened
-from shardc.auto.write import Writer, spec
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
@@ -16,6 +14,8 @@ from shardc.passes.calls import operands_of
 from shardc.passes.greedy import Greedy
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
+from shardc.search.opened import Laid, Opened
+from shardc.search.write import Writer, spec
 
 MOST = 60  # pins, after which a plan is taken as it is
 

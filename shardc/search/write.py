@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from shardc.ir.layout import Layout
+from shardc.ir.layout import Layout, SubDim
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Repeat
 from shardc.plan.value import Plan, ddp, fsdp, hsdp, tp
@@ -53,17 +53,25 @@ class Writer:
         whole = {name: 1 for name, (c, s) in stored.items() if c == s and over and s.numel > 1}
         rest = tuple(axis for axis in batch if axis not in over)
         if over and any(c != s for c, s in stored.values()):
-            overrides = dict(self.by_glob(whole))
+            small, threshold = self._threshold(whole, [name for name, (c, s) in stored.items() if c != s])
+            overrides = {} if small else dict(self.by_glob(whole))
             if rest:
-                plan |= hsdp(over, rest, level=level) if not overrides else self._ddp(rest)
+                plan |= hsdp(over, rest, level=level, threshold=threshold) if not overrides else self._ddp(rest)
             if not rest or overrides:
-                plan |= fsdp(over, level=level, overrides=overrides or None)
+                plan |= fsdp(over, level=level, threshold=threshold, overrides=overrides or None)
         else:
             plan |= self._ddp(batch)
         has = [axis for entry in plan.entries for axis in entry.batch]
         if set(has) != set(batch):
             plan |= Plan(inputs={name: rows(shape, batch, self.mesh) for name, shape in inputs if shape})
         return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes})
+
+    def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
+        """Whether the parameters that stay whole are those below a size, and that size in bytes."""
+        nbytes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
+        least = min((nbytes[self._long(name)] for name in split), default=0)
+        largest = max((nbytes[self._long(name)] for name in whole), default=-1)
+        return (True, least if largest >= 0 else 0) if largest < least else (False, 0)
 
     @staticmethod
     def _ddp(axes: Iterable[str]) -> Plan:
@@ -184,11 +192,16 @@ def spec(layout: Layout) -> str:
     for dim in range(layout.ndim):
         subs = layout.sub_dims(dim)
         if len(subs) == 1:
-            axes = subs[0].axes
-            dims.append("_" if not axes else f"_@{axes[0]}" if len(axes) == 1 else f"_@({','.join(axes)})")
+            dims.append(_sub(subs[0], open=True))
         else:
-            dims.append(layout._dim_text(dim))
+            largest = max(subs, key=lambda sub: sub.size)  # whose size is left open: it may be padded
+            dims.append(f"({' '.join(_sub(sub, open=sub is largest) for sub in subs)})")
     return ", ".join(dims) + layout.partial_text()
+
+
+def _sub(sub: SubDim, *, open: bool) -> str:
+    size, axes = "_" if open else sub.size, sub.axes
+    return f"{size}" if not axes else f"{size}@{axes[0]}" if len(axes) == 1 else f"{size}@({','.join(axes)})"
 
 
 def rows(shape: Sequence[int], batch: Sequence[str], mesh: Mesh) -> tuple[object, ...]:

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
 
-from shardc.auto.opened import Laid, Opened
-from shardc.auto.pins import Pinner
-from shardc.auto.write import Writer
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.layout import Layout
@@ -23,6 +20,9 @@ from shardc.plan.entries import Fsdp
 from shardc.plan.placed import ParamPlan, Placed
 from shardc.plan.value import Plan, ddp, fsdp
 from shardc.report.schedule import Schedule
+from shardc.search.opened import Laid, Opened
+from shardc.search.pins import Pinner
+from shardc.search.write import Writer
 from shardc.solver import Infeasible, solve
 
 COPIES = 4.0  # of a parameter: itself, its gradient and two of AdamW's
@@ -109,6 +109,8 @@ class Search:
             for candidate in self._candidates(weights):
                 self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
             best = self.best()
+            if best is not None:
+                self._kept_whole(best)
             if best is None or len(self.tried) == before:
                 break
             weights = exposed(best.schedule, weights, self.opened.source.shapes)
@@ -120,6 +122,12 @@ class Search:
                 fix="use more ranks, a smaller batch, checkpoints of activations, or shardc.offload()",
             )
         return best
+
+    def _kept_whole(self, best: Tried) -> None:
+        """Tries the best plan with parameters that stay whole from forward to backward."""
+        entries = [replace(e, level=2) if isinstance(e, Fsdp) and e.level == 3 else e for e in best.plan.entries]
+        if best.origin == "found":
+            self._schedule(Plan.of(entries), "found", best)
 
     def best(self) -> Tried | None:
         fitting = [t for t in self.tried.values() if t.schedule.memory.peak.total <= self.memory]
@@ -205,16 +213,12 @@ class Search:
                 break
             yield "fsdp and from_hf", (fsdp(rest) if rest else Plan()) | tensor
 
-    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | None = None) -> None:
+    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None) -> None:
         if str(plan) in self.tried:
             return
         try:
             schedule = self.opened.program(self.mesh, plan, self.options).schedule(self.hardware)
-        except NotPeriodic:  # alike blocks came out different in the middle, which no glob says
-            return
-        except ShardcError:
-            if origin == "found":
-                raise
+        except (ShardcError, NotPeriodic):  # such as alike blocks that came out different, which no glob says
             return
         said = Tried(plan, schedule, origin)
         if candidate is not None:

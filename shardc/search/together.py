@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardc.auto.request import Auto
-from shardc.auto.result import Found
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.runtime.acts import Act
 from shardc.runtime.groups import Groups
+from shardc.search.request import Auto
+from shardc.search.result import Found
 
 
 def search_once(

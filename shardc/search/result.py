@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardc.auto.search import Tried
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.plan.value import Plan
 from shardc.report.export import gigabytes, milliseconds, plain, shorten
 from shardc.report.schedule import Schedule
+from shardc.search.fastest import Tried
 
 HEAD = (
     "mesh", "plan", "step ms", "exposed ms", "GB/rank", "fits", "value ms", "gap", "build s", "solve s",
