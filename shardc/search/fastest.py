@@ -74,6 +74,13 @@ class Candidate:
 
 
 @dataclass
+class Opening(OpenChoice):
+    """The problem of the graph ``laid``."""
+
+    laid: Laid = field(kw_only=True)
+
+
+@dataclass
 class Search:
     """Searches the plans of a captured model on ``mesh``.
 
@@ -155,11 +162,15 @@ class Search:
         for count in range(len(free), -1, -1):
             yield from combinations(free, count)
 
-    def _solved(self, over: tuple[str, ...], weights: Weights) -> list[Candidate]:
-        start = time.perf_counter()
+    def problem(self, over: tuple[str, ...], weights: Weights) -> Opening:
+        """The choice of layouts, with storage split further over ``over`` or not."""
         laid = self.opened.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
         free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES * weights.byte)
-        problem = OpenChoice(laid.problem, laid.graph, weights, free=free)
+        return Opening(laid.problem, laid.graph, weights, free, laid=laid)
+
+    def _solved(self, over: tuple[str, ...], weights: Weights) -> list[Candidate]:
+        start = time.perf_counter()
+        problem = self.problem(over, weights)
         energy = problem.energy()
         built = time.perf_counter()
         try:
@@ -173,7 +184,14 @@ class Search:
         )
         return [
             Candidate(
-                plan, laid, over, solution.value, solution.bound, len(energy.unary), built - start, solved - built
+                plan,
+                problem.laid,
+                over,
+                solution.value,
+                solution.bound,
+                len(energy.unary),
+                built - start,
+                solved - built,
             )
         ]
 

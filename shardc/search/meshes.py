@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, prod
 
 from shardc.cost.hardware import Hardware
@@ -12,6 +12,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
+from shardc.search.alternatives import alternatives, table
 from shardc.search.fastest import Candidate, Search, Tried
 from shardc.search.opened import Opened
 from shardc.search.result import Found, Trial
@@ -118,6 +119,7 @@ class Ranged:
             ShardcError: of the first mesh, where the plan by hand fits none.
         """
         trials: list[Trial] = []
+        searches: dict[Mesh, Search] = {}
         errors: list[ShardcError] = []
         for mesh in meshes:
             best = self.best(trials)
@@ -125,6 +127,7 @@ class Ranged:
             search = Bounded(
                 self.opened, mesh, self.hand, self.hardware, self.memory, self.options, limit=limit, report=self.report
             )
+            searches[mesh] = search
             try:
                 search.run()
             except ShardcError as error:
@@ -132,7 +135,12 @@ class Ranged:
                     errors.append(error)
             trials += search.trials()
         if (best := self.best(trials)) is not None:
-            return Found(best.plan, best.mesh, tuple(trials), self.hand)
+            found = Found(best.plan, best.mesh, tuple(trials), self.hand)
+            solved = found.solution
+            if not solved.found:
+                return found
+            made = searches[solved.mesh]
+            return replace(found, next_best=lambda: table(alternatives(made, solved.tried)))
         if not trials:
             raise self._nothing(errors, meshes)
         raise self._too_large(trials, meshes)

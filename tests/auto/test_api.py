@@ -49,6 +49,15 @@ def test_the_table_has_a_row_for_each_plan(found: Found) -> None:
     assert str(found).startswith(f"{found.plan}\non dp=2 tp=2: ")
 
 
+def test_each_parameter_has_a_next_best_place(found: Found) -> None:
+    """No other place of a weight is cheaper, and that of a large one costs something."""
+    assert found.next_best is not None
+    head, *rows = found.next_best().splitlines()
+    assert head.split()[0] == "parameter" and {row.split()[0] for row in rows} >= {"0.weight", "2.weight"}
+    costs = [float(row.split()[-1]) for row in rows]
+    assert costs == sorted(costs, reverse=True) and costs[0] > 0 and min(costs) >= 0
+
+
 def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
     """The plan by a search, the same from a file, and a second search: one program, as it was predicted."""
     asked = shardc.auto(memory="1GB", inputs=LARGE)

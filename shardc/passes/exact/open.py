@@ -61,6 +61,10 @@ class OpenChoice(Choice):
         """The axes that split the batch."""
         return self.free.batch[labels[self.batch_variable]] if self.free.batch else ()
 
+    def name(self, param: fx.Node) -> str:
+        """Of a parameter."""
+        return ir.info(param).name
+
     # --- the problem
 
     def _start(self) -> None:
