@@ -210,7 +210,10 @@ def _loops(one: Strategy) -> list[int]:
 
 @lru_cache(maxsize=1 << 14)
 def _ways(layouts: tuple[Layout, ...], have: Layout, cost: Pricing) -> dict[Layout, float]:
-    """Seconds from ``have`` to each of a value's layouts: Dijkstra's shortest ways, in steps of one kind each."""
+    """Seconds from ``have`` to each of a value's layouts: Dijkstra's shortest ways.
+
+    A step is of one kind; slices and reductions may follow each other over layouts that are not among them.
+    """
     cut = atoms(have.mesh, [axis for layout in layouts for axis in layout.axes])
     places = {layout: _places(layout, cut) for layout in layouts}
     order = {layout: at for at, layout in enumerate(layouts)}
@@ -222,14 +225,15 @@ def _ways(layouts: tuple[Layout, ...], have: Layout, cost: Pricing) -> dict[Layo
             continue
         out[here] = spent
         for then in layouts:
-            step = _step(places[here], places[then])
-            if then not in out and step is not None:
-                kind, parts = step
-                steps = [(kind, here.local_numel, then.local_numel)]
-                if kind == "all_to_all" and _cut_otherwise(here, then):
-                    whole = here.local_numel * prod(map(have.mesh.size, parts))
-                    steps = [("all_gather", here.local_numel, whole), ("shard", whole, then.local_numel)]
-                more = sum(step_seconds(k, have.mesh, parts, held, after, 4, cost) for k, held, after in steps)
+            if then not in out:
+                steps = _steps(places[here], places[then])
+                if [kind for kind, _ in steps] == ["all_to_all"] and _cut_otherwise(here, then):
+                    steps = [("all_gather", steps[0][1]), ("shard", steps[0][1])]
+                    more = _seconds(steps, here, cost)
+                elif len(steps) <= 1 or {kind for kind, _ in steps} <= {"shard", "reduce_scatter", "all_reduce"}:
+                    more = min(_seconds(order, here, cost) for order in itertools.permutations(steps))
+                else:
+                    continue
                 heapq.heappush(queue, (spent + more, order[then], then))
     return out
 
@@ -259,24 +263,36 @@ def _places(layout: Layout, cut: Mapping[str, Sequence[str]]) -> dict[str, Place
     return out
 
 
-def _step(before: Mapping[str, Place], after: Mapping[str, Place]) -> tuple[str, tuple[str, ...]] | None:
-    """The kind of the one step that makes every change, and the parts that change."""
-    kinds = {}
-    for part in before.keys() | after.keys():
+def _steps(before: Mapping[str, Place], after: Mapping[str, Place]) -> list[tuple[str, tuple[str, ...]]]:
+    """For each kind of step, the parts that it changes."""
+    kinds: dict[str, list[str]] = {}
+    for part in sorted(before.keys() | after.keys()):
         old, new = before.get(part), after.get(part)
         if old == new:
             continue
         if isinstance(new, str):  # pending: nobody needs it where it is not
-            return None
-        if old is None:
-            kinds[part] = "shard"
+            kind = "never"
+        elif old is None:
+            kind = "shard"
         elif isinstance(old, str):
-            kinds[part] = "all_reduce" if new is None else "reduce_scatter"
+            kind = "all_reduce" if new is None else "reduce_scatter"
         else:
-            kinds[part] = "all_gather" if new is None else "all_to_all"
-    if len(set(kinds.values())) != 1:
-        return None
-    return next(iter(kinds.values())), tuple(sorted(kinds))
+            kind = "all_gather" if new is None else "all_to_all"
+        kinds.setdefault(kind, []).append(part)
+    return [(kind, tuple(parts)) for kind, parts in kinds.items()]
+
+
+def _seconds(steps: Sequence[tuple[str, tuple[str, ...]]], have: Layout, cost: Pricing) -> float:
+    """Of steps in order, from ``have``."""
+    total, held = 0.0, have.local_numel
+    for kind, parts in steps:
+        if kind == "never":
+            return math.inf
+        ranks = prod(map(have.mesh.size, parts))
+        after = held * ranks if kind == "all_gather" else held // ranks if kind in ("shard", "reduce_scatter") else held
+        total += step_seconds(kind, have.mesh, parts, held, after, 4, cost)
+        held = after
+    return total
 
 
 def _one_axis_moves(have: Layout, want: Layout) -> bool:

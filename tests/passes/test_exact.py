@@ -12,6 +12,7 @@ import torch
 import shardc
 from examples.models import llama
 from shardc.cost import redistribute
+from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -116,6 +117,16 @@ def test_reshards_are_priced_as_they_are_planned() -> None:
                 least, most = (1 - 1e-9, 1 + 1e-9) if len(have.mesh.axes) == 1 else (0.5, 4)
                 planned = redistribute.seconds(have, want, 4, cost)
                 assert least * planned <= table[row, column] <= most * planned, f"{have} to {want} by {cost}"
+
+
+def test_a_gradient_is_scattered_over_one_axis_and_reduced_over_another() -> None:
+    """Though no use has it in between."""
+    whole, cost = Layout.whole(Mesh(dp=8, tp=8), (256, 512)), CostModel()
+    stored = whole.split(0, "tp")
+    assert stored is not None
+    pending = whole.with_partial(["dp", "tp"])
+    planned = redistribute.seconds(pending, stored, 4, cost)
+    assert prices((pending,), (stored,), 4, cost).item() == pytest.approx(planned, rel=1e-9)
 
 
 @pytest.mark.parametrize("case", matrix(), ids=str)

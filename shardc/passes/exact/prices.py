@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import permutations
 from math import prod
 
 import numpy as np
@@ -84,7 +85,42 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
             seconds[at] += step_seconds(name, mesh, changing, before, behind, itemsize, cost)
     if len(rows):
         table[rows, columns] = seconds[inverse.ravel()]
+    _reductions(table, mesh, parts, kinds, held, itemsize, cost)
     return table
+
+
+def _reductions(
+    table: Table, mesh: Mesh, parts: Sequence[str], kinds: Table, held: Table, itemsize: int, cost: Pricing
+) -> None:
+    """Slices, scatters and reductions one after another, in the best order: none of them is in another's way.
+
+    The layouts in between need not be among those of the value: a gradient is scattered over one axis, then what is
+    left of it is reduced over another.
+    """
+    steps = (_SLICE, _SCATTER, _REDUCE)
+    masks = [((kinds == kind) << np.arange(len(parts))).sum(axis=2) for kind in steps]
+    mixed = np.isin(kinds, (_NONE, *steps)).all(axis=2) & (sum((mask != 0).astype(int) for mask in masks) > 1)
+    rows, columns = np.nonzero(mixed)
+    if not len(rows):
+        return
+    keys = np.stack([*(mask[rows, columns] for mask in masks), held[rows]], axis=1)
+    distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
+    least = []
+    for *some, own in distinct.tolist():
+        changing = [
+            (kind, tuple(p for k, p in enumerate(parts) if mask >> k & 1))
+            for kind, mask in zip(steps, some, strict=True) if mask
+        ]  # fmt: skip
+        found = []
+        for order in permutations(changing):
+            total, before = 0.0, own
+            for kind, over in order:
+                after = before if kind == _REDUCE else before // prod(map(mesh.size, over))
+                total += step_seconds(_KINDS[kind], mesh, over, before, after, itemsize, cost)
+                before = after
+            found.append(total)
+        least.append(min(found))
+    table[rows, columns] = np.array(least)[inverse.ravel()]
 
 
 def _clashes(layouts: Sequence[Layout]) -> Table:
