@@ -36,6 +36,8 @@ def late(subject: Subject) -> Broken:
         if wait not in leaves:
             first = min(map(place.__getitem__, wait.users), default=0)
             found = _idle(graph, nodes[place[wait] + 1 : first])
+        elif start in leaves:  # a second reduction on the way out starts where the first has come
+            continue
         elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
             found = _idle(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
         else:

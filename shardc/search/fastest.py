@@ -28,6 +28,8 @@ from shardc.solver import Infeasible, solve
 COPIES = 4.0  # of a parameter: itself, its gradient and two of AdamW's
 LEAST = 1e-15  # seconds that a byte counts where memory is no question, so that of equal plans the smaller is taken
 PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # of a byte, tried in order until the plan fits
+# What a second of parameters' gathers, and of their gradients' reductions, counts at first.
+HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3  # in which what a schedule leaves exposed prices the next
 KEPT = 3  # plans of a round that are scheduled
 
@@ -110,17 +112,18 @@ class Search:
         """
         for name, plan in self._forms():
             self._schedule(plan, name)
-        weights = Weights(of=self.opened.weight)
+        weighed = [Weights(*hidden, of=self.opened.weight) for hidden in HIDDEN]
         for _ in range(ROUNDS):
             before = len(self.tried)
-            for candidate in self._candidates(weights):
-                self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
+            for weights in weighed:
+                for candidate in self._candidates(weights):
+                    self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
             best = self.best()
             if best is not None:
                 self._kept_whole(best)
             if best is None or len(self.tried) == before:
                 break
-            weights = exposed(best.schedule, weights, self.opened.source.shapes)
+            weighed = [exposed(best.schedule, weighed[0], self.opened.source.shapes)]
         if (best := self.best()) is None:
             least = min((t.schedule.memory.peak.total for t in self.tried.values()), default=0)
             raise PlanError(
@@ -132,8 +135,12 @@ class Search:
 
     def _kept_whole(self, best: Tried) -> None:
         """Tries the best plan with parameters that stay whole from forward to backward."""
-        entries = [replace(e, level=2) if isinstance(e, Fsdp) and e.level == 3 else e for e in best.plan.entries]
         if best.origin == "found":
+            said = set(self.hand.entries)
+            entries = [
+                replace(e, level=2) if isinstance(e, Fsdp) and e.level == 3 and e not in said else e
+                for e in best.plan.entries
+            ]
             self._schedule(Plan.of(entries), "found", best)
 
     def best(self) -> Tried | None:
