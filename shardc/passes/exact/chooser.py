@@ -6,6 +6,7 @@ better any other choice could be.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import getitem
@@ -15,6 +16,7 @@ import numpy as np
 from torch import fx
 
 from shardc.cost import redistribute
+from shardc.errors import ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
@@ -253,7 +255,9 @@ def _outside(problem: Problem, graph: fx.Graph) -> Outside:
     """What the plan fixes; what the outputs and tangents are is found by the greedy sweep on a copy."""
     copy = ir.copied(graph)
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
-    found = Greedy()(problem, copy)
+    with warnings.catch_warnings():  # of layouts that are not chosen
+        warnings.simplefilter("ignore", ShardcWarning)
+        found = Greedy()(problem, copy)
     fixed, pinned = {}, {}
     for node, twin in twins.items():
         if node.op in ("placeholder", "get_attr") or node.target in (ops.reshard, ops.unpad):

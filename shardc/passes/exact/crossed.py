@@ -14,7 +14,7 @@ from shardc.passes.exact.ways import Way, laid_out
 from shardc.rules.spec import Spec, Strategy, commute, merge
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 12)
 def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[Way, ...], ...]) -> tuple[Strategy, ...]:
     """Every strategy that takes one way over each axis, without repetition.
 

@@ -90,7 +90,7 @@ class Builder:
         return here, labels
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 10)
 def _makes(made: tuple[Layout, ...], labels: tuple[Label, ...]) -> Table:
     """Forbids every label of a value that its maker does not make."""
     index = {layout: at for at, layout in enumerate(dict.fromkeys((*made, *(label.made for label in labels))))}
@@ -98,7 +98,7 @@ def _makes(made: tuple[Layout, ...], labels: tuple[Label, ...]) -> Table:
     return np.where(rows[:, None] == columns[None], 0.0, np.inf)
 
 
-@lru_cache(maxsize=1 << 14)
+@lru_cache(maxsize=1 << 10)
 def _value(
     made: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[Table, ...]]:
