@@ -255,8 +255,8 @@ def _outside(problem: Problem, graph: fx.Graph) -> Outside:
     """What the plan fixes; what the outputs and tangents are is found by the greedy sweep on a copy."""
     copy = ir.copied(graph)
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
-    with warnings.catch_warnings():  # of layouts that are not chosen
-        warnings.simplefilter("ignore", ShardcWarning)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a view turns", ShardcWarning)  # of layouts that are not chosen
         found = Greedy()(problem, copy)
     fixed, pinned = {}, {}
     for node, twin in twins.items():
