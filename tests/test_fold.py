@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import shardc
 from examples.models import gpt2, llama
+from shardc.capture import Dtypes, find_repeats
 from shardc.debug.explain import explain
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.mesh import Mesh
@@ -249,3 +250,20 @@ def test_stages_show_all_blocks() -> None:
         names = [line.split()[1] for line in folded.text(stage).splitlines() if line.startswith("  saved ")]
         assert len(set(names)) == len(names)
     assert "layers.4" not in folded.text("capture")
+
+
+class Settles(Stack):
+    """Finds out at its first call what it computes with, as models of transformers do."""
+
+    kind: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind is None:
+            self.kind = x.dtype
+        return super().forward(x)
+
+
+def test_what_a_first_call_leaves_behind_hides_no_blocks() -> None:
+    model = Settles(*(Layer() for _ in range(8)))
+    found = find_repeats(model, (torch.empty(4, WIDTH),), {}, device=torch.device("cpu"), keep=4, dtypes=Dtypes())
+    assert [each.count for each in found] == [8]

@@ -75,12 +75,16 @@ def find_repeats(
             run = _longest(whole, path, size)
             if run is not None and run.count > keep:
                 found.append(run)
+    settled = False
     while found:
         with shortened(model, found, keep):
             short = record(dtypes.shortened(found, keep))
         mine = [Repeat(each.path, each.first, keep) for each in found]
         if _outside(whole, found) == _outside(short, mine):
             break
+        if not settled:  # a first call may leave things behind that later ones find
+            whole, settled = record(dtypes), True
+            continue
         found.pop()  # what comes of fewer blocks is another program: without the innermost, and the last
     return found
 
