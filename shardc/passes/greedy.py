@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import getitem
 
 import torch
@@ -21,12 +21,12 @@ from shardc.cost import redistribute
 from shardc.errors import LayoutError, RuleError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.layout import Digit, Layout
+from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import VIEWS, call_of, move_of, operands_of
 from shardc.passes.choose import Gradient, Work, choose, compute_seconds
-from shardc.passes.propagate import Problem
+from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies
@@ -80,24 +80,15 @@ class _Sweep:
 
     def _visit(self, node: fx.Node) -> None:
         if node.target is getitem:
-            source, index = node.args
-            made = ir.info(source).value
-            assert isinstance(made, tuple)
-            ir.set_info(node, ir.info(node).at(made[index].layout))
+            take(node)
         elif node.target is ops.tag:
-            layout, cause = self.problem.pin_layout(node.kwargs["name"], ir.layout(node.args[0]))
-            record = ir.info(node)
-            node.target, node.kwargs = ops.reshard, {}
-            ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
-            self._demand(node.args[0], ir.layout(node.args[0]))
+            source = ir.layout(node.args[0])
+            pin(self.problem, node, source)
+            self._demand(node.args[0], source)
         elif node.target in (ops.reshard, ops.unpad):
             self.pinned.add(node)
         elif node.target is ops.pad:
-            source = ir.layout(node.args[0])
-            dim, size = node.kwargs["dim"], node.kwargs["size"]
-            base = source.unbind(source.dim_axes(dim))
-            dims = [*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]
-            self._decide(node, Strategy((base,), (base.replace(dims=dims),)))
+            self._decide(node, padded(node, ir.layout(node.args[0])))
         elif node.target in region.OPS:
             self._decide(node, region.strategy_of(node, self.mesh))
         else:
@@ -128,12 +119,7 @@ class _Sweep:
     def _decide(self, node: fx.Node, strategy: Strategy) -> None:
         for operand, layout in zip(operands_of(node), strategy.operands, strict=True):
             self._demand(operand, layout)
-        record = replace(ir.info(node), needs=strategy.operands)
-        if isinstance(record.value, tuple):
-            made = iter(strategy.results)
-            ir.set_info(node, record.at(tuple(None if v is None else next(made) for v in record.value)))
-        else:
-            ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
+        decide(node, strategy)
 
     def _demand(self, node: fx.Node, layout: Layout) -> None:
         """Notes that some use wants ``node`` at ``layout``, and so, if it only moves data, its source moved back."""

@@ -10,9 +10,11 @@ from torch import fx
 
 from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
+from shardc.ir import ops
 from shardc.ir.deferred import NOTHING, Deferred
-from shardc.ir.layout import Layout
+from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.rules.spec import Strategy
 
 OutputLayout = Callable[[int, str, Layout], tuple[Layout, str]]
 PinLayout = Callable[[str, Layout], tuple[Layout, str]]
@@ -76,3 +78,39 @@ class Propagate:
             for role, node in ir.outputs(gm.graph)
         )
         return gm
+
+
+# --- what choosers write on nodes
+
+
+def decide(node: fx.Node, strategy: Strategy) -> None:
+    """Writes on ``node`` what it needs of its operands, and the layouts of its results."""
+    record = replace(ir.info(node), needs=strategy.operands)
+    if isinstance(record.value, tuple):
+        made = iter(strategy.results)
+        ir.set_info(node, record.at(tuple(None if v is None else next(made) for v in record.value)))
+    else:
+        ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
+
+
+def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
+    """Makes a tag, whose operand comes in ``source``, the reshard to what the plan says."""
+    layout, cause = problem.pin_layout(node.kwargs["name"], source)
+    record = ir.info(node)
+    node.target, node.kwargs = ops.reshard, {}
+    ir.set_info(node, replace(record.at(layout), origin=replace(record.origin, cause=cause)))
+
+
+def take(node: fx.Node) -> None:
+    """Gives a result that is taken out of several its layout."""
+    source, index = node.args
+    made = ir.info(source).values[index]
+    assert made is not None
+    ir.set_info(node, ir.info(node).at(made.layout))
+
+
+def padded(node: fx.Node, source: Layout) -> Strategy:
+    """The strategy of a ``pad`` of what comes in ``source``: it takes the dim that it grows whole."""
+    dim, size = node.kwargs["dim"], node.kwargs["size"]
+    base = source.unbind(source.dim_axes(dim))
+    return Strategy((base,), (base.replace(dims=[*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]),))

@@ -73,9 +73,8 @@ class Seed:
         if before is None:
             return
         padded = _repad(seeded.compute, seeded.storage.shape)
-        last = node
-        if _narrows(node):  # what is gathered is cast before
-            (last,) = users
+        last = narrowed(node)
+        if last is not node:  # what is gathered is cast before
             dtype, users = ir.value(last).dtype, list(last.users)
             ir.set_info(last, replace(ir.info(last), value=Value(dtype, seeded.storage.shape)))
             last.meta["val"] = last.meta["val"].new_empty(seeded.storage.shape)
@@ -129,12 +128,12 @@ def _insert(graph: fx.Graph, before: fx.Node, target: Any, x: fx.Node, kwargs: d
         return ir.set_info(graph.call_function(target, (x,), kwargs), record)
 
 
-def _narrows(param: fx.Node) -> bool:
-    """Whether the one use of ``param`` is a cast to a smaller dtype."""
-    cast = next(iter(param.users)) if len(param.users) == 1 else None
-    if cast is None or cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
-        return False
-    return ir.value(cast).itemsize < ir.value(param).itemsize
+def narrowed(param: fx.Node) -> fx.Node:
+    """What of a parameter is gathered: its cast to a smaller dtype where that is its one use, else itself."""
+    cast = next(iter(param.users)) if len(param.users) == 1 else param
+    if cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
+        return param
+    return cast if ir.value(cast).itemsize < ir.value(param).itemsize else param
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:

@@ -242,8 +242,8 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     """Every strategy whose splits come from the operands' own layouts, the most split first.
 
     For each axis the choices are: as some operand has it, not at all, or (where the operands are partial
-    over it and the op is linear in them) carried through. If the op computes and can leave an axis where no operand has
-    it, the axis may split any other of its factors. Moving the operands there is the caller's cost.
+    over it and the op is linear in them) carried through. Where a dense op cannot keep an axis as any operand has
+    it, the axis may split another of its factors. Moving the operands there is the caller's cost.
     """
     mesh = operands[0].mesh
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]

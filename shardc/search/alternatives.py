@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardc.ir import graph as ir
 from shardc.passes.exact.chooser import Weights
 from shardc.report.export import milliseconds, plain
 from shardc.search.fastest import LEAST, Search, Tried
@@ -34,7 +35,7 @@ def alternatives(search: Search, tried: Tried) -> list[Alternative]:
     energy = problem.energy()
     best = solve(energy)
     stored = problem.stored(best.labels)
-    places = {name: node for node in problem.storages for name in [problem.name(node)]}
+    places = {ir.info(node).name: node for node in problem.storages}
     groups: dict[str, list[str]] = {}
     for name in stored:
         ((glob, _),) = search.writer.by_glob(dict.fromkeys(search.writer.alike(name), ""))

@@ -28,4 +28,4 @@ def warn_unused(found: Found, source: Model) -> None:
         why = "to use it would take longer" if any(n % size == 0 for n in dims) else f"{size} divides no dim"
         text = f"axis {axis!r} of the mesh {mesh} is not used: {why}; all ranks along it compute the same"
         fix = f'write shardc.auto(...) | shardc.fsdp("{axis}"), which pads what does not divide, or use a smaller mesh'
-        warnings.warn(ShardcWarning(str(PlanError(text, fix=fix))), stacklevel=3)
+        warnings.warn(ShardcWarning(str(PlanError(text, fix=fix))), stacklevel=4)

@@ -102,7 +102,9 @@ class Search:
                 continue
             self.has_split = True
             self.effort.branches += 1
-            open_graphs += [(bound, half) for half in split(graph, labels)]
+            halves = split(graph, labels)
+            self.effort.clock.spend(sum(table.size for half in halves for *_, table in half.edges()))
+            open_graphs += [(bound, half) for half in halves]
         return self.chosen, self.value, min(self.value, *bounds)
 
     def closes(self, bound: float) -> bool:
@@ -165,6 +167,7 @@ class Search:
         with self.effort.clock.stage("messages"):
             for step in range(BATCH):
                 messages.sweep(forward=True)
+                self.effort.clock.spend(2 * messages.entries)
                 last = step == BATCH - 1 or self.effort.clock.over()
                 bound = messages.sweep(forward=False, bounds=last)
                 self.effort.iterations += 1

@@ -1,4 +1,4 @@
-"""The time that is left, and where it went."""
+"""The work and the time that are left, and where the time went."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Counts the seconds since it was made.
+    """Counts work, which is the same on every machine, and the seconds since it was made.
 
     Attributes:
+        spent: entries of tables that were gone through.
         seconds: seconds spent, by stage.
     """
 
-    def __init__(self, limit: float) -> None:
+    def __init__(self, seconds: float, work: float) -> None:
         self.started = time.perf_counter()
-        self.limit = limit
+        self.limit, self.work = seconds, work
+        self.spent = 0
         self.seconds: dict[str, float] = {}
 
+    def spend(self, entries: int) -> None:
+        """Count entries of tables that are gone through."""
+        self.spent += entries
+
     def over(self) -> bool:
-        """Return whether the limit has passed."""
-        return time.perf_counter() - self.started > self.limit
+        """Return whether a limit has passed."""
+        return self.spent > self.work or time.perf_counter() - self.started > self.limit
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -79,6 +79,7 @@ def eliminate(graph: Graph, order: Order, clock: Clock) -> bool:
             return False
         factors = [_axis_first(factor, i) for factor in buckets.pop(i)]
         factors_of[i] = tuple((scope, tuple(graph.labels[j] for j in scope), costs) for scope, costs in factors)
+        clock.spend(math.prod(len(graph.unary[j]) for j in {i, *(j for s, _ in factors for j in s)}))
         scope, costs = _minimise(graph.unary[i], factors, {j: len(graph.unary[j]) for s, _ in factors for j in s})
         if not np.isfinite(costs.min()):
             raise Infeasible("the labels of finite cost cannot be combined")

@@ -12,6 +12,9 @@ from shardc.solver.energy import Energy, Infeasible, evaluate
 from shardc.solver.graph import Graph
 from shardc.solver.reduce import drop_unsupported, reduce
 
+# Entries of tables; a core goes through some 5e8 in a second.
+WORK = 5e10
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -45,15 +48,16 @@ class Solution:
         return (self.value - self.bound) / max(abs(self.value), sys.float_info.min)
 
 
-def solve(energy: Energy, *, seconds: float = 60.0, table: int = 20_000_000) -> Solution:
-    """Return a labelling of least cost, or the best one found in time, with a bound.
+def solve(energy: Energy, *, work: float = WORK, table: int = 20_000_000, seconds: float = math.inf) -> Solution:
+    """Return a labelling of least cost, or the best one found with so much work, with a bound.
 
-    The result depends on the energy and `table` alone, unless the time runs out.
+    The result is the same on every machine, unless `seconds` is given.
 
     Args:
         energy: the costs.
-        seconds: the time after which the best labelling so far is returned.
+        work: how many entries of tables are gone through before the best labelling so far is returned.
         table: the largest table, in entries of 8 bytes, that dynamic programming may make.
+        seconds: a limit of time, for who needs an answer by then.
 
     Raises:
         Infeasible: every labelling costs inf.
@@ -63,7 +67,7 @@ def solve(energy: Energy, *, seconds: float = 60.0, table: int = 20_000_000) -> 
     >>> solve(Energy((np.zeros(2), np.array([1.0, 0.0])), ((0, 1, differ),))).labels
     (0, 1)
     """
-    effort = Effort(Clock(seconds), table)
+    effort = Effort(Clock(seconds, work), table)
     with effort.clock.stage("reduce"):
         graph = Graph.of(energy)
         if sum(table.size for _, _, table in graph.edges()) > LARGE:

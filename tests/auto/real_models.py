@@ -33,7 +33,7 @@ def decoder(layers: int) -> Model:
 
 
 def source(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any]) -> Model:
-    return Model(model.train(), args, kwargs, loss, torch.device("meta"))
+    return Model(model.train(), args, kwargs, loss, torch.device("cpu"))
 
 
 def ids(length: int) -> Tensor:

@@ -236,5 +236,20 @@ def differ() -> None:
         shardc.compile(build(8), mesh, shardc.auto(memory=10**9 + dist.get_rank(), inputs=SMALL))
 
 
+def choose_exactly() -> None:
+    """Each rank solves for itself, and all find the same program."""
+    mesh = device_mesh(Mesh(dp=2))
+    model, x = build(8, "cpu").double(), torch.randn(16, 8).double()
+    options = shardc.Options(chooser="exact")
+    module = shardc.compile(model, mesh, shardc.fsdp("dp"), loss=mse_loss, backend="eager", options=options)
+    loss = module(*module.shard_inputs(x, x))
+    loss.backward()
+    expected = mse_loss(model(x), x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(module.get_parameter(name).grad.full_tensor(), param.grad)
+
+
 def test_ranks_take_one_plan() -> None:
-    run_ranks(2, partial(train, "1GB"), cannot, differ)
+    run_ranks(2, partial(train, "1GB"), cannot, differ, choose_exactly)

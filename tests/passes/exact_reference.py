@@ -1,7 +1,6 @@
-"""What layouts cost, and every way to choose them, written a second time: slowly, from the layouts themselves.
+"""What layouts cost, and the least of every way to choose them, written a second time.
 
-Nothing here is from `shardc.passes.exact`. One mesh axis at a time, strategies are collected by running every op on all
-layouts that its operands may have until no new one comes; over two axes, they are joined dim by dim.
+Strategies are those of `exact_spaces`; nothing here is from `shardc.passes.exact`.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
@@ -20,147 +19,17 @@ from torch import fx
 from shardc.cost.pricing import Pricing
 from shardc.cost.redistribute import step_seconds
 from shardc.ir import graph as ir
-from shardc.ir.layout import Digit, Layout, canonical, strides
+from shardc.ir.layout import Layout, strides
 from shardc.ir.mesh import Mesh
-from shardc.passes.calls import call_of, operands_of
+from shardc.passes.calls import operands_of
 from shardc.passes.propagate import Problem
-from shardc.rules import spec_of
-from shardc.rules.spec import Dims, Spec, Strategy, atoms, carries, infer, place, project, results_of, strategies
+from shardc.rules.spec import Strategy, atoms
+from tests.passes.exact_spaces import ops_of, spaces
 
 aten = torch.ops.aten
 MOVES = (aten.view.default, aten.permute.default)
 REDUCE_WEIGHT = 0.2  # of the reduction of a parameter's gradient
 Bound = tuple[int, int, int, str]  # dim, stride, radix, axis
-
-
-# --- strategies
-
-
-def spaces(graph: fx.Graph, mesh: Mesh, known: Mapping[fx.Node, Iterable[Layout]]) -> dict[fx.Node, list[Strategy]]:
-    """Every strategy of every op."""
-    alone = [_alone(graph, mesh, axis, known) for axis in mesh.axes]
-    out = {}
-    for node in _ops(graph):
-        found: dict[Strategy, None] = {}
-        for pair in itertools.product(*(one[node] for one in alone)):
-            if (made := _joined(spec_of_op(node), mesh, pair)) is not None:
-                found[made] = None
-        operands = operands_of(node)
-        if any(x.op == "placeholder" for x in operands):  # inputs as they lie
-            have = [ir.layout(x) if x.op == "placeholder" else Layout.whole(mesh, ir.value(x).shape) for x in operands]
-            found |= dict.fromkeys(strategies(spec_of_op(node), have))
-        out[node] = list(found)
-    return out
-
-
-def _alone(
-    graph: fx.Graph, mesh: Mesh, axis: str, known: Mapping[fx.Node, Iterable[Layout]]
-) -> dict[fx.Node, dict[Strategy, None]]:
-    """Every strategy over one axis."""
-    layouts = {node: {Layout.whole(mesh, ir.value(node).shape): None} for node in graph.nodes if node.op != "output"}
-    found: dict[fx.Node, dict[Strategy, None]] = {node: {} for node in _ops(graph)}
-
-    def learn(node: fx.Node, one: Strategy) -> None:
-        found[node][one] = None
-        for x, layout in zip((*operands_of(node), node), (*one.operands, *one.results), strict=True):
-            layouts[x][layout] = None
-
-    for node, some in known.items():
-        for layout in some:
-            others = [a for a in layout.axes if a.partition(":")[0] != axis]
-            layouts[node][layout.unbind(others).without_partial(others)] = None
-    for node in _ops(graph):
-        spec, size = spec_of_op(node), mesh.size(axis)
-        for factor, length in spec.sizes:
-            if spec.splittable(factor) and length % size == 0:
-                split = {factor: canonical(mesh, (Digit(size, axis), Digit(length // size)))}
-                operands = tuple(Layout(mesh, place(spec, dims, split)) for dims in spec.operands)
-                learn(node, Strategy(operands, results_of(spec, mesh, split)))
-    before = -1
-    while (now := sum(map(len, layouts.values())) + sum(map(len, found.values()))) != before:
-        before = now
-        for node in _ops(graph):
-            spec = spec_of_op(node)
-            for at, x in enumerate(operands_of(node)):
-                for layout in [*layouts[x]]:
-                    learn(node, _split(spec, spec.operands[at], layout))
-                    for one in _carried(spec, at, layout):
-                        learn(node, one)
-            for layout in [*layouts[node]]:
-                learn(node, _split(spec, spec.results[0], layout))
-    return found
-
-
-def _split(spec: Spec, dims: Dims, layout: Layout) -> Strategy:
-    """The strategy whose factors lie as an operand or result with ``dims`` says, as far as they can."""
-    mesh, split = layout.mesh, project(spec, dims, layout.without_partial())
-    return Strategy(tuple(Layout(mesh, place(spec, d, split)) for d in spec.operands), results_of(spec, mesh, split))
-
-
-def _carried(spec: Spec, at: int, layout: Layout) -> Iterable[Strategy]:
-    """The strategies that let what is pending in operand ``at`` through."""
-    mesh, sizes = layout.mesh, [[prod(map(spec.size, factors)) for factors in dims] for dims in spec.operands]
-    for pair in layout.partial:
-        for where in {*spec.linear, frozenset({0})}:
-            if at in where and carries(spec, pair[1], where):
-                operands = [
-                    Layout.whole(mesh, s).with_partial([pair[0]] * (i in where), pair[1]) for i, s in enumerate(sizes)
-                ]
-                yield Strategy(tuple(operands), results_of(spec, mesh, {}, [pair]))
-
-
-def _joined(spec: Spec, mesh: Mesh, pair: Sequence[Strategy]) -> Strategy | None:
-    """The strategy that is each of ``pair`` over its axis."""
-    sides = [(*one.operands, *one.results) for one in pair]
-    layouts = [_stacked(mesh, found) for found in zip(*sides, strict=True)]
-    if any(layout is None for layout in layouts):
-        return None
-    count = len(pair[0].operands)
-    operands, results = layouts[:count], layouts[count:]
-    made = infer(spec, operands, results)  # type: ignore[arg-type]
-    return Strategy(tuple(operands), tuple(results)) if made == tuple(results) else None  # type: ignore[arg-type]
-
-
-@lru_cache(maxsize=1 << 16)
-def _stacked(mesh: Mesh, layouts: tuple[Layout, ...]) -> Layout | None:
-    """A tensor that lies over each axis as one of ``layouts``; of two axes at one place, the later is under."""
-    dims: list[list[Digit]] = []
-    for dim, length in enumerate(layouts[0].shape):
-        taken: list[tuple[int, int, str]] = []  # top, bottom, axis
-        for layout in layouts:
-            below, mine = 1, []
-            for radix, axis in reversed(layout.dims[dim]):
-                if axis is not None:
-                    mine.append((below * radix, radix, axis))
-                below *= radix
-            for top, radix, axis in reversed(mine):
-                while (over := next((t for t in taken if t[0] > top / radix and t[1] < top), None)) is not None:
-                    top = over[1]
-                if top % radix:
-                    return None
-                taken.append((top, top // radix, axis))
-        at, digits = length, []
-        for top, bottom, axis in sorted(taken, reverse=True):
-            if at % top or top % bottom:
-                return None
-            digits += [Digit(at // top), Digit(top // bottom, axis)]
-            at = bottom
-        dims.append([*digits, Digit(at)])
-    pending = [pair for layout in layouts for pair in layout.partial]
-    return None if len({op for _, op in pending}) > 1 else Layout(mesh, dims, pending)
-
-
-def _ops(graph: fx.Graph) -> list[fx.Node]:
-    return [node for node in graph.nodes if node.op == "call_function"]
-
-
-def spec_of_op(node: fx.Node) -> Spec:
-    spec = spec_of(call_of(node))
-    assert spec is not None
-    return spec
-
-
-# --- costs
 
 
 def kernels(graph: fx.Graph, space: Mapping[fx.Node, Sequence[Strategy]], cost: Pricing) -> dict[fx.Node, list[float]]:
@@ -181,7 +50,7 @@ def kernels(graph: fx.Graph, space: Mapping[fx.Node, Sequence[Strategy]], cost: 
                 readers.setdefault(root[x], set()).add(stretch.get(node, 0))
     seen: set[tuple[int, fx.Node]] = set()
     out: dict[fx.Node, list[float]] = {}
-    for node in _ops(graph):
+    for node in ops_of(graph):
         read = []
         for at, x in enumerate(operands_of(node) if node in stretch else ()):
             if stretch.get(root[x]) != stretch[node] and (stretch[node], root[x]) not in seen:
@@ -338,7 +207,7 @@ class Reference:
         return cls(graph, problem.mesh, problem.cost, wanted, known | {node: [x] for node, x in wanted.items()})
 
     def __post_init__(self) -> None:
-        self.ops = _ops(self.graph)
+        self.ops = ops_of(self.graph)
         self.space = spaces(self.graph, self.mesh, self.known)
 
     def price(self) -> None:

@@ -23,7 +23,8 @@ from shardc.passes.greedy import Greedy
 from shardc.rules.spec import Strategy, infer
 from shardc.solver import solve
 from tests.models.test_matrix import Case, cases, check
-from tests.passes.exact_reference import Reference, spec_of_op
+from tests.passes.exact_reference import Reference
+from tests.passes.exact_spaces import spec_of_op
 from tests.passes.small_programs import small
 from tests.semantics.random_programs import program, simulated, verdict
 

@@ -82,8 +82,10 @@ def test_infeasible_names_the_variable_or_the_pair() -> None:
         solve(Energy((one, one, one), ((2, 0, np.full((2, 2), math.inf)),)))
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01, 0.05])
-def test_value_and_bound_hold_when_the_time_runs_out(seconds: float) -> None:
+@pytest.mark.parametrize(
+    "limit", [{"seconds": 0.0}, {"seconds": 0.01}, {"seconds": 0.05}, {"work": 0}, {"work": 3000}], ids=str
+)
+def test_value_and_bound_hold_at_a_limit(limit: dict[str, float]) -> None:
     energies = [(grid(6, 6, 6, seed), 20_000_000) for seed in range(3)] + [(dense(9, 3, 1), 20_000_000)]
     energies += [(small(seed), 20_000_000) for seed in range(100)]
     for energy, table in energies:
@@ -91,11 +93,20 @@ def test_value_and_bound_hold_when_the_time_runs_out(seconds: float) -> None:
             optimum = solve(energy, table=table).value
         except Infeasible:
             continue
-        hurried = solve(energy, seconds=seconds, table=1)
+        hurried = solve(energy, table=1, **limit)
         assert hurried.value == evaluate(energy, hurried.labels)
         assert hurried.bound <= optimum + 1e-9
         assert hurried.value >= optimum - 1e-9
         assert hurried.gap >= 0
+
+
+def test_less_work_finds_no_more() -> None:
+    """With little work a hard energy stays open; the limit, and not the time, says where."""
+    energy = dense(9, 3, 1)
+    open_ones = [solve(energy, table=1, work=work) for work in (0, 3000, 1e9)]
+    assert open_ones[0].gap > open_ones[1].gap > 0.1 and open_ones[2].gap < 1e-12
+    assert [one.iterations for one in open_ones] == sorted(one.iterations for one in open_ones)
+    assert solve(energy, table=1, work=3000) == open_ones[1]
 
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -19,17 +19,17 @@ from shardc.cost import redistribute
 from shardc.errors import ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.layout import Digit, Layout
+from shardc.ir.layout import Layout
 from shardc.passes import region
 from shardc.passes.calls import operands_of
 from shardc.passes.exact.crossed import crossed
 from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
+from shardc.passes.exact.traffic import Traffic, traffic_of
 from shardc.passes.exact.ways import Closure, Slot, slot_of, spec_at
-from shardc.passes.exact.work import Work, work_of
 from shardc.passes.greedy import Greedy
-from shardc.passes.propagate import Problem
+from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.rules.spec import Strategy, strategies
-from shardc.solver import Solution, solve
+from shardc.solver import Energy, solve
 
 
 @dataclass(frozen=True)
@@ -51,23 +51,13 @@ class Weights:
 
 @dataclass(frozen=True)
 class Exact:
-    """Chooses the strategies and layouts of least total cost.
+    """Chooses the strategies and layouts of least total cost."""
 
-    Args:
-        seconds: after which the best that was found is taken.
-        found: called with the solution.
-    """
-
-    seconds: float = 60.0
     weights: Weights = Weights()
-    found: Callable[[Solution], None] | None = field(default=None, repr=False, compare=False)
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        chosen = Choice(problem, graph, self.weights)
-        solution = solve(chosen.energy(), seconds=self.seconds)
-        if self.found is not None:
-            self.found(solution)
-        return chosen.apply(solution.labels)
+        choice = Choice(problem, graph, self.weights)
+        return choice.apply(solve(choice.energy()).labels)
 
 
 @dataclass
@@ -84,7 +74,7 @@ class Choice:
         self.options: dict[fx.Node, tuple[Strategy, ...]] = {}
         self.variable: dict[fx.Node, int] = {}
         self.outside = _outside(self.problem, self.graph)
-        self.work = work_of(self.graph)
+        self.traffic = traffic_of(self.graph)
         self._start()
         known, axes = self._known(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
         self.closures = [Closure(self.graph, self.mesh, axis, known) for axis in axes]
@@ -99,33 +89,24 @@ class Choice:
     def _finish(self) -> None:
         """Called last."""
 
-    def energy(self) -> Any:
+    def energy(self) -> Energy:
+        """The sum that is to be least."""
         return self.builder.energy()
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
         """Writes layouts and needs; returns the layouts in which outputs are wanted."""
         for node in self.graph.nodes:
             if node.target is getitem:
-                made = ir.info(node.args[0]).values[node.args[1]]
-                ir.set_info(node, ir.info(node).at(made.layout if made is not None else None))
+                take(node)
             elif node in self.variable:
-                self._decide(node, self.options[node][labels[self.variable[node]]])
+                strategy = self.options[node][labels[self.variable[node]]]
+                if node.target is ops.tag:
+                    pin(self.problem, node, strategy.operands[0])
+                elif node.op == "call_function" and node.target not in (ops.reshard, ops.unpad):
+                    decide(node, strategy)
+                elif node.op == "placeholder" and ir.is_tensor(node):
+                    ir.set_info(node, ir.info(node).at(strategy.results[0]))
         return self.outside.wanted
-
-    def _decide(self, node: fx.Node, strategy: Strategy) -> None:
-        record = ir.info(node)
-        if node.target is ops.tag:
-            cause = self.problem.pin_layout(node.kwargs["name"], strategy.operands[0])[1]
-            node.target, node.kwargs = ops.reshard, {}
-            ir.set_info(node, replace(record.at(strategy.results[0]), origin=replace(record.origin, cause=cause)))
-            return
-        if node.op == "call_function" and node.target not in (ops.reshard, ops.unpad):
-            record = replace(record, needs=strategy.operands)
-        if isinstance(record.value, tuple):
-            made = iter(strategy.results)
-            ir.set_info(node, record.at(tuple(None if v is None else next(made) for v in record.value)))
-        else:
-            ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
 
     # --- variables
 
@@ -152,7 +133,7 @@ class Choice:
             item = ir.value(node).itemsize
             costs = np.array([redistribute.seconds(o.operands[0], o.results[0], item, self.cost) for o in options])
         elif (spec := spec_at(node)) is not None:
-            costs = kernel_seconds(node, spec, options, self.work.get(node, Work()), self.cost)
+            costs = kernel_seconds(node, spec, options, self.traffic.get(node, Traffic()), self.cost)
         return self.weights.of(node) * costs
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
@@ -165,7 +146,7 @@ class Choice:
             bases = dict.fromkeys(self._made(node.args[0]))
             return tuple(Strategy((b,), (self.problem.pin_layout(node.kwargs["name"], b)[0],)) for b in bases)
         if node.target is ops.pad:
-            return tuple(dict.fromkeys(_padded(node, base) for base in self._made(node.args[0])))
+            return tuple(dict.fromkeys(padded(node, base) for base in self._made(node.args[0])))
         if node.target in region.OPS:
             return (region.strategy_of(node, self.mesh),)
         spec = spec_at(node)
@@ -217,7 +198,7 @@ class Choice:
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
         """Whether forward makes a value, in memory of its own, that backward reads."""
-        if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.work:
+        if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.traffic:
             return False
         readers = [u for u in maker.users if u.target is not getitem]
         readers += [v for u in maker.users if u.target is getitem and u.args[1] == index for v in u.users]
@@ -225,7 +206,7 @@ class Choice:
             user = readers.pop()
             if user.op == "call_function" and ir.info(user).origin.phase == "backward":
                 return True
-            if user.op == "call_function" and user not in self.work:  # a view of it
+            if user.op == "call_function" and user not in self.traffic:  # a view of it
                 readers += user.users
         return False
 
@@ -268,10 +249,3 @@ def _outside(problem: Problem, graph: fx.Graph) -> Outside:
     wanted = {node: found[twin] for node, twin in twins.items() if twin in found}
     grads = frozenset(n for r, n in ir.outputs(graph) if r.kind == "grad" and isinstance(n, fx.Node))
     return Outside(fixed, wanted, pinned, grads)
-
-
-def _padded(node: fx.Node, source: Layout) -> Strategy:
-    """``pad`` takes the dim that it grows whole."""
-    dim, size = node.kwargs["dim"], node.kwargs["size"]
-    base = source.unbind(source.dim_axes(dim))
-    return Strategy((base,), (base.replace(dims=[*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]),))

@@ -20,6 +20,7 @@ from shardc.passes.exact.chooser import Choice
 from shardc.passes.exact.crossed import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.exact.problem import Use
+from shardc.passes.seed import narrowed
 from shardc.rules.spec import Strategy, merge
 
 Stored = tuple[Layout, Layout]  # for compute, and between steps
@@ -61,10 +62,6 @@ class OpenChoice(Choice):
         """The axes that split the batch."""
         return self.free.batch[labels[self.batch_variable]] if self.free.batch else ()
 
-    def name(self, param: fx.Node) -> str:
-        """Of a parameter."""
-        return ir.info(param).name
-
     # --- the problem
 
     def _start(self) -> None:
@@ -76,17 +73,14 @@ class OpenChoice(Choice):
                 self.storages[node] = []
             elif role.kind == "input" and self.free.batch and ir.is_tensor(node) and not ir.layout(node).axes:
                 self.rows[node] = [_rows(ir.layout(node), axes) for axes in self.free.batch]
-        self.by_grad = {
-            node: name for (role, node) in ir.outputs(self.graph) if role.kind == "grad" and isinstance(node, fx.Node)
-            for name in [role.name]
-        }  # fmt: skip
         self.results: dict[fx.Node, list[Layout]] = {}
         if self.free.batch:
             self._tied_outputs({ir.value(node).shape[0] for node in self.rows if ir.value(node).shape})
         for node in (*self.storages, *self.rows):
             del self.outside.fixed[node]
         of = {ir.info(node).name: node for node in self.storages}
-        self.param_of = {grad: of[name] for grad, name in self.by_grad.items() if name in of}
+        grads = [(role.name, node) for role, node in ir.outputs(self.graph) if role.kind == "grad"]
+        self.param_of = {node: of[name] for name, node in grads if name in of and isinstance(node, fx.Node)}
         for grad in self.param_of:
             del self.outside.wanted[grad]
         self.batch_variable = self.builder.variable(np.zeros(max(len(self.free.batch), 1)))
@@ -158,15 +152,6 @@ class OpenChoice(Choice):
         for node in self.rows:
             tie = np.where(np.eye(len(self.free.batch), dtype=bool), 0.0, np.inf)
             self.builder.pairs.append((self.batch_variable, self.variable[node], tie))
-
-
-def narrowed(param: fx.Node) -> fx.Node:
-    """What of a parameter is gathered: the cast to a smaller dtype, where that is its one use."""
-    users = list(param.users)
-    if len(users) == 1 and ir.is_tensor(users[0]) and "_to_copy" in str(users[0].target):
-        if ir.value(users[0]).itemsize < ir.value(param).itemsize:
-            return users[0]
-    return param
 
 
 def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:

@@ -16,13 +16,11 @@ import numpy as np
 from torch import fx
 
 from shardc.cost.pricing import Pricing
-from shardc.ir import graph as ir
-from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
-from shardc.passes.calls import operands_of
-from shardc.passes.choose import shares
+from shardc.passes.calls import call_of
+from shardc.passes.choose import Work, shares
 from shardc.passes.exact.prices import one_axis, prices
-from shardc.passes.exact.work import Work
+from shardc.passes.exact.traffic import Traffic
 from shardc.rules.spec import Spec, Strategy
 from shardc.solver import Energy
 
@@ -145,22 +143,22 @@ def _shares(
 
 
 def kernel_seconds(
-    node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], work: Work, cost: Pricing
+    node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], traffic: Traffic, cost: Pricing
 ) -> Table:
     """What each strategy's kernel takes on a rank: the roofline of its operations and of the bytes that it moves."""
     if spec is None:
         return np.zeros(len(strategies))
-    dtypes = [v.dtype for v in (*map(ir.value, operands_of(node)), *ir.info(node).tensors)]
-    attention = is_attention(node.target)
+    work = Work.of(call_of(node))
+    dtypes = work.dtypes
     out = []
     for one in strategies:
         layouts = (*one.operands, *one.results)
-        moved = sum(one.operands[at].local_numel * dtypes[at].itemsize for at in work.reads)
-        if work.writes:
+        moved = sum(one.operands[at].local_numel * dtypes[at].itemsize for at in traffic.reads)
+        if traffic.writes:
             made = zip(one.results, dtypes[len(one.operands) :], strict=True)
             moved += sum(x.local_numel * dtype.itemsize for x, dtype in made)
-        if work.dense:
-            out.append(cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], attention))
+        if traffic.dense:
+            out.append(cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention))
         else:
             out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel
     return np.array(out)

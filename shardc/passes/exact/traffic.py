@@ -1,4 +1,4 @@
-"""Work: which of an op's operands it reads from memory and which results it writes, as kernels fuse.
+"""Traffic: which of an op's operands it reads from memory and which results it writes, as kernels fuse.
 
 A run of ops between matrix products counts as one kernel, as in `shardc.cost.kernels`: it reads what it does not make
 and writes what others read. Views do no work.
@@ -19,7 +19,7 @@ from shardc.passes.calls import operands_of
 
 
 @dataclass(frozen=True)
-class Work:
+class Traffic:
     """What an op moves to and from memory.
 
     Args:
@@ -33,8 +33,8 @@ class Work:
     dense: bool = False
 
 
-def work_of(graph: fx.Graph) -> dict[fx.Node, Work]:
-    """The work of every op of a graph at global shapes."""
+def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
+    """That of every op of a graph at global shapes."""
     runs: dict[fx.Node, int] = {}  # the run that makes each value
     roots: dict[fx.Node, fx.Node] = {}
     readers: dict[fx.Node, set[int]] = {}
@@ -59,15 +59,15 @@ def work_of(graph: fx.Graph) -> dict[fx.Node, Work]:
         order.append((node, run))
         for x in node.all_input_nodes:
             readers.setdefault(roots[x], set()).add(run)
-    return dict(_works(order, runs, roots, readers))
+    return dict(_each(order, runs, roots, readers))
 
 
-def _works(
+def _each(
     order: list[tuple[fx.Node, int]],
     runs: dict[fx.Node, int],
     roots: dict[fx.Node, fx.Node],
     readers: dict[fx.Node, set[int]],
-) -> Iterator[tuple[fx.Node, Work]]:
+) -> Iterator[tuple[fx.Node, Traffic]]:
     seen: set[tuple[int, fx.Node]] = set()
     for node, run in order:
         reads = []
@@ -76,7 +76,7 @@ def _works(
             if runs.get(root) != run and (run, root) not in seen:
                 seen.add((run, root))
                 reads.append(at)
-        yield node, Work(tuple(reads), bool(readers.get(node, set()) - {run}), is_dense(node))
+        yield node, Traffic(tuple(reads), bool(readers.get(node, set()) - {run}), is_dense(node))
 
 
 def _moves_nothing(node: fx.Node) -> bool:
