@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
@@ -117,7 +118,7 @@ class Search:
             before = len(self.tried)
             for weights in weighed:
                 for candidate in self._candidates(weights):
-                    self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
+                    self._try(candidate)
             best = self.best()
             if best is not None:
                 self._kept_whole(best)
@@ -132,6 +133,11 @@ class Search:
                 fix="use more ranks, a smaller batch, checkpoints of activations, or shardc.offload()",
             )
         return best
+
+    def _try(self, candidate: Candidate) -> None:
+        """Schedules a solution's plan, if it can be written as one that its model and mesh take."""
+        with suppress(ShardcError):
+            self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
 
     def _kept_whole(self, best: Tried) -> None:
         """Tries the best plan with parameters that stay whole from forward to backward."""

@@ -64,7 +64,7 @@ class Writer:
         has = [axis for entry in plan.entries for axis in entry.batch]
         if set(has) != set(batch):
             plan |= Plan(inputs={name: rows(shape, batch, self.mesh) for name, shape in inputs if shape})
-        return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes})
+        return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
         """Whether the parameters that stay whole are those below a size, and that size in bytes."""
@@ -80,12 +80,16 @@ class Writer:
             plan |= ddp(axis)
         return plan
 
-    def _computes(self, computes: Mapping[str, Layout]) -> Plan:
-        """How parameters are split for compute: as tensor parallel styles where these say it, else as they lie."""
+    def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
+        """How parameters are split for compute: as tensor parallel styles where these say it, else as they lie.
+
+        The styles are not for axes that split the batch too.
+        """
         styles: dict[tuple[str, str], list[str]] = {}
         raw: dict[str, str] = {}
         for glob, layout in self.by_glob(computes):
-            if (found := self._style(glob, layout, computes)) is not None:
+            found = self._style(glob, layout, computes)
+            if found is not None and found[1] not in batch:
                 styles.setdefault(found, []).append(glob.rpartition(".")[0])
             else:
                 raw[glob] = spec(layout)
