@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from itertools import combinations
 from multiprocessing import get_context
@@ -43,7 +44,7 @@ from shardc.solver import solve  # noqa: E402
 LIMIT = 80e9
 
 
-def _decoder(layers: int, size: int = 64, length: int = 8192) -> Model:
+def _decoder(layers: int, size: int = 8, length: int = 8192) -> Model:
     config = llama.LlamaConfig(128256, 4096, layers, heads=32, kv_heads=8, hidden=14336, rope_theta=500000.0)
     return _model(*llama.build(config, "meta", size=size, length=length))
 
@@ -78,7 +79,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "convnet": lambda: _vision(convnet.ConvNet, convnet.batch, CONVNET),
 }
 SIZES = [
-    ("Llama 8B", {"dp": 64}), ("Llama 8B", {"dp": 8, "tp": 8}), ("Llama 8B", {"dp": 2, "cp": 2, "tp": 2}),
+    ("Llama 8B", {"dp": 8}), ("Llama 8B", {"dp": 8, "tp": 8}), ("Llama 8B", {"dp": 2, "cp": 2, "tp": 2}),
     ("GPT-2", {"dp": 8, "tp": 8}), ("Llama 405B", {"dp": 128, "cp": 16, "tp": 8}),
 ]  # fmt: skip
 PAIRS = [
@@ -140,7 +141,8 @@ def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     least = min((s.seconds for s in fitting), default=float("inf"))
     return (
         name, str(mesh), f"{best.schedule.seconds * 1e3:.1f}", f"{best.schedule.memory.peak.total / 1e9:.1f}",
-        f"{least * 1e3:.1f}", f"{best.schedule.seconds / least:.3f}", f"{took:.0f}", best.origin,
+        f"{least * 1e3:.1f}" if fitting else "none fits", f"{best.schedule.seconds / least:.3f}" if fitting else "",
+        f"{took:.0f}", best.origin,
     )  # fmt: skip
 
 
@@ -163,8 +165,8 @@ def _table(
     for name, axes in cases:
         text = f"{name} {shardc.Mesh(axes)}"
         if options.only in text and not (options.skip_large and shardc.Mesh(axes).ranks > 1024):
-            with get_context("spawn").Pool(1, initializer=_alone) as pool:
-                rows.append(pool.apply(row, (name, axes)))
+            with ProcessPoolExecutor(1, get_context("spawn"), _alone) as pool:
+                rows.append(pool.submit(row, name, axes).result())
             print(*rows[-1], sep="  ", file=sys.stderr)
     print(f"\n{title}\n\n{tabulate(rows, head, disable_numparse=True)}")
 

@@ -12,8 +12,8 @@ from shardc.solver.energy import Energy, Infeasible, evaluate
 from shardc.solver.graph import Graph
 from shardc.solver.reduce import drop_unsupported, reduce
 
-# Entries of tables; a core goes through some 5e8 in a second.
-WORK = 5e10
+# Entries of tables; a core goes through some 8e8 in a second.
+WORK = 1e11
 
 
 @dataclass(frozen=True)
