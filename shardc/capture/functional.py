@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch.nn import _reduction as _Reduction
 
-from shardc.capture import raises, recurrent
+from shardc.capture import experts, raises, recurrent
 
 try:
     from torch.nn.modules import linear_cross_entropy
@@ -222,9 +222,10 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 def other_forms() -> Iterator[None]:
     """Puts the functions of this file in the place of torch's."""
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in _OTHER_FORMS]
+    forms = (*_OTHER_FORMS, *experts.other_forms())
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in forms]
     try:
-        for owner, name, function in _OTHER_FORMS:
+        for owner, name, function in forms:
             setattr(owner, name, function)
         yield
     finally:

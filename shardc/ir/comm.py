@@ -4,6 +4,8 @@ A group's name says which axes its ranks differ along, so that one graph serves 
 gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined here:
 
     permute_ranks                      whole shards change ranks; implemented in `shardc.runtime.wire.direct`
+    send_rows_coalesced                rows sorted by the rank that they go to: ``sends`` and ``receives`` say how many
+                                       go to each rank and come from it; results have room for ``rows``
     all_gather_into_tensor_coalesced,
     reduce_scatter_tensor_coalesced,
     all_reduce_coalesced               what `_c10d_functional`'s of these names do, in messages from each rank
@@ -31,12 +33,16 @@ _library.define(
     "reduce_scatter_tensor_coalesced(Tensor[] inputs, str reduce_op, int group_size, str group_name, int[] slots=[])"
     " -> Tensor[]"
 )
+_library.define(
+    "send_rows_coalesced(Tensor[] inputs, Tensor sends, Tensor receives, int rows, str group_name) -> Tensor[]"
+)
 _library.define("all_reduce_coalesced(Tensor[] inputs, str reduce_op, str group_name, int[] slots=[]) -> Tensor[]")
 
 
 GATHER = torch.ops.shardc.all_gather_into_tensor_coalesced.default
 REDUCE_SCATTER = torch.ops.shardc.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
+SEND_ROWS = torch.ops.shardc.send_rows_coalesced.default
 IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
@@ -73,6 +79,13 @@ def _all_reduce_fake(
     return [x.new_empty(x.shape) for x in inputs]
 
 
+def _send_rows_fake(
+    inputs: list[torch.Tensor], sends: torch.Tensor, receives: torch.Tensor, rows: int, group_name: str
+) -> list[torch.Tensor]:
+    return [x.new_empty((rows, *x.shape[1:])) for x in inputs]
+
+
+torch.library.register_fake("shardc::send_rows_coalesced", _send_rows_fake)
 torch.library.register_fake("shardc::permute_ranks", _permute_ranks_fake)
 torch.library.register_fake("shardc::all_gather_into_tensor_coalesced", _all_gather_fake)
 torch.library.register_fake("shardc::reduce_scatter_tensor_coalesced", _reduce_scatter_fake)

@@ -15,7 +15,7 @@ import torch
 from torch import Size
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shardc.ir import recurrent
+from shardc.ir import experts, recurrent
 
 aten = torch.ops.aten
 
@@ -33,6 +33,12 @@ _OTHERS: dict[Any, Callable[..., int]] = {
     ),
     recurrent.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
     recurrent.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
+    experts.CALL: lambda x, index, weight, params, body: prod(index) * experts.body_of(body).flops[0],
+    experts.GRADIENT: lambda grad, x, index, weight, params, body: prod(index) * experts.body_of(body).flops[1],
+    experts.RUN: lambda x, take, scale, ends, params, expected, body: expected * experts.body_of(body).flops[0],
+    experts.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
+        expected * experts.body_of(body).flops[1]
+    ),
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
 

@@ -19,6 +19,7 @@ from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
 from shardc.passes.exact.chooser import Exact as Exact
+from shardc.passes.experts import Experts as Experts
 from shardc.passes.greedy import Greedy
 from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
@@ -67,7 +68,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     made = Pipeline(
         (
             # One form of each thing, before anything is decided.
-            Canonicalize(),
+            Experts(), Canonicalize(),
             # What the plan says.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins)),
             # Sizes that its axes do not divide, before layouts are chosen.

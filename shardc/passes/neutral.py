@@ -26,6 +26,8 @@ def neutral(call: Call, spec: Spec, factor: str) -> float | None:
     Zero, where the op sums over the factor and is linear in some operand that runs over it: that operand's
     slice is zero there, and so is its share of the sum. None where no such value is known.
     """
+    if spec.routed is not None and factor == spec.routed.owners:
+        return 0.0  # no row is theirs
     plain = PLAIN.get(call.name.rpartition(".")[0])
     if plain is None and dict(spec.reduce).get(factor) == "sum":
         runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}

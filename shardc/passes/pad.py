@@ -297,7 +297,8 @@ class _Padder(Forms):
         layouts = [
             tuple(Layout.whole(self.mesh, [places(runs) for runs in one]) for one in side) for side in (grown, results)
         ]
-        made = rule.localize(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
+        spell = Local.same if rule.opaque else rule.localize
+        made = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(made, fx.Node) and made.op == "call_function":
             ir.set_info(made, replace(ir.info(made), name=self.record.name))
             made.meta[ir.TRUE_SIZES] = tuple(elements(runs) for runs in grown[0])

@@ -84,6 +84,10 @@ class Builder(Protocol):
         """The local shape of ``x``."""
         ...
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` made for this ``key`` before, or makes now."""
+        ...
+
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
         """(ranks, name) of the process group along ``axes``."""
         ...
@@ -161,12 +165,14 @@ class Rule:
         spec: the factors of a call of it.
         text: the rule as a person reads it.
         localize: spells the op on local tensors; by default the same op with the same arguments.
+        opaque: at padded sizes it stays the one op that it is.
     """
 
     op: str
     spec: SpecOf
     text: str
     localize: Localize = Local.same
+    opaque: bool = False
 
 
 def sized(argument: str = "size") -> Localize:

@@ -23,6 +23,20 @@ Dims = tuple[Factors, ...]
 
 
 @dataclass(frozen=True)
+class Routed:
+    """Two factors that one axis may split at once, since rows of the first are sent to where the second has them.
+
+    Args:
+        rows, owners: the factors.
+        elements: how many elements each row's way there and back takes.
+    """
+
+    rows: str
+    owners: str
+    elements: int
+
+
+@dataclass(frozen=True)
 class Spec:
     """One op at given shapes.
 
@@ -38,6 +52,7 @@ class Spec:
         flops: floating-point operations, at these sizes.
         aside: results that no factor's split changes (a kernel's random state): the same on every rank.
         indexed: factors whose elements the op finds by their place; what fills a dim up may stand at its end alone.
+        routed: two factors that an axis may split together.
     """
 
     operands: tuple[Dims, ...]
@@ -50,6 +65,7 @@ class Spec:
     flops: int = 0
     aside: frozenset[int] = frozenset()
     indexed: frozenset[str] = frozenset()
+    routed: Routed | None = None
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _reduce: dict[str, str] = field(init=False, repr=False, compare=False, hash=False)
 
@@ -155,15 +171,25 @@ def results_of(
     spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits], carried: Sequence[tuple[str, str]] = ()
 ) -> tuple[Layout, ...]:
     """The layouts of the results when the factors have ``assignment`` and ``carried`` partials pass through."""
-    out = []
+    out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
         present = {f for factors in dims for f in factors} if at not in spec.aside else assignment.keys()
         pending = list(carried)
         for factor, digits in assignment.items():
             if factor not in present:
-                pending += [(d.axis, spec._reduce[factor]) for d in digits if d.axis is not None]
+                pending += [(a, spec._reduce[factor]) for _, a in digits if a is not None and a not in routed]
         out.append(Layout(mesh, place(spec, dims, assignment), pending))
     return tuple(out)
+
+
+def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
+    """The axes over which an op sends rows: they split both factors of its `Routed`."""
+    if spec.routed is None:
+        return frozenset()
+    rows, owners = (
+        {axis for _, axis in assignment.get(factor, ()) if axis} for factor in (spec.routed.rows, spec.routed.owners)
+    )
+    return frozenset(rows & owners)
 
 
 def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
@@ -197,6 +223,8 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
         for factor, digits in project(spec, dims, layout).items():
             joint.setdefault(factor, digits)
     axes = [d.axis for digits in joint.values() for d in digits if d.axis is not None]
+    for axis in routed_axes(spec, joint):
+        axes.remove(axis)
     if any(mesh.overlap(a, b) for i, a in enumerate(axes) for b in axes[i + 1 :]):
         return "two factors are split over one axis"
     carried = carried_partials(spec, operands)
@@ -267,6 +295,11 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
                      if spec.splittable(f) and n % size == 0]  # fmt: skip
             options[axis] = [("split", (next(iter(one)), len(proposals) + at)) for at, one in enumerate(fresh)]
             proposals += fresh
+    if spec.routed is not None:
+        for found in options.values():
+            by = {factor: (factor, at) for _, (factor, at) in found}  # type: ignore[misc]
+            if spec.routed.rows in by and spec.routed.owners in by:
+                found.append(("send", (by[spec.routed.rows], by[spec.routed.owners])))
     pending: dict[str, dict[str, set[int]]] = {}
     for at, layout in enumerate(operands):
         for axis, op in layout.partial:
@@ -294,6 +327,9 @@ def _strategy(
     for axis, (kind, detail) in choice.items():
         if kind == "split":
             wanted.setdefault(detail, set()).add(axis)  # type: ignore[arg-type]
+        elif kind == "send":
+            for one in detail:  # type: ignore[attr-defined]
+                wanted.setdefault(one, set()).add(axis)
         elif kind == "carry":
             carried[axis] = detail  # type: ignore[assignment]
     assignment: Assignment = {}

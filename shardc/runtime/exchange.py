@@ -55,6 +55,20 @@ def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> li
     return [shards[list(destinations).index(k)].clone() for k in range(len(shards))]
 
 
+def send_rows(
+    rows: list[torch.Tensor], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], size: int
+) -> list[torch.Tensor]:
+    """What no rank sends is not a number, so that nothing reads it unnoticed."""
+    pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(rows, sends, strict=True)]
+    out = []
+    for k, counts in enumerate(receives):
+        came = torch.cat([piece[k] for piece in pieces])
+        assert counts.tolist() == [piece[k].shape[0] for piece in pieces], "ranks do not agree on the rows that go"
+        left = came.new_full((size - came.shape[0], *came.shape[1:]), float("nan") if came.is_floating_point() else -1)
+        out.append(torch.cat([came, left]))
+    return out
+
+
 def _check_size(tensors: list[torch.Tensor], size: int) -> None:
     assert size == len(tensors), f"a group of {len(tensors)} ranks was called one of {size}"
 
@@ -67,4 +81,5 @@ COLLECTIVES: dict[str, Callable[..., list[torch.Tensor]]] = {
     "all_to_all_single": all_to_all,
     "broadcast": broadcast,
     "permute_ranks": permute_ranks,
+    "send_rows": send_rows,
 }

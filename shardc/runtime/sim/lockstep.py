@@ -60,6 +60,9 @@ class Lockstep:
     def shape(self, x: PerRank) -> tuple[int, ...]:
         return tuple(x[0].shape)
 
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        return make()
+
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
@@ -150,6 +153,7 @@ def _pick(x: Any, rank: int) -> Any:
 def _by_group(function: Callable[..., Any], x: PerRank, options: Sequence[Any], groups: Groups) -> PerRank:
     out = PerRank([None] * len(x))
     for ranks in groups:
-        for rank, made in zip(ranks, function([x[r] for r in ranks], *options), strict=True):
+        given = [[one[r] for r in ranks] if isinstance(one, PerRank) else one for one in options]
+        for rank, made in zip(ranks, function([x[r] for r in ranks], *given), strict=True):
             out[rank] = made
     return out

@@ -1,0 +1,41 @@
+"""The experts of libraries, as functions of one expert that are traced between marks (`shardc.ir.experts`)."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardc.ir import experts
+
+
+def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts of a model of ``transformers``, whatever its config says they are computed by."""
+    gate, bias, turned = self.has_gate, self.has_bias, self.is_transposed
+    params = [self.gate_up_proj if gate else self.up_proj, self.down_proj]
+    if bias:
+        params += [self.gate_up_proj_bias if gate else self.up_proj_bias, self.down_proj_bias]
+
+    def one(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
+        inner = self._apply_gate(first) if gate else self.act_fn(first)
+        if self.has_post_expert_norm:
+            made = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
+            return self.post_expert_norm(made) * scale
+        # The weights are applied to what is narrower than the result, which then need not be kept for their gradient.
+        made = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
+        return made + scale * biases[1] if bias else made
+
+    return experts.apply(one, hidden_states, top_k_index, top_k_weights, params, scaled=True)
+
+
+def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
+    return of_transformers
+
+
+def other_forms() -> tuple[tuple[Any, str, Any], ...]:
+    """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
+    library = sys.modules.get("transformers.integrations.moe")
+    return () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)

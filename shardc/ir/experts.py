@@ -1,0 +1,355 @@
+"""Mixtures of experts: rows that are sent to the experts that a router chose for them, as ops.
+
+A token goes to ``k`` of the ``e`` experts. An expert takes one row for each token that chose it, and a token's result
+is the weighted sum of what its experts made of it. `call` and `gradient` say this for all experts and all tokens at
+once, at global shapes. What one expert does with its rows is a `Body`, which every graph names by ``body``.
+
+On one rank (`shardc.rules.experts`) rows are sorted by expert and `run` takes those of the rank's own experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc.errors import RuleError
+
+aten = torch.ops.aten
+_library = torch.library.Library("shardc_experts", "DEF")
+
+# --- the bodies
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of each row, what the forward of a body keeps for its backward."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """What one expert does with its ``n`` rows.
+
+    Args:
+        forward: a graph of ``n``, rows [n, d], scale [n, 1] and one expert's parameters; it gives the rows' results
+            [n, o] and then, for each of ``saved``, [n, *shape].
+        backward: a graph of ``n``, the results' gradient, rows, scale, parameters and what was saved; it gives the
+            gradients of rows, scale and parameters, None where there is none.
+        result: of each row.
+        saved: see there.
+        flops: operations of a row, forward and backward.
+        text: both graphs as text, of which ``name`` is made.
+    """
+
+    name: str
+    forward: fx.Graph
+    backward: fx.Graph | None
+    result: Saved
+    saved: tuple[Saved, ...]
+    flops: tuple[int, int]
+    text: str
+
+    @cached_property
+    def run_forward(self) -> Callable[..., Any]:
+        return fx.GraphModule({}, self.forward).forward
+
+    @cached_property
+    def run_backward(self) -> Callable[..., Any]:
+        assert self.backward is not None
+        return fx.GraphModule({}, self.backward).forward
+
+
+_bodies: dict[str, Body] = {}
+
+
+def named(stem: str, text: str) -> str:
+    """The name of a body: the same for the same text, in every process."""
+    return f"{stem}.{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def register(body: Body) -> Body:
+    """``body``, or the one of its name that is there."""
+    return _bodies.setdefault(body.name, body)
+
+
+def body_of(name: str) -> Body:
+    """The body that an op of a graph names.
+
+    Raises:
+        RuleError: nothing of that name was captured or loaded here.
+    """
+    if name not in _bodies:
+        raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
+    return _bodies[name]
+
+
+# --- what stands in a trace round the function of one expert
+
+
+_library.define("enter(Tensor[] tensors, Tensor index) -> Tensor[]")
+_library.define("enter_grad(Tensor[] grads, Tensor index, int[] sizes) -> Tensor[]")
+_library.define("exit(Tensor rows, Tensor index) -> Tensor")
+_library.define("exit_grad(Tensor grad, Tensor index) -> Tensor")
+
+
+def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
+    x, weight, *params = tensors
+    return [x.clone(), weight.new_empty(x.shape[0], 1), *(p.new_empty(p.shape[1:]) for p in params)]
+
+
+def _enter_grad(grads: list[Tensor], index: Tensor, sizes: list[int]) -> list[Tensor]:
+    x, scale, *params = grads
+    return [x.clone(), scale.new_empty(index.shape), *(p.new_empty(n, *p.shape) for p, n in zip(params, sizes))]
+
+
+def _enter_setup(ctx: Any, inputs: tuple[list[Tensor], Tensor], output: list[Tensor]) -> None:
+    (_, _, *params), index = inputs
+    ctx.save_for_backward(index)
+    ctx.sizes = [p.shape[0] for p in params]
+    ctx.like = [(x.shape, x.dtype, x.device) for x in output]
+
+
+def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor], None]:
+    whole = [
+        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+        for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
+    ]
+    return torch.ops.shardc_experts.enter_grad(whole, ctx.saved_tensors[0], ctx.sizes), None
+
+
+def _copy(x: Tensor, index: Tensor) -> Tensor:
+    return x.clone()
+
+
+_library.impl("enter", _enter, "CompositeExplicitAutograd")
+_library.impl("enter_grad", _enter_grad, "CompositeExplicitAutograd")
+_library.impl("exit", _copy, "CompositeExplicitAutograd")
+_library.impl("exit_grad", _copy, "CompositeExplicitAutograd")
+torch.library.register_fake("shardc_experts::enter", _enter, lib=_library)
+torch.library.register_fake("shardc_experts::enter_grad", _enter_grad, lib=_library)
+torch.library.register_fake("shardc_experts::exit", _copy, lib=_library)
+torch.library.register_fake("shardc_experts::exit_grad", _copy, lib=_library)
+torch.library.register_autograd("shardc_experts::enter", _enter_backward, setup_context=_enter_setup, lib=_library)
+torch.library.register_autograd(
+    "shardc_experts::exit",
+    lambda ctx, grad: (torch.ops.shardc_experts.exit_grad(grad, ctx.saved_tensors[0]), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+    lib=_library,
+)
+ENTER, ENTER_GRAD = torch.ops.shardc_experts.enter.default, torch.ops.shardc_experts.enter_grad.default
+EXIT, EXIT_GRAD = torch.ops.shardc_experts.exit.default, torch.ops.shardc_experts.exit_grad.default
+
+
+# --- the ops of a graph
+
+_library.define("call(Tensor x, Tensor index, Tensor weight, Tensor[] params, str body) -> Tensor")
+_library.define("gradient(Tensor grad, Tensor x, Tensor index, Tensor weight, Tensor[] params, str body) -> Tensor[]")
+_library.define(
+    "run(Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, int expected, str body) -> Tensor[]"
+)
+_library.define(
+    "run_gradient(Tensor grad, Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, Tensor[] saved, "
+    "int expected, str body) -> Tensor[]"
+)
+
+
+_library.define("order(Tensor key, int count) -> Tensor[]")
+_library.define("counts(Tensor ends) -> Tensor")
+_library.define("arrived(Tensor came, int ranks, int rows) -> Tensor[]")
+
+
+def _order(key: Tensor, count: int) -> list[Tensor]:
+    """The order that sorts ``key``, the place of each entry in it, and where each of ``count`` keys ends."""
+    values, order = key.sort(stable=True)
+    ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
+    return [order, _inverse(order), ends]
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(order.numel(), device=order.device))
+
+
+def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
+    """Rows that came rank by rank, of each rank expert by expert, sorted by expert.
+
+    Args:
+        came: int64 [ranks e]: how many of each.
+        rows: how many there is room for.
+
+    Returns:
+        the order, the place of each row in it, and where each expert's end.
+    """
+    own = came.numel() // ranks
+    run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
+    key = torch.where(run < came.numel(), run % own, own)
+    order = key.argsort(stable=True)
+    return [order, _inverse(order), came.view(ranks, own).sum(0).cumsum(0)]
+
+
+def _counts(ends: Tensor) -> Tensor:
+    """How many entries each key has, of which ``ends`` says where they end."""
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The choices of ``index`` [t, k] sorted by expert, int64 [t k], and where each expert's end, int64 [e]."""
+    chosen, order = index.flatten().sort(stable=True)
+    return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
+
+
+def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str) -> Tensor:
+    order, ends = sort(index, params[0].shape[0])
+    scale = weight.flatten()[order].unsqueeze(1)
+    return _run(x, order // index.shape[1], scale, ends, params, order.numel(), body)[0]
+
+
+def _gradient(
+    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str
+) -> list[Tensor]:
+    order, ends = sort(index, params[0].shape[0])
+    scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
+    _, *saved = _run(x, take, scale, ends, params, order.numel(), body)
+    dx, dscale, *rest = _run_gradient(grad, x, take, scale, ends, params, saved, order.numel(), body)
+    of_weight = torch.empty_like(dscale).index_copy(0, order, dscale)
+    return [dx, of_weight.view(index.shape), *rest]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What rows of ``dtype`` are added up in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _run(
+    x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
+) -> list[Tensor]:
+    """What each of this rank's experts makes of its rows, added up where the rows came from.
+
+    Args:
+        x: [m, d].
+        take: int64 [r]: the row of ``x`` that each choice is about, sorted by expert.
+        scale: [r, 1].
+        ends: int64 [e]: where in ``take`` each expert's end; what stands behind the last is for none of them.
+        params: [e, ...] each.
+        expected: how many of ``take`` are for this rank's experts, as predictions count them.
+
+    Returns:
+        [m, o], and each of the body's saved values, [r, ...].
+    """
+    it, start = body_of(body), 0
+    saved = [x.new_empty(take.shape[0], *one.shape, dtype=one.dtype) for one in it.saved]
+    made = x.new_zeros(x.shape[0], *it.result.shape, dtype=_wide(it.result.dtype))
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            at = take[start:end]
+            keep = [one[start:end] for one in saved]
+            out = it.run_forward(end - start, x[at], scale[start:end], *(p[expert] for p in params), *keep)
+            made.index_add_(0, at, out.to(made.dtype))
+            start = end
+    return [made.to(it.result.dtype), *saved]
+
+
+def _run_gradient(
+    grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
+    expected: int, body: str,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of `run`'s first result."""
+    it, start = body_of(body), 0
+    dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
+    dscale, made = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
+    for expert, end in enumerate(ends.tolist()):
+        if end == start:
+            for one in made:
+                one[expert].zero_()
+            continue
+        at, own = take[start:end], [p[expert] for p in params]
+        keep = [one[start:end] for one in saved]
+        into = [one[expert] for one in made]
+        drows, ds, *rest = it.run_backward(end - start, grad[at], x[at], scale[start:end], *own, *keep, *into)
+        if drows is not None:
+            dx.index_add_(0, at, drows.to(dx.dtype))
+        if ds is not None:
+            dscale[start:end] = ds
+        for place, one in zip(into, rest, strict=True):
+            if one is None:
+                place.zero_()
+            elif one.data_ptr() != place.data_ptr():
+                place.copy_(one)
+        start = end
+    return [dx.to(x.dtype), dscale, *made]
+
+
+def _fake_order(key: Tensor, count: int) -> list[Tensor]:
+    return [torch.empty_like(key), torch.empty_like(key), key.new_empty(count)]
+
+
+def _fake_arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
+    return [came.new_empty(rows), came.new_empty(rows), came.new_empty(came.numel() // ranks)]
+
+
+def _fake_call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str) -> Tensor:
+    it = body_of(body).result
+    return x.new_empty(x.shape[0], *it.shape, dtype=it.dtype)
+
+
+def _fake_gradient(
+    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str
+) -> list[Tensor]:
+    return [torch.empty_like(x), torch.empty_like(weight), *map(torch.empty_like, params)]
+
+
+def _fake_run(
+    x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
+) -> list[Tensor]:
+    it = body_of(body)
+    made = [x.new_empty(x.shape[0], *it.result.shape, dtype=it.result.dtype)]
+    return made + [x.new_empty(take.shape[0], *one.shape, dtype=one.dtype) for one in it.saved]
+
+
+def _fake_run_gradient(
+    grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
+    expected: int, body: str,
+) -> list[Tensor]:  # fmt: skip
+    return [torch.empty_like(x), torch.empty_like(scale), *map(torch.empty_like, params)]
+
+
+for _name, _function, _fake in (
+    ("call", _call, _fake_call),
+    ("gradient", _gradient, _fake_gradient),
+    ("run", _run, _fake_run),
+    ("run_gradient", _run_gradient, _fake_run_gradient),
+    ("order", _order, _fake_order),
+    ("arrived", _arrived, _fake_arrived),
+    ("counts", _counts, torch.empty_like),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc_experts::{_name}", _fake, lib=_library)
+CALL, GRADIENT = torch.ops.shardc_experts.call.default, torch.ops.shardc_experts.gradient.default
+ORDER, COUNTS, ARRIVED = (getattr(torch.ops.shardc_experts, name).default for name in ("order", "counts", "arrived"))
+RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default
+
+
+# --- of a user's own
+
+Function = Callable[..., Tensor]
+
+
+def apply(
+    function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
+) -> Tensor:
+    """Experts in a trace: ``function`` is traced once, for one expert.
+
+    Args:
+        scaled: ``function`` takes the rows' weights, [n, 1], as its second argument and applies them itself.
+    """
+    index = index.clone()  # of this call alone
+    rows, scale, *one = ENTER([x, weight, *params], index)
+    made = function(rows, scale, *one) if scaled else function(rows, *one) * scale
+    return EXIT(made.to(x.dtype), index)

@@ -1,0 +1,271 @@
+"""Experts: the function of one expert becomes one op over all experts and tokens, and its gradient another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import CaptureError
+from shardc.ir import experts
+from shardc.ir import graph as ir
+from shardc.ir.experts import Body, Saved
+from shardc.ir.flops import is_dense
+from shardc.ir.graph import Value
+from shardc.passes.calls import call_of, operands_of
+from shardc.rules import spec_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Makes one op of what one expert does with its rows, and one of its gradient.
+
+    Takes: a captured graph in which the function of one expert stands between marks, as if the expert took all tokens.
+    Guarantees: no marks; `shardc_experts::call` and ``gradient``, which name a `Body`.
+
+    Raises:
+        CaptureError: the function mixes the rows of different tokens, or reads a tensor that it is not given.
+    """
+
+    name = "experts"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        for end in [node for node in gm.graph.nodes if node.target is experts.EXIT]:
+            _collapse(gm.graph, end)
+        gm.graph.eliminate_dead_code()
+        return gm
+
+
+def _collapse(graph: fx.Graph, end: fx.Node) -> None:
+    # Every call has an index of its own, by which its marks are known.
+    rows, index = end.args
+    assert isinstance(index, fx.Node)
+    marks = {node.target: node for node in index.users}
+    start, back, tangent = marks[experts.ENTER], marks.get(experts.ENTER_GRAD), marks.get(experts.EXIT_GRAD)
+    given: Any = start.args[0]
+    x, weight, *params = given
+    entered = {int(node.args[1]): node for node in start.users}  # type: ignore[arg-type]
+    forward = _between([rows], set(entered.values()), end)
+    results: list[Any] = list(back.args[0]) if back is not None else []  # type: ignore[arg-type]
+    inside = {*forward, *entered.values()}
+    backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
+    where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
+    build = _Builder(ir.value(x).shape[0], entered, len(params))
+    body = experts.register(build.body(rows, forward, results, backward, tangent, where))
+    _replace(end, experts.CALL, (x, index, weight, params, body.name))
+    if back is not None and tangent is not None:
+        _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, params, body.name))
+
+
+def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+    node.target, node.args, node.kwargs = target, args, {}
+
+
+def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
+    """What ``ends`` are made of from ``stops`` on, in order.
+
+    Raises:
+        CaptureError: they read a tensor that is neither.
+    """
+    found: set[fx.Node] = set()
+    work = [node for node in ends if isinstance(node, fx.Node) and node not in stops]
+    while work:
+        node = work.pop()
+        if node in found:
+            continue
+        if node.op == "placeholder" or node.target is experts.ENTER:
+            record = ir.info(border)
+            raise CaptureError(
+                f"what an expert does reads {ir.info(node).name}, which it is not given",
+                source=record.origin.source or None,
+                fix="pass it as one of the experts' parameters, with a first dim of one entry for each expert",
+            )
+        found.add(node)
+        work += [x for x in node.all_input_nodes if x not in stops]
+    return [node for node in border.graph.nodes if node in found]
+
+
+Where = dict[tuple[fx.Node, int], int]  # the dim of a result that its rows are
+
+
+def _rows(nodes: Sequence[fx.Node], given: Iterable[fx.Node | None], known: Where, strict: bool) -> Where:
+    """Which dim of each value is that of the rows.
+
+    Raises:
+        CaptureError: if ``strict``, where one row's result depends on others.
+    """
+    where: Where = {**known, **{(node, 0): 0 for node in given if node is not None}}
+    for node in nodes:
+        if node.target is getitem:
+            at = where.get((node.args[0], node.args[1]))
+            if at is not None:
+                where[node, 0] = at
+            continue
+        if node.op != "call_function":
+            continue
+        mine = [(at, where[x, 0]) for at, x in enumerate(operands_of(node)) if (x, 0) in where]
+        if not mine:
+            continue
+        spec = spec_of(call_of(node))
+        factors = set() if spec is None else {spec.operands[at][dim] for at, dim in mine}
+        if spec is not None and len(factors) == 1 and len(factor := next(iter(factors))) == 1:
+            found = False
+            for number, dims in enumerate(spec.results):
+                if factor in dims:
+                    where[node, number], found = dims.index(factor), True
+            if (found and spec.splittable(factor[0])) or not strict:
+                continue
+        elif spec is not None and factors == {()}:  # of one row
+            for number, value in enumerate(v for v in ir.info(node).values if v is not None):
+                if value.shape[:1] == (1,):
+                    where[node, number] = 0
+            continue
+        elif not strict:
+            continue
+        raise CaptureError(
+            f"{node.target} in what an expert does mixes the rows of different tokens",
+            source=ir.info(node).origin.source or None,
+            fix="compute each row of the result from that row alone",
+        )
+    return where
+
+
+class _Builder:
+    """Makes a `Body` of nodes between marks.
+
+    Args:
+        size: how many rows they were traced with.
+        entered: by number, what the first mark gives: rows, scale, parameters.
+        params: how many parameters.
+    """
+
+    def __init__(self, size: int, entered: Mapping[int, fx.Node], params: int) -> None:
+        self.size, self.entered, self.params = size, entered, params
+        self.lines: list[str] = []
+
+    def body(
+        self, out: fx.Node, forward: list[fx.Node], results: list[Any], backward: list[fx.Node],
+        tangent: fx.Node | None, where: Where,
+    ) -> Body:  # fmt: skip
+        keep = [node for node in self._kept(results, backward, set(forward)) if (node, 0) in where]
+        first = self._graph(forward, [], {node: at for at, node in enumerate(keep)}, [out], where)
+        second = None
+        if tangent is not None:
+            again = _between(backward, {*keep, *self.entered.values(), tangent}, tangent) if backward else []
+            again = [node for node in forward if node in set(again) and node not in keep]
+            both = _rows([*again, *backward], [tangent], where, strict=False)
+            second = self._graph([*again, *backward], [tangent, *keep], {}, results, both)
+        text = "\n".join(self.lines)
+        return Body(
+            experts.named("experts", text), first, second, _saved(ir.value(out)),
+            tuple(_saved(ir.value(node)) for node in keep), (self._flops(forward), self._flops(backward)), text,
+        )  # fmt: skip
+
+    def _flops(self, nodes: Iterable[fx.Node]) -> int:
+        total = 0
+        for node in nodes:
+            if node.op == "call_function" and node.target is not getitem and (spec := spec_of(call_of(node))):
+                total += spec.flops
+        return total // self.size
+
+    def _kept(self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]) -> list[fx.Node]:
+        """The products of the forward that the backward is made of; what lies between is computed again."""
+        read = [x for node in backward for x in node.all_input_nodes]
+        work = [x for x in [*read, *results] if isinstance(x, fx.Node) and x in forward]
+        found: dict[fx.Node, None] = {}
+        seen = set(work)
+        while work:
+            node = work.pop(0)
+            if is_dense(node.target):
+                found[node] = None
+                continue
+            more = [x for x in node.all_input_nodes if x in forward and x not in seen]
+            seen.update(more)
+            work += more
+        return list(found)
+
+    def _graph(
+        self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], keep: Mapping[fx.Node, int],
+        results: Sequence[Any], where: Where,
+    ) -> fx.Graph:  # fmt: skip
+        """A graph of ``nodes``; ``before`` are the tangent and what was kept, ``keep`` are written to given places."""
+        graph = fx.Graph()
+        size = graph.placeholder("n")
+        env: dict[fx.Node, Any] = {}
+        if before:
+            env[before[0]] = graph.placeholder("grad")
+        for at, name in enumerate(("rows", "scale", *(f"p{i}" for i in range(self.params)))):
+            made = graph.placeholder(name)
+            if at in self.entered:
+                env[self.entered[at]] = made
+        for at, node in enumerate(before[1:]):
+            env[node] = graph.placeholder(f"saved{at}")
+        places = {node: graph.placeholder(f"keep{at}") for node, at in keep.items()}
+        grads = results[2:] if before else []
+        into = [graph.placeholder(f"into{at}") for at in range(len(grads))]
+        for node in nodes:
+            args, kwargs = self._sized(node, size, where)
+            args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
+            env[node] = _call(graph, node.target, args, kwargs, places.get(node))
+        outs = [env[x] if isinstance(x, fx.Node) else None for x in results]
+        for at, place in enumerate(into):
+            if (made := _product_into(graph, outs[2 + at], place)) is not None:
+                outs[2 + at] = made
+        graph.output(tuple(outs) if before else outs[0])
+        graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or "copy_" in str(node.target)
+                                  or "out" in node.kwargs)  # fmt: skip
+        self.lines += [str(node.format_node()) for node in graph.nodes]
+        return graph
+
+    def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[Any, Any]:
+        """The arguments of ``node`` with the number of rows in the place of the one that it was traced with."""
+        value, at = ir.info(node).value, where.get((node, 0))
+        rowless = not any((x, 0) in where for x in node.all_input_nodes) and not node.all_input_nodes
+        if not isinstance(value, Value):
+            return node.args, node.kwargs
+        if at is None and rowless and value.shape[:1] == (self.size,):
+            at = 0
+        if at is None:
+            return node.args, node.kwargs
+
+        def sized(argument: Any) -> Any:
+            if isinstance(argument, (list, tuple)) and list(argument) == list(value.shape):
+                return [*argument[:at], size, *argument[at + 1 :]]
+            return argument
+
+        return tuple(map(sized, node.args)), {name: sized(x) for name, x in node.kwargs.items()}
+
+
+_INTO = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
+
+
+def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any, place: fx.Node | None) -> fx.Node:
+    """A call, with its result in ``place`` if that is given."""
+    if place is not None and target in _INTO:
+        return graph.call_function(_INTO[target], args, {**kwargs, "out": place})
+    made = graph.call_function(target, args, kwargs)
+    return made if place is None else graph.call_function(aten.copy_.default, (place, made))
+
+
+def _product_into(graph: fx.Graph, made: Any, place: fx.Node) -> fx.Node | None:
+    """A product that is nobody else's, also if it is turned round, written to ``place``; None if it is no such."""
+    turned = 0
+    while isinstance(made, fx.Node) and made.target in (aten.t.default, aten.detach.default):
+        turned += made.target is aten.t.default
+        made = made.args[0]
+    if not isinstance(made, fx.Node) or made.target is not aten.mm.default:
+        return None
+    one, other = made.args
+    if turned % 2:
+        one, other = (graph.call_function(aten.t.default, (x,)) for x in (other, one))
+    return graph.call_function(aten.mm.out, (one, other), {"out": place})
+
+
+def _saved(value: Value) -> Saved:
+    return Saved(value.shape[1:], value.dtype)

@@ -1,0 +1,247 @@
+"""Experts: tokens are free and experts add up; or both lie on one axis, and rows are sent to their experts' ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from operator import getitem
+from typing import Any
+
+import torch
+
+from shardc.ir import experts
+from shardc.ir.comm import SEND_ROWS, WAIT
+from shardc.ir.layout import strides
+from shardc.rules.loops import Loops
+from shardc.rules.notation import WHOLE
+from shardc.rules.positions import coordinate
+from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.spec import Dims, Routed, Spec
+
+aten = torch.ops.aten
+_TOKENS, _EXPERTS = "t", "e"
+
+
+def _tokens(loops: Loops, at: int, name: str) -> Dims:
+    size, width = loops.shapes[at]
+    return loops.dim(_TOKENS, size, "sum"), loops.dim(name, width, WHOLE)
+
+
+def _params(loops: Loops, first: int) -> list[Dims]:
+    return [
+        (
+            loops.dim(_EXPERTS, shape[0], "sum"),
+            *(loops.dim(f"p{at}.{dim}", size, WHOLE) for dim, size in enumerate(shape[1:])),
+        )
+        for at, shape in enumerate(loops.shapes[first:])
+    ]
+
+
+def _routed(spec: Spec, choices: int, width: int) -> Spec:
+    """``spec``, of which rows of ``width`` elements may be sent, so many for each token."""
+    sizes = dict(spec.sizes)
+    both = _TOKENS in sizes and _EXPERTS in sizes
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width)) if both else spec
+
+
+def _call(call: Call) -> Spec:
+    loops = Loops(call)
+    choices, made = loops.shapes[1][1], loops.made[0][1]
+    operands = [_tokens(loops, 0, "d"), _tokens(loops, 1, "k"), _tokens(loops, 2, "k"), *_params(loops, 3)]
+    spec = loops.spec(operands, [(operands[0][0], loops.dim("o", made, WHOLE))], linear=[{2}])
+    return _routed(spec, choices, loops.shapes[0][1] + made + 1)
+
+
+def _gradient(call: Call) -> Spec:
+    loops = Loops(call)
+    choices = loops.shapes[2][1]
+    operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4)
+    spec = loops.spec(operands, [operands[1], *operands[3:]], linear=[{0}])
+    return _routed(spec, choices, loops.shapes[0][1] + loops.shapes[1][1] + 1)
+
+
+# --- on one rank
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of one call on one rank.
+
+    Args:
+        order: int64 [s]: the rank's choices (token by token) sorted by where they go; back: the place of each there.
+        mine: bool [t, k]: which choices are for ranks that this one's rows can reach; None if all are.
+        x, take, scale, ends, expected: as `shardc.ir.experts.RUN` takes them.
+        sends, receives: int64 [ranks]: how many rows go to each rank and come from it; None if none are sent.
+        came_back: int64 [r]: where ``take`` has each row that came.
+    """
+
+    order: Any
+    back: Any
+    mine: Any
+    x: Any
+    take: Any
+    scale: Any
+    ends: Any
+    expected: int
+    sends: Any = None
+    receives: Any = None
+    came_back: Any = None
+
+
+def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, int, int]:
+    """For each choice a number: by the rank that it goes to, then by its expert there; the last for those that go
+    nowhere.
+
+    Returns:
+        the numbers, flat; which choices go somewhere; to how many ranks they go; how many experts each rank has.
+    """
+    call = local.builder.call
+    layout = local.operand_layout("params")
+    digits, mesh = layout.dims[0], layout.mesh
+    flat, total = call(aten.reshape.default, index, [-1]), layout.shape[0]
+    parts, mine = {}, None
+    for (radix, axis), stride in zip(digits, strides(digits), strict=True):
+        digit = flat if stride == 1 else call(aten.div.Tensor_mode, flat, stride, rounding_mode="floor")
+        if radix * stride != total:
+            digit = call(aten.remainder.Scalar, digit, radix)
+        if axis is None or axis in sent:
+            parts[len(parts)] = axis, radix, digit
+            continue
+        here = call(aten.eq.Tensor, digit, coordinate(local, axis))
+        mine = here if mine is None else call(aten.logical_and.default, mine, here)
+    order = sorted(parts.values(), key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
+    key = None
+    for _, radix, digit in order:
+        key = digit if key is None else call(aten.add.Tensor, call(aten.mul.Tensor, key, radix), digit)
+    if key is None:
+        key = call(aten.full_like.default, flat, 0)
+    ranks, own = prod(mesh.size(axis) for axis in sent), layout.local_shape[0]
+    if mine is not None:
+        key = call(aten.where.self, mine, key, call(aten.full_like.default, key, ranks * own))
+    return key, mine, ranks, own
+
+
+def _sent(local: Local) -> tuple[str, ...]:
+    """The axes over which rows are sent: those that split tokens and experts both."""
+    split = local.operand_layout("params").dim_axes(0)
+    mesh = local.operands[0].mesh
+    return tuple(sorted((a for a in local.operand_layout("index").dim_axes(0) if a in split), key=mesh.order))
+
+
+def _rows(local: Local) -> _Rows:
+    call = local.builder.call
+    x, index, weight = (local.operand(name) for name in ("x", "index", "weight"))
+    sent = _sent(local)
+    key, mine, ranks, own = _keys(local, sent, index)
+    tokens, choices = local.builder.shape(index)
+    order, back, ends = _each(local, call(experts.ORDER, key, ranks * own), 3)
+    if mine is not None:
+        mine = call(aten.reshape.default, mine, [tokens, choices])
+    take = call(aten.div.Tensor_mode, order, choices, rounding_mode="floor")
+    scale = call(aten.reshape.default, weight, [-1, 1])
+    scale = call(aten.index_select.default, scale, 0, order)
+    away = [a for a in local.operand_layout("params").dim_axes(0) if a not in sent]
+    mesh = local.operands[0].mesh
+    expected = -(-tokens * choices // prod(mesh.size(axis) for axis in away))
+    if not sent:
+        return _Rows(order, back, mine, x, take, scale, ends, expected)
+    size, group = local.builder.group(sent)
+    goes = call(experts.COUNTS, ends)
+    came = call(torch.ops._c10d_functional.all_to_all_single.default, goes, [own] * size, [own] * size, group)
+    came = call(WAIT, came)
+    sends, receives = (
+        call(aten.sum.dim_IntList, call(aten.reshape.default, n, [ranks, own]), [1]) for n in (goes, came)
+    )
+    rows = ranks * tokens * min(choices, own)
+    x = call(aten.index_select.default, x, 0, take)
+    x, scale = _send(local, [x, scale], sends, receives, rows, sent)
+    take, came_back, ends = _each(local, call(experts.ARRIVED, came, ranks, rows), 3)
+    scale = call(aten.index_select.default, scale, 0, take)
+    return _Rows(order, back, mine, x, take, scale, ends, expected, sends, receives, came_back)
+
+
+def _each(local: Local, made: Any, count: int) -> list[Any]:
+    return [local.builder.call(getitem, made, at) for at in range(count)]
+
+
+def _send(local: Local, rows: list[Any], sends: Any, receives: Any, made: int, axes: tuple[str, ...]) -> list[Any]:
+    """Rows sorted by where they go, at their ranks: sorted by where they come from."""
+    _, group = local.builder.group(axes)
+    out = local.builder.call(SEND_ROWS, rows, sends, receives, made, group)
+    return [local.builder.call(WAIT, one) for one in _each(local, out, len(rows))]
+
+
+def _by_token(local: Local, rows: _Rows, made: Any, added: bool) -> Any:
+    """What came back for each choice, token by token: [t, k, ...], or their sum."""
+    call = local.builder.call
+    tokens, choices = local.builder.shape(local.operand("index"))
+    width = local.builder.shape(made)[1]
+    out = call(aten.index_select.default, made, 0, rows.back)
+    out = call(aten.reshape.default, out, [tokens, choices, width])
+    if rows.mine is not None:
+        mask = call(aten.unsqueeze.default, rows.mine, 2)
+        out = call(aten.where.self, mask, out, call(aten.full_like.default, out, 0))
+    return call(aten.sum.dim_IntList, out, [1]) if added else call(aten.reshape.default, out, [tokens, choices])
+
+
+def _forward(local: Local) -> tuple[_Rows, list[Any]]:
+    """The rows, and what the experts make of them; what a forward made already its gradient finds."""
+    body = local.call["body"]
+    x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
+
+    def make() -> tuple[_Rows, list[Any]]:
+        rows = _rows(local)
+        made = local.builder.call(
+            experts.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
+        )
+        return rows, _each(local, made, 1 + len(experts.body_of(body).saved))
+
+    return local.builder.once((experts.RUN, x, index, weight, tuple(params), body), make)  # type: ignore[no-any-return]
+
+
+def _call_local(local: Local) -> Any:
+    rows, (made, *_) = _forward(local)
+    if rows.sends is None:
+        return made
+    tokens, choices = local.builder.shape(local.operand("index"))
+    (back,) = _send(local, [made], rows.receives, rows.sends, tokens * choices, _sent(local))
+    return _by_token(local, rows, back, added=True)
+
+
+def _gradient_local(local: Local) -> Any:
+    call = local.builder.call
+    rows, (_, *saved) = _forward(local)
+    grad, params, body = local.operand("grad"), local.operand("params"), local.call["body"]
+    tokens, choices = local.builder.shape(local.operand("index"))
+    if rows.sends is not None:
+        sent = call(aten.div.Tensor_mode, rows.order, choices, rounding_mode="floor")
+        grad = call(aten.index_select.default, grad, 0, sent)
+        (grad,) = _send(local, [grad], rows.sends, rows.receives, local.builder.shape(rows.x)[0], _sent(local))
+    made = call(
+        experts.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, list(params), saved, rows.expected, body
+    )
+    dx, scale, *rest = _each(local, made, 2 + len(params))
+    if rows.sends is None:
+        return [dx, call(aten.reshape.default, call(aten.index_select.default, scale, 0, rows.back),
+                         [tokens, choices]), *rest]  # fmt: skip
+    scale = call(aten.index_select.default, scale, 0, rows.came_back)
+    dx, scale = _send(local, [dx, scale], rows.receives, rows.sends, tokens * choices, _sent(local))
+    return [_by_token(local, rows, dx, added=True), _by_token(local, rows, scale, added=False), *rest]
+
+
+TABLE = table(
+    Rule(
+        "shardc_experts.call",
+        _call,
+        "t d, t k, t k, e ... -> t o    e: sum; or t and e over one axis, whose rows are sent",
+        _call_local,
+        opaque=True,
+    ),
+    Rule(
+        "shardc_experts.gradient",
+        _gradient,
+        "t o, t d, t k, t k, e ... -> t d, t k, e ...    t, e: sum; or both over one axis, whose rows are sent",
+        _gradient_local,
+        opaque=True,
+    ),
+)
