@@ -9,7 +9,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
 from shardc.links import measure_links
 from shardc.passes.options import Options
-from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
+from shardc.plan import Plan, ddp, ep, fsdp, hsdp, hsdp_plan, offload, precision, tp
 from shardc.precompiled import load
 from shardc.program import Program
 from shardc.rules import register_rule
@@ -47,6 +47,7 @@ __all__ = [
     "precision",
     "register_forward_method",
     "register_rule",
+    "ep",
     "tp",
     "train_step",
     "value_and_grad",

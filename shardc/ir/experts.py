@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.errors import RuleError
+from shardc.errors import InputError, RuleError
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
@@ -107,7 +107,11 @@ def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
 
 def _enter_grad(grads: list[Tensor], index: Tensor, sizes: list[int]) -> list[Tensor]:
     x, scale, *params = grads
-    return [x.clone(), scale.new_empty(index.shape), *(p.new_empty(n, *p.shape) for p, n in zip(params, sizes))]
+    return [
+        x.clone(),
+        scale.new_empty(index.shape),
+        *(p.new_empty(n, *p.shape) for p, n in zip(params, sizes, strict=True)),
+    ]
 
 
 def _enter_setup(ctx: Any, inputs: tuple[list[Tensor], Tensor], output: list[Tensor]) -> None:
@@ -150,8 +154,9 @@ EXIT, EXIT_GRAD = torch.ops.shardc_experts.exit.default, torch.ops.shardc_expert
 
 # --- the ops of a graph
 
-_library.define("call(Tensor x, Tensor index, Tensor weight, Tensor[] params, str body) -> Tensor")
-_library.define("gradient(Tensor grad, Tensor x, Tensor index, Tensor weight, Tensor[] params, str body) -> Tensor[]")
+_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, str where"
+_library.define(f"call({_MANY}) -> Tensor")
+_library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]")
 _library.define(
     "run(Tensor x, Tensor take, Tensor scale, Tensor ends, Tensor[] params, int expected, str body) -> Tensor[]"
 )
@@ -163,6 +168,7 @@ _library.define(
 
 _library.define("order(Tensor key, int count) -> Tensor[]")
 _library.define("counts(Tensor ends) -> Tensor")
+_library.define("within(Tensor sends, Tensor most, int rows, str where) -> Tensor")
 _library.define("arrived(Tensor came, int ranks, int rows) -> Tensor[]")
 
 
@@ -194,6 +200,24 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
     return [order, _inverse(order), came.view(ranks, own).sum(0).cumsum(0)]
 
 
+def _within(sends: Tensor, most: Tensor, rows: int, where: str) -> Tensor:
+    """``sends``, if there is room for what comes everywhere.
+
+    Args:
+        most: int64 [1]: how many rows come to the rank to which the most do.
+        rows: how many there is room for.
+
+    Raises:
+        InputError: there is not; on every rank, before a row is sent.
+    """
+    if (come := int(most)) > rows:
+        raise InputError(
+            f"{where}: {come} rows come to one rank, and its bound leaves room for {rows}",
+            fix='raise the bound of shardc.ep(..., way="bounded"), or use way="send", which has room for all',
+        )
+    return sends.clone()
+
+
 def _counts(ends: Tensor) -> Tensor:
     """How many entries each key has, of which ``ends`` says where they end."""
     return ends.diff(prepend=ends.new_zeros(1))
@@ -205,14 +229,14 @@ def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
 
-def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str) -> Tensor:
+def _call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any) -> Tensor:
     order, ends = sort(index, params[0].shape[0])
     scale = weight.flatten()[order].unsqueeze(1)
     return _run(x, order // index.shape[1], scale, ends, params, order.numel(), body)[0]
 
 
 def _gradient(
-    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str
+    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any
 ) -> list[Tensor]:
     order, ends = sort(index, params[0].shape[0])
     scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
@@ -294,13 +318,13 @@ def _fake_arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
     return [came.new_empty(rows), came.new_empty(rows), came.new_empty(came.numel() // ranks)]
 
 
-def _fake_call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str) -> Tensor:
+def _fake_call(x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any) -> Tensor:
     it = body_of(body).result
     return x.new_empty(x.shape[0], *it.shape, dtype=it.dtype)
 
 
 def _fake_gradient(
-    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str
+    grad: Tensor, x: Tensor, index: Tensor, weight: Tensor, params: list[Tensor], body: str, *_: Any
 ) -> list[Tensor]:
     return [torch.empty_like(x), torch.empty_like(weight), *map(torch.empty_like, params)]
 
@@ -328,11 +352,14 @@ for _name, _function, _fake in (
     ("order", _order, _fake_order),
     ("arrived", _arrived, _fake_arrived),
     ("counts", _counts, torch.empty_like),
+    ("within", _within, lambda sends, most, rows, where: torch.empty_like(sends)),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc_experts::{_name}", _fake, lib=_library)
 CALL, GRADIENT = torch.ops.shardc_experts.call.default, torch.ops.shardc_experts.gradient.default
-ORDER, COUNTS, ARRIVED = (getattr(torch.ops.shardc_experts, name).default for name in ("order", "counts", "arrived"))
+ORDER, COUNTS, ARRIVED, WITHIN = (
+    getattr(torch.ops.shardc_experts, name).default for name in ("order", "counts", "arrived", "within")
+)
 RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default
 
 

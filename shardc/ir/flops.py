@@ -33,8 +33,8 @@ _OTHERS: dict[Any, Callable[..., int]] = {
     ),
     recurrent.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
     recurrent.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
-    experts.CALL: lambda x, index, weight, params, body: prod(index) * experts.body_of(body).flops[0],
-    experts.GRADIENT: lambda grad, x, index, weight, params, body: prod(index) * experts.body_of(body).flops[1],
+    experts.CALL: lambda x, index, weight, params, body, *_: prod(index) * experts.body_of(body).flops[0],
+    experts.GRADIENT: lambda grad, x, index, weight, params, body, *_: prod(index) * experts.body_of(body).flops[1],
     experts.RUN: lambda x, take, scale, ends, params, expected, body: expected * experts.body_of(body).flops[0],
     experts.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
         expected * experts.body_of(body).flops[1]

@@ -8,7 +8,9 @@ Wire bytes are those that each rank sends over its link, for n ranks and a buffe
     all_reduce      2(n-1)/n of the S that is reduced
     all_to_all      (n-1)/n of the shard S
     permute_ranks   the shard S
-    send_rows       (n-1)/n of the rows S, if they go to all ranks alike
+
+Rows that go where their values say (``send_rows``) are an all-to-all of as many rows as there are; that is exact if
+they go to all ranks alike.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ KINDS: dict[str, str] = {
     "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
     "permute_ranks": "permute_ranks",
-    "send_rows": "send_rows",
+    "send_rows": "all_to_all",
 }
 
 
@@ -135,24 +137,25 @@ def _collectives(gm: fx.GraphModule, mesh: Mesh) -> Iterator[tuple[str, str, int
         if axes is None:
             raise VerifyError(f"%{info(node).name} communicates over {group!r}, no group of the mesh {mesh}")
         ranks = prod(mesh.size(axis) for axis in axes)
-        yield kind, ",".join(axes), sum(
-            wire_elements(kind, ranks, _held_at(node, x)) * value(x).itemsize for x in _moved(node)
-        )
+        yield kind, ",".join(axes), wire_bytes(node, kind, ranks)
+
+
+def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
+    """Wire bytes that each of ``ranks`` ranks sends for ``node``, a collective of ``kind``."""
+    rows = None if node.target in ops.COLLECTIVES else arguments_of(node).get("rows")
+    total = 0
+    for x in _moved(node):
+        held, shape = _held(x), value(x).shape
+        if rows is not None and rows < shape[0]:  # there is room for more than there are
+            held = rows * prod(shape[1:])
+        total += wire_elements(kind, ranks, held) * value(x).itemsize
+    return total
 
 
 def _moved(node: fx.Node) -> list[fx.Node]:
     """The tensors that a collective moves: one, or the list that a coalesced one takes."""
     moved: Any = node.args[0]
     return list(moved) if isinstance(moved, list | tuple) else [moved]
-
-
-def _held_at(node: fx.Node, moved: fx.Node) -> int:
-    """Elements of ``moved`` that ``node`` sends: of rows, those that there are, on one side or the other."""
-    if _kind_of(node.target) != "send_rows":
-        return _held(moved)
-    shape = value(moved).shape
-    rows = arguments_of(node)["rows"]
-    return min(rows, shape[0]) * prod(shape[1:])
 
 
 def _held(node: fx.Node) -> int:

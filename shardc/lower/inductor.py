@@ -177,6 +177,7 @@ def _keep_inputs(op: Any) -> None:
 
 for _op in (
     torch.ops.shardc.permute_ranks.default,
+    torch.ops.shardc.send_rows_coalesced.default,
     torch.ops.shardc.all_gather_into_tensor_coalesced.default,
     torch.ops.shardc.reduce_scatter_tensor_coalesced.default,
     torch.ops.shardc.all_reduce_coalesced.default,

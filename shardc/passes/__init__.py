@@ -46,7 +46,7 @@ from shardc.passes.silence import Silence as Silence
 from shardc.passes.simplify import Simplify as Simplify
 from shardc.passes.skip_regather import SkipRegather as SkipRegather
 from shardc.plan.bound import BoundPlan
-from shardc.plan.entries import Prefetch
+from shardc.plan.entries import Ep, Prefetch
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
@@ -68,7 +68,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     made = Pipeline(
         (
             # One form of each thing, before anything is decided.
-            Experts(), Canonicalize(),
+            Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
+            Canonicalize(),
             # What the plan says.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins)),
             # Sizes that its axes do not divide, before layouts are chosen.

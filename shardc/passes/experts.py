@@ -17,6 +17,7 @@ from shardc.ir.experts import Body, Saved
 from shardc.ir.flops import is_dense
 from shardc.ir.graph import Value
 from shardc.passes.calls import call_of, operands_of
+from shardc.plan.entries import Ep
 from shardc.rules import spec_of
 
 aten = torch.ops.aten
@@ -31,18 +32,24 @@ class Experts:
 
     Raises:
         CaptureError: the function mixes the rows of different tokens, or reads a tensor that it is not given.
+
+    Args:
+        entries: of the plan: how rows travel; of two that are about a module the later one holds.
     """
 
+    entries: tuple[Ep, ...] = ()
     name = "experts"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for end in [node for node in gm.graph.nodes if node.target is experts.EXIT]:
-            _collapse(gm.graph, end)
+            module = ir.info(end).origin.module
+            entry = next((e for e in reversed(self.entries) if e.says(module)), None)
+            _collapse(end, ("auto", 0.0) if entry is None else (entry.way, entry.bound))
         gm.graph.eliminate_dead_code()
         return gm
 
 
-def _collapse(graph: fx.Graph, end: fx.Node) -> None:
+def _collapse(end: fx.Node, way: tuple[str, float]) -> None:
     # Every call has an index of its own, by which its marks are known.
     rows, index = end.args
     assert isinstance(index, fx.Node)
@@ -58,9 +65,10 @@ def _collapse(graph: fx.Graph, end: fx.Node) -> None:
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
     build = _Builder(ir.value(x).shape[0], entered, len(params))
     body = experts.register(build.body(rows, forward, results, backward, tangent, where))
-    _replace(end, experts.CALL, (x, index, weight, params, body.name))
+    how = (params, body.name, *way, ir.info(end).origin.module)
+    _replace(end, experts.CALL, (x, index, weight, *how))
     if back is not None and tangent is not None:
-        _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, params, body.name))
+        _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how))
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:

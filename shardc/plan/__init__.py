@@ -11,6 +11,7 @@ from shardc.plan.resolve import ParamPlan as ParamPlan
 from shardc.plan.resolve import resolve_params as resolve_params
 from shardc.plan.value import Plan as Plan
 from shardc.plan.value import ddp as ddp
+from shardc.plan.value import ep as ep
 from shardc.plan.value import fsdp as fsdp
 from shardc.plan.value import hsdp as hsdp
 from shardc.plan.value import offload as offload

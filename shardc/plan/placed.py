@@ -59,6 +59,7 @@ class Placed:
             its axes divide.
         causes: the entries that made the layout.
         host, pinned: as in `ParamPlan`.
+        kept: axes that split it for compute even where entries split storage over them.
     """
 
     names: tuple[str, ...]
@@ -68,6 +69,7 @@ class Placed:
     causes: tuple[str, ...] = ()
     host: str = ""
     pinned: bool = True
+    kept: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -95,6 +97,10 @@ class Placed:
             )
         causes = (*(self.causes if leaves_dims(spec) else ()), entry)
         return replace(self, layout=layout, causes=causes)
+
+    def keeping(self, axis: str) -> Placed:
+        """It is split over ``axis`` for compute, whatever else stores over that."""
+        return replace(self, kept=self.kept | {axis})
 
     def split(self, dim: int, axis: str, entry: str) -> Placed:
         """``dim`` is split over ``axis`` too, padded where it does not divide."""

@@ -42,7 +42,7 @@ class ActivationPin:
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
     """The axes over which dim 0 of the inputs is split, in the mesh's order (else replicate before shard axes)."""
-    axes = [axis for entry in plan.entries for axis in entry.batch]
+    axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
 
 

@@ -98,11 +98,11 @@ def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
     level = max((entry.level_of(param) for entry in plan.entries), default=0)
     kept = tuple(axis for entry in plan.entries for axis in entry.kept(param)) if level == 3 else ()
     cause = " | ".join(param.causes)
-    layout, free = param.layout, param.layout.unbind(shard)
+    layout, free = param.layout, param.layout.unbind(set(shard) - param.kept)
     dims = [(Digit(size),) if dim in param.odd else free.dims[dim] for dim, size in enumerate(param.shape)]
     compute = free.replace(dims=dims)
     out = ParamPlan(layout, compute, layout.shape, level, cause, cause, None, param.host, param.pinned, kept)
-    for entry in plan.entries if not set(layout.bound) & set(shard) else ():
+    for entry in plan.entries if not set(layout.bound) & set(shard) - param.kept else ():
         out = entry.store(out, param, view)
-    split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in shard)
+    split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in set(shard) - param.kept)
     return replace(out, split=split) if any(split.dim_axes(dim) for dim in param.odd) else out

@@ -14,7 +14,20 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call
-from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Prefetch, Setting, Tp, distinct
+from shardc.plan.entries import (
+    Ddp,
+    Entry,
+    Ep,
+    Fsdp,
+    Offload,
+    Param,
+    Policies,
+    Precision,
+    Prefetch,
+    Setting,
+    Tp,
+    distinct,
+)
 from shardc.plan.entries.data_parallel import by_glob, of_all
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
@@ -98,7 +111,7 @@ class Plan:
             PlanError: two data-parallel entries that share some of their axes, but not all.
         """
         said = distinct(entries)
-        data = [e for e in said if e.batch]
+        data = [e for e in said if isinstance(e, Ddp | Fsdp)]
         for at, entry in enumerate(data):
             for earlier in data[:at]:
                 if shared := set(entry.axes) & set(earlier.axes):
@@ -319,6 +332,33 @@ def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), voca
     return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
 
 
+def ep(axis: str, experts: str | Sequence[str], way: str = "auto", bound: float = 0.0) -> Plan:
+    """Expert parallel: each rank along ``axis`` holds some of the experts, and rows travel to them.
+
+    The batch is split over ``axis`` too. The experts' weights are never gathered over it.
+
+    Args:
+        axis: a mesh axis. `fsdp` may split the other parameters over it as well.
+        experts: globs of the modules that hold all experts' weights, in tensors whose first dim is the experts.
+        way: how rows reach their experts:
+            "gather": every rank gathers all tokens of the axis; their results are reduced and scattered.
+            "send": each row goes to its expert's rank and back, by all-to-alls of exactly the rows that there are.
+            "bounded": as "send", with room for ``bound`` times the rows of an even load. If more come to some rank, all
+            ranks raise the same `InputError` before a row is sent.
+            "auto": the cheapest of the first two, by the cost model, for each layer.
+        bound: of "bounded": 1.0 is room for an even load alone.
+
+    Raises:
+        PlanError: an unknown way, a bound below 1.0; when the plan is used, a glob that matches no module.
+
+    >>> print(ep("ep", "*.experts", way="bounded", bound=1.5))
+    ep("ep", experts="*.experts", way="bounded", bound=1.5)
+    """
+    (name,) = axis_names([axis], f"ep({axis!r})")
+    globs = (experts,) if isinstance(experts, str) else checked(experts, tuple[str, ...], "experts", PlanError)
+    return Plan.of(Ep(name, glob, way, float(bound)) for glob in globs)
+
+
 def precision(
     param: torch.dtype | None = None,
     reduce: torch.dtype | None = None,
@@ -385,6 +425,7 @@ CONSTRUCTORS: dict[str, Callable[..., Plan]] = {
     "fsdp": fsdp,
     "hsdp": hsdp,
     "tp": tp,
+    "ep": ep,
     "precision": precision,
     "offload": offload,
     "Plan": Plan,

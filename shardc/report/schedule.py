@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +173,7 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
     return _Moved(
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
         sum(v.nbytes for v in values),
-        sum(tally.wire_elements(kind, ranks, prod(v.shape)) * v.itemsize for v in values),
+        tally.wire_bytes(node, kind, ranks),
         Packing.of(rows).messages(len(rows)) * (ranks - 1),
     )  # fmt: skip
 

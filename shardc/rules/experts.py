@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 from operator import getitem
 from typing import Any
 
@@ -37,11 +37,12 @@ def _params(loops: Loops, first: int) -> list[Dims]:
     ]
 
 
-def _routed(spec: Spec, choices: int, width: int) -> Spec:
+def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     """``spec``, of which rows of ``width`` elements may be sent, so many for each token."""
     sizes = dict(spec.sizes)
-    both = _TOKENS in sizes and _EXPERTS in sizes
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width)) if both else spec
+    if _TOKENS not in sizes or _EXPERTS not in sizes or call["way"] == "gather":
+        return spec
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, call["way"] != "auto"))
 
 
 def _call(call: Call) -> Spec:
@@ -49,7 +50,7 @@ def _call(call: Call) -> Spec:
     choices, made = loops.shapes[1][1], loops.made[0][1]
     operands = [_tokens(loops, 0, "d"), _tokens(loops, 1, "k"), _tokens(loops, 2, "k"), *_params(loops, 3)]
     spec = loops.spec(operands, [(operands[0][0], loops.dim("o", made, WHOLE))], linear=[{2}])
-    return _routed(spec, choices, loops.shapes[0][1] + made + 1)
+    return _routed(call, spec, choices, loops.shapes[0][1] + made + 1)
 
 
 def _gradient(call: Call) -> Spec:
@@ -57,7 +58,7 @@ def _gradient(call: Call) -> Spec:
     choices = loops.shapes[2][1]
     operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4)
     spec = loops.spec(operands, [operands[1], *operands[3:]], linear=[{0}])
-    return _routed(spec, choices, loops.shapes[0][1] + loops.shapes[1][1] + 1)
+    return _routed(call, spec, choices, loops.shapes[0][1] + loops.shapes[1][1] + 1)
 
 
 # --- on one rank
@@ -153,6 +154,12 @@ def _rows(local: Local) -> _Rows:
         call(aten.sum.dim_IntList, call(aten.reshape.default, n, [ranks, own]), [1]) for n in (goes, came)
     )
     rows = ranks * tokens * min(choices, own)
+    if (bound := local.call["bound"]) != 0:
+        rows = min(rows, ceil(bound * tokens * choices))
+        _, everywhere = local.builder.group(mesh.axes)
+        most = call(torch.ops._c10d_functional.all_reduce.default, call(aten.sum.dim_IntList, came, [0], True), "max",
+                    everywhere)  # fmt: skip
+        sends = call(experts.WITHIN, sends, call(WAIT, most), rows, local.call["where"])
     x = call(aten.index_select.default, x, 0, take)
     x, scale = _send(local, [x, scale], sends, receives, rows, sent)
     take, came_back, ends = _each(local, call(experts.ARRIVED, came, ranks, rows), 3)

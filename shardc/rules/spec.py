@@ -29,11 +29,13 @@ class Routed:
     Args:
         rows, owners: the factors.
         elements: how many elements each row's way there and back takes.
+        only: an axis that splits the owners splits the rows too.
     """
 
     rows: str
     owners: str
     elements: int
+    only: bool = False
 
 
 @dataclass(frozen=True)
@@ -339,6 +341,8 @@ def _strategy(
         if merged is None:
             return None
         assignment[factor] = merged
+    if spec.routed is not None and spec.routed.only and _stay(spec.routed, assignment):
+        return None
     pairs = [(axis, op) for axis, (op, _) in carried.items()]
     if not commute(spec, assignment, pairs):
         return None
@@ -347,6 +351,12 @@ def _strategy(
         partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
         layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
     return Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
+
+
+def _stay(routed: Routed, assignment: Assignment) -> bool:
+    """Whether an axis splits the owners and not the rows."""
+    rows, owners = ({a for _, a in assignment.get(f, ()) if a} for f in (routed.rows, routed.owners))
+    return not owners <= rows
 
 
 def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:

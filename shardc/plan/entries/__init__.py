@@ -2,6 +2,7 @@
 
 from shardc.plan.entries.data_parallel import Ddp, Fsdp
 from shardc.plan.entries.entry import Entry, distinct
+from shardc.plan.entries.experts import WAYS, Ep
 from shardc.plan.entries.offload import Offload
 from shardc.plan.entries.precision import Policies, Precision
 from shardc.plan.entries.prefetch import Prefetch
@@ -9,6 +10,6 @@ from shardc.plan.entries.raw import Activation, Param, Port, Setting
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
-    "Activation", "Ddp", "Entry", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
-    "STYLES", "Setting", "Tp", "distinct",
+    "Activation", "Ddp", "Entry", "Ep", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
+    "STYLES", "Setting", "Tp", "WAYS", "distinct",
 ]  # fmt: skip

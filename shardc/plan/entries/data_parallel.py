@@ -9,7 +9,7 @@ from math import prod
 from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.plan.calls import BY_GLOB, Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.forms import show_sizes
@@ -137,7 +137,8 @@ class Fsdp(Data):
         if not axes:
             stored = replace(stored, storage_cause=f"{self}: split over 1 rank")
         for axis in axes:
-            stored = self._split(stored, param, axis, view)
+            if split_part(axis)[0] not in param.kept:
+                stored = self._split(stored, param, axis, view)
         return stored
 
     def _split(self, stored: ParamPlan, param: Placed, axis: str, view: Mesh | None) -> ParamPlan:

@@ -1,0 +1,87 @@
+"""``ep``: modules whose parameters have one entry for each expert, which are split over an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from shardc.errors import PlanError
+from shardc.plan.calls import Call
+from shardc.plan.entries.entry import Entry
+from shardc.plan.match import matching, must_match
+from shardc.plan.placed import Placed
+from shardc.validate import check_fields
+
+WAYS = ("auto", "gather", "send", "bounded")
+
+
+@dataclass(frozen=True)
+class Ep(Entry):
+    """The experts of the modules that ``glob`` matches are split over ``axis``, and so is the batch.
+
+    The other fields are as in `shardc.ep`.
+    """
+
+    axis: str
+    glob: str
+    way: Annotated[str, Literal["auto", "gather", "send", "bounded"]] = "auto"
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+        if (self.bound != 0) != (self.way == "bounded"):
+            raise PlanError(
+                f"a bound goes with way='bounded', and the way is {self.way!r}",
+                plan_entry=str(self),
+                fix='write way="bounded", bound=1.5: room for one and a half times the rows of an even load',
+            )
+        if self.way == "bounded" and self.bound < 1:
+            raise PlanError(
+                f"a bound of {self.bound} has no room for the rows of an even load",
+                plan_entry=str(self),
+                fix="write a bound of 1.0 or more",
+            )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("ep", self.axis, self.glob)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    def says(self, module: str) -> bool:
+        """Whether it is about the experts of ``module``."""
+        return matching(self.glob, (module,))
+
+    def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
+        modules: dict[str, list[str]] = {}
+        for name in names:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+        placed: dict[str, Placed] = {}
+        for module in must_match(self.glob, modules, "module with parameters", str(self)):
+            for name in modules[module]:
+                param = params[names[name]]
+                if len(param.shape) < 2:
+                    raise PlanError(
+                        f"parameter {name!r} of shape {param.shape} has no dim for experts beside its own",
+                        plan_entry=str(self),
+                        fix="match modules alone that hold all experts' weights in one tensor, the experts first",
+                    )
+                placed[names[name]] = param.split(0, self.axis, str(self)).keeping(self.axis)
+        return placed
+
+    @property
+    def call(self) -> Call:
+        said = {name: value for name, value in super().call[1].items() if name in ("way", "bound")}
+        return "ep", {"axis": self.axis, "experts": self.glob, **said}
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        how = "" if self.way == "auto" else f", {self.way}{f' {self.bound:g}' if self.bound else ''}"
+        return "experts", self.glob, f"over {self.axis}{how}"

@@ -1,0 +1,93 @@
+"""Rows that go where their values say: ``shardc::send_rows_coalesced`` (see `shardc.ir.comm`).
+
+How many rows go to each rank, and come from it, is known when they are sent. On a CPU they go in messages straight to
+their places in the result; small ones of several tensors share a message. Elsewhere they go in one all-to-all a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardc.ir.packing import LARGEST
+from shardc.runtime.wire.direct import _TAG, _Exchange, _group, _started
+
+_library = torch.library.Library("shardc", "IMPL")
+
+
+def _parts(inputs: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    """For each rank the rows of each tensor that go to it, or come from it."""
+    edges = [0, *accumulate(counts)]
+    return [[x[start:end] for x in inputs] for start, end in pairwise(edges)]
+
+
+def _together(parts: Sequence[Tensor]) -> bool:
+    """Whether what goes to a peer shares one message."""
+    return len(parts) > 1 and sum(x.numel() * x.element_size() for x in parts) <= LARGEST
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
+    group, rank, peers = _group(group_name)
+    inputs = [x.contiguous() for x in inputs]
+    made = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
+    goes, comes = _parts(inputs, sends.tolist()), _parts(made, receives.tolist())
+    messages: list[Any] = []
+    keep = list(inputs)
+    unpack: list[tuple[Tensor, list[Tensor]]] = []
+    for peer in peers:
+        if not comes[peer][0].numel():
+            continue
+        if _together(comes[peer]):
+            size = sum(x.numel() * x.element_size() for x in comes[peer])
+            pack = torch.empty(size, dtype=torch.uint8)
+            unpack.append((pack, comes[peer]))
+            messages.append(group.recv([pack], peer, _TAG))
+        else:
+            messages += [group.recv([x], peer, _TAG) for x in comes[peer]]
+    for peer in peers:
+        if not goes[peer][0].numel():
+            continue
+        if _together(goes[peer]):
+            keep.append(torch.cat([_bytes(x) for x in goes[peer]]))
+            messages.append(group.send([keep[-1]], peer, _TAG))
+        else:
+            messages += [group.send([x], peer, _TAG) for x in goes[peer]]
+    for to, of in zip(comes[rank], goes[rank], strict=True):
+        to.copy_(of)
+
+    def finish() -> None:
+        for pack, places in unpack:
+            parts = pack.split([x.numel() * x.element_size() for x in places])
+            for place, part in zip(places, parts, strict=True):
+                _bytes_into(place, part)
+
+    return _started(made, _Exchange(messages, keep, finish))
+
+
+def _bytes_into(place: Tensor, part: Tensor) -> None:
+    place.copy_(part.clone().view(place.dtype).view(place.shape))
+
+
+def _exchange(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
+    group, _, _ = _group(group_name)
+    goes, comes = sends.tolist(), receives.tolist()
+    made = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
+    works = [
+        dist.all_to_all_single(to[: sum(comes)], x[: sum(goes)].contiguous(), comes, goes, group, async_op=True)
+        for to, x in zip(made, inputs, strict=True)
+    ]
+    return _started(made, _Exchange(works, inputs, lambda: None))
+
+
+_KERNELS: dict[str, Callable[..., list[Tensor]]] = {"CPU": _send, "CUDA": _exchange}
+for _key, _kernel in _KERNELS.items():
+    _library.impl("send_rows_coalesced", _kernel, _key)
