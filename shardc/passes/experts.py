@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -73,6 +73,10 @@ def _collapse(end: fx.Node, way: tuple[str, float]) -> None:
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     node.target, node.args, node.kwargs = target, args, {}
+    record, word = ir.info(node), target.overloadpacket.__name__
+    for mark in (experts.EXIT, experts.ENTER_GRAD):
+        record = replace(record, name=record.name.replace(f".{mark.overloadpacket.__name__}", f".{word}"))
+    ir.set_info(node, record)
 
 
 def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:

@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardc.runtime.wire.direct  # noqa: F401  (collectives that graphs may call on these groups)
+import shardc.runtime.wire.rows  # noqa: F401
 from shardc import _compat
 from shardc.errors import MeshError
 from shardc.ir.layout import Layout
