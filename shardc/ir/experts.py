@@ -9,87 +9,17 @@ On one rank (`shardc.rules.experts`) rows are sorted by expert and `run` takes t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from shardc.errors import InputError, RuleError
+from shardc.errors import InputError
+from shardc.ir.bodies import body_of
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
-
-# --- the bodies
-
-
-@dataclass(frozen=True)
-class Saved:
-    """Of each row, what the forward of a body keeps for its backward."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True, eq=False)
-class Body:
-    """What one expert does with its ``n`` rows.
-
-    Args:
-        forward: a graph of ``n``, rows [n, d], scale [n, 1] and one expert's parameters; it gives the rows' results
-            [n, o] and then, for each of ``saved``, [n, *shape].
-        backward: a graph of ``n``, the results' gradient, rows, scale, parameters and what was saved; it gives the
-            gradients of rows, scale and parameters, None where there is none.
-        result: of each row.
-        saved: see there.
-        flops: operations of a row, forward and backward.
-        text: both graphs as text, of which ``name`` is made.
-    """
-
-    name: str
-    forward: fx.Graph
-    backward: fx.Graph | None
-    result: Saved
-    saved: tuple[Saved, ...]
-    flops: tuple[int, int]
-    text: str
-
-    @cached_property
-    def run_forward(self) -> Callable[..., Any]:
-        return fx.GraphModule({}, self.forward).forward
-
-    @cached_property
-    def run_backward(self) -> Callable[..., Any]:
-        assert self.backward is not None
-        return fx.GraphModule({}, self.backward).forward
-
-
-_bodies: dict[str, Body] = {}
-
-
-def named(stem: str, text: str) -> str:
-    """The name of a body: the same for the same text, in every process."""
-    return f"{stem}.{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def register(body: Body) -> Body:
-    """``body``, or the one of its name that is there."""
-    return _bodies.setdefault(body.name, body)
-
-
-def body_of(name: str) -> Body:
-    """The body that an op of a graph names.
-
-    Raises:
-        RuleError: nothing of that name was captured or loaded here.
-    """
-    if name not in _bodies:
-        raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
-    return _bodies[name]
-
 
 # --- what stands in a trace round the function of one expert
 

@@ -16,6 +16,7 @@ from torch import Size
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from shardc.ir import experts, recurrent
+from shardc.ir.bodies import body_of
 
 aten = torch.ops.aten
 
@@ -33,11 +34,11 @@ _OTHERS: dict[Any, Callable[..., int]] = {
     ),
     recurrent.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
     recurrent.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
-    experts.CALL: lambda x, index, weight, params, body, *_: prod(index) * experts.body_of(body).flops[0],
-    experts.GRADIENT: lambda grad, x, index, weight, params, body, *_: prod(index) * experts.body_of(body).flops[1],
-    experts.RUN: lambda x, take, scale, ends, params, expected, body: expected * experts.body_of(body).flops[0],
+    experts.CALL: lambda x, index, weight, params, body, *_: prod(index) * body_of(body).flops[0],
+    experts.GRADIENT: lambda grad, x, index, weight, params, body, *_: prod(index) * body_of(body).flops[1],
+    experts.RUN: lambda x, take, scale, ends, params, expected, body: expected * body_of(body).flops[0],
     experts.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
-        expected * experts.body_of(body).flops[1]
+        expected * body_of(body).flops[1]
     ),
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }

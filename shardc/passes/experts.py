@@ -13,7 +13,7 @@ from torch import fx
 from shardc.errors import CaptureError
 from shardc.ir import experts
 from shardc.ir import graph as ir
-from shardc.ir.experts import Body, Saved
+from shardc.ir.bodies import Body, PerRow, register
 from shardc.ir.flops import is_dense
 from shardc.ir.graph import Value
 from shardc.passes.calls import call_of, operands_of
@@ -64,7 +64,7 @@ def _collapse(end: fx.Node, way: tuple[str, float]) -> None:
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
     build = _Builder(ir.value(x).shape[0], entered, len(params))
-    body = experts.register(build.body(rows, forward, results, backward, tangent, where))
+    body = register(build.body(rows, forward, results, backward, tangent, where))
     how = (params, body.name, *way, ir.info(end).origin.module)
     _replace(end, experts.CALL, (x, index, weight, *how))
     if back is not None and tangent is not None:
@@ -159,37 +159,30 @@ class _Builder:
 
     def __init__(self, size: int, entered: Mapping[int, fx.Node], params: int) -> None:
         self.size, self.entered, self.params = size, entered, params
-        self.lines: list[str] = []
 
     def body(
         self, out: fx.Node, forward: list[fx.Node], results: list[Any], backward: list[fx.Node],
         tangent: fx.Node | None, where: Where,
     ) -> Body:  # fmt: skip
         keep = [node for node in self._kept(results, backward, set(forward)) if (node, 0) in where]
-        first = self._graph(forward, [], {node: at for at, node in enumerate(keep)}, [out], where)
+        first = self._graph(forward, [], [out, *keep], where)
         second = None
         if tangent is not None:
-            again = _between(backward, {*keep, *self.entered.values(), tangent}, tangent) if backward else []
-            again = [node for node in forward if node in set(again) and node not in keep]
-            both = _rows([*again, *backward], [tangent], where, strict=False)
-            second = self._graph([*again, *backward], [tangent, *keep], {}, results, both)
-        text = "\n".join(self.lines)
-        return Body(
-            experts.named("experts", text), first, second, _saved(ir.value(out)),
-            tuple(_saved(ir.value(node)) for node in keep), (self._flops(forward), self._flops(backward)), text,
-        )  # fmt: skip
+            again = set(_between(results, {*keep, *self.entered.values(), tangent}, tangent))
+            nodes = [node for node in forward if node in again and node not in keep] + backward
+            both = _rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
+            second = self._graph(nodes, [tangent, *keep], results, both)
+        saved = tuple(_per_row(ir.value(node)) for node in keep)
+        return Body(first, second, _per_row(ir.value(out)), saved, (self._flops(forward), self._flops(backward)))
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
-        total = 0
-        for node in nodes:
-            if node.op == "call_function" and node.target is not getitem and (spec := spec_of(call_of(node))):
-                total += spec.flops
-        return total // self.size
+        calls = [node for node in nodes if node.op == "call_function" and node.target is not getitem]
+        return sum(spec.flops for node in calls if (spec := spec_of(call_of(node)))) // self.size
 
     def _kept(self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]) -> list[fx.Node]:
         """The products of the forward that the backward is made of; what lies between is computed again."""
-        read = [x for node in backward for x in node.all_input_nodes]
-        work = [x for x in [*read, *results] if isinstance(x, fx.Node) and x in forward]
+        read = [*results, *(x for node in backward for x in node.all_input_nodes)]
+        work = [x for x in read if isinstance(x, fx.Node) and x in forward]
         found: dict[fx.Node, None] = {}
         seen = set(work)
         while work:
@@ -203,10 +196,9 @@ class _Builder:
         return list(found)
 
     def _graph(
-        self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], keep: Mapping[fx.Node, int],
-        results: Sequence[Any], where: Where,
-    ) -> fx.Graph:  # fmt: skip
-        """A graph of ``nodes``; ``before`` are the tangent and what was kept, ``keep`` are written to given places."""
+        self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[Any], where: Where
+    ) -> fx.Graph:
+        """A graph of ``nodes``; ``before`` are the tangent and what was kept."""
         graph = fx.Graph()
         size = graph.placeholder("n")
         env: dict[fx.Node, Any] = {}
@@ -218,32 +210,20 @@ class _Builder:
                 env[self.entered[at]] = made
         for at, node in enumerate(before[1:]):
             env[node] = graph.placeholder(f"saved{at}")
-        places = {node: graph.placeholder(f"keep{at}") for node, at in keep.items()}
-        grads = results[2:] if before else []
-        into = [graph.placeholder(f"into{at}") for at in range(len(grads))]
         for node in nodes:
             args, kwargs = self._sized(node, size, where)
             args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
-            env[node] = _call(graph, node.target, args, kwargs, places.get(node))
-        outs = [env[x] if isinstance(x, fx.Node) else None for x in results]
-        for at, place in enumerate(into):
-            if (made := _product_into(graph, outs[2 + at], place)) is not None:
-                outs[2 + at] = made
-        graph.output(tuple(outs) if before else outs[0])
-        graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or "copy_" in str(node.target)
-                                  or "out" in node.kwargs)  # fmt: skip
-        self.lines += [str(node.format_node()) for node in graph.nodes]
+            env[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        graph.output(tuple(env[x] if isinstance(x, fx.Node) else None for x in results))
+        graph.eliminate_dead_code()
         return graph
 
     def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[Any, Any]:
         """The arguments of ``node`` with the number of rows in the place of the one that it was traced with."""
         value, at = ir.info(node).value, where.get((node, 0))
-        rowless = not any((x, 0) in where for x in node.all_input_nodes) and not node.all_input_nodes
-        if not isinstance(value, Value):
-            return node.args, node.kwargs
-        if at is None and rowless and value.shape[:1] == (self.size,):
-            at = 0
-        if at is None:
+        if isinstance(value, Value) and not node.all_input_nodes and value.shape[:1] == (self.size,):
+            at = 0  # a constant for every row
+        if not isinstance(value, Value) or at is None:
             return node.args, node.kwargs
 
         def sized(argument: Any) -> Any:
@@ -254,30 +234,5 @@ class _Builder:
         return tuple(map(sized, node.args)), {name: sized(x) for name, x in node.kwargs.items()}
 
 
-_INTO = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
-
-
-def _call(graph: fx.Graph, target: Any, args: Any, kwargs: Any, place: fx.Node | None) -> fx.Node:
-    """A call, with its result in ``place`` if that is given."""
-    if place is not None and target in _INTO:
-        return graph.call_function(_INTO[target], args, {**kwargs, "out": place})
-    made = graph.call_function(target, args, kwargs)
-    return made if place is None else graph.call_function(aten.copy_.default, (place, made))
-
-
-def _product_into(graph: fx.Graph, made: Any, place: fx.Node) -> fx.Node | None:
-    """A product that is nobody else's, also if it is turned round, written to ``place``; None if it is no such."""
-    turned = 0
-    while isinstance(made, fx.Node) and made.target in (aten.t.default, aten.detach.default):
-        turned += made.target is aten.t.default
-        made = made.args[0]
-    if not isinstance(made, fx.Node) or made.target is not aten.mm.default:
-        return None
-    one, other = made.args
-    if turned % 2:
-        one, other = (graph.call_function(aten.t.default, (x,)) for x in (other, one))
-    return graph.call_function(aten.mm.out, (one, other), {"out": place})
-
-
-def _saved(value: Value) -> Saved:
-    return Saved(value.shape[1:], value.dtype)
+def _per_row(value: Value) -> PerRow:
+    return PerRow(value.shape[1:], value.dtype)

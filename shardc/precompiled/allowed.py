@@ -21,14 +21,23 @@ from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, arguments_of, group_axes
 from shardc.ir.verify.subject import Broken, Subject
 from shardc.rules import is_registered
 
-_NAMESPACES = ("aten", "prims", NAMESPACE, OWN_NAMESPACE, "shardc_random", "shardc_checks", "shardc_recurrent")
+_NAMESPACES = (
+    "aten",
+    "prims",
+    NAMESPACE,
+    OWN_NAMESPACE,
+    "shardc_random",
+    "shardc_checks",
+    "shardc_recurrent",
+    "shardc_experts",
+)
 _TYPES = re.compile(r"(Optional|List|Tuple)\[(.*)\]")
 _VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "ScalarType", "Layout", "Device",
            "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip
 # Arguments that are text, and what it is about: none is a path, code or a message.
 _WORDS = {
-    "api_name", "approximate", "cell", "device", "driver", "equation", "group_name", "indexing", "interpolation",
-    "mode", "norm", "ord", "padding", "reduce", "reduce_op", "rounding_mode", "side", "UPLO",
+    "api_name", "approximate", "body", "cell", "device", "driver", "equation", "group_name", "indexing", "interpolation",
+    "mode", "norm", "ord", "padding", "reduce", "reduce_op", "rounding_mode", "side", "where", "UPLO",
 }  # fmt: skip
 _CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
 _WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)

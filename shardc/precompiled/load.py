@@ -15,6 +15,7 @@ from torch import fx
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN
+from shardc.ir.bodies import Body, register
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Executable, Half, Phase
 from shardc.ir.graph import Role, Value
@@ -26,7 +27,7 @@ from shardc.ir.verify import check, verify
 from shardc.lower.inductor import fakes, load_artifacts
 from shardc.passes import Absent, PlanMemory
 from shardc.plan.value import Plan
-from shardc.precompiled.allowed import allowed
+from shardc.precompiled.allowed import allowed, allowed_op
 from shardc.precompiled.identity import Identity, check_same, signature_of
 from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
 from shardc.precompiled.save import untied
@@ -63,6 +64,9 @@ class Precompiled(Executable):
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes
         self.output_spec = spec_from_json(record.output_spec, "the outputs")
+        for name, body in record.experts.items():
+            if register(Body.from_json(body, allowed_op)).name != name:
+                raise PrecompiledError(f"what the record has as the experts {name!r} is something else")
         self._halves: dict[Phase, fx.GraphModule] = {}
         names: dict[str, str] = {}  # of what the backward takes, in the record and now
         for half in sorted(record.halves, key=_ORDER.index):

@@ -19,7 +19,7 @@ from shardc.ir.reads import Read
 from shardc.runtime.surroundings import Surroundings
 from shardc.validate import Range, checked
 
-VERSION = 3
+VERSION = 4
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
@@ -128,6 +128,7 @@ class Record:
     levels: Mapping[str, Annotated[int, Range(0, 3)]]
     causes: Mapping[str, str]
     output_spec: Any
+    experts: Mapping[str, Any]
     halves: Mapping[str, Half]
     files: Mapping[str, str]
 

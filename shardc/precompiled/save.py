@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
+from shardc.ir.bodies import bodies_in, body_of
 from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.text import dump
@@ -75,6 +76,7 @@ def save_program(
         "levels": dict(program.levels),
         "causes": dict(program.causes),
         "output_spec": spec_to_json(program.output_spec, "the outputs"),
+        "experts": {},
         "halves": {},
         "files": {},
     }
@@ -92,6 +94,7 @@ def save_program(
         except VerifyError as error:  # better told now than when it is loaded
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
+        record["experts"] |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
         held, data = _large_constants(gm)
         output_meta = ir.output_node(gm.graph).meta
         if data:

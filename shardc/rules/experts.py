@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardc.ir import experts
+from shardc.ir.bodies import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
 from shardc.ir.layout import strides
 from shardc.rules.loops import Loops
@@ -201,7 +202,7 @@ def _forward(local: Local) -> tuple[_Rows, list[Any]]:
         made = local.builder.call(
             experts.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
         )
-        return rows, _each(local, made, 1 + len(experts.body_of(body).saved))
+        return rows, _each(local, made, 1 + len(body_of(body).saved))
 
     return local.builder.once((experts.RUN, x, index, weight, tuple(params), body), make)  # type: ignore[no-any-return]
 

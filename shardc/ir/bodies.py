@@ -1,0 +1,255 @@
+"""What one expert does with its rows: two small graphs, which the ops of `shardc.ir.experts` name and run."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.errors import RuleError, TextError
+from shardc.ir import grammar
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """What a body has for each row."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """What one expert does with its ``n`` rows.
+
+    Args:
+        forward: a graph of ``n``, rows [n, d], scale [n, 1] and one expert's parameters; it gives the rows' results
+            [n, o], then what ``saved`` says.
+        backward: a graph of ``n``, the results' gradient, rows, scale, parameters and what was saved; it gives the
+            gradients of rows, scale and parameters, None where there is none.
+        result: of each row.
+        saved: what the forward keeps for the backward.
+        flops: operations of a row, forward and backward.
+    """
+
+    forward: fx.Graph
+    backward: fx.Graph | None
+    result: PerRow
+    saved: tuple[PerRow, ...]
+    flops: tuple[int, int]
+
+    @cached_property
+    def name(self) -> str:
+        """The same for the same body, in every process."""
+        return "experts." + hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]
+
+    @cached_property
+    def run_forward(self) -> Callable[..., Any]:
+        """``forward``, which takes places for what it saves besides, and gives the rows' results alone."""
+        graph = _copy(self.forward)
+        out, *kept = _outputs(graph)
+        for at, node in enumerate(kept):
+            _into(graph, node, _place(graph, f"keep{at}"))
+        return _run(graph, out)
+
+    @cached_property
+    def run_backward(self) -> Callable[..., Any]:
+        """``backward``, which takes places for the parameters' gradients besides, and fills those that it can."""
+        assert self.backward is not None, f"{self.name} has no gradient"
+        graph = _copy(self.backward)
+        rows, scale, *params = _outputs(graph)
+        made = [_product(graph, x, _place(graph, f"into{at}")) for at, x in enumerate(params)]
+        return _run(graph, (rows, scale, *made))
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data; `from_json` reads it."""
+
+        def per_row(one: PerRow) -> list[Any]:
+            return [list(one.shape), str(one.dtype).removeprefix("torch.")]
+
+        return {
+            "forward": list(_to_json(self.forward)),
+            "backward": None if self.backward is None else list(_to_json(self.backward)),
+            "result": per_row(self.result),
+            "saved": [per_row(one) for one in self.saved],
+            "flops": list(self.flops),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
+        """What `to_json` wrote.
+
+        Args:
+            allowed: whether a graph may call an op.
+
+        Raises:
+            TextError: it wrote something else.
+        """
+
+        def per_row(one: Any) -> PerRow:
+            shape, dtype = one
+            return PerRow(tuple(int(size) for size in shape), _constant(str(dtype), torch.dtype))
+
+        try:
+            backward = None if data["backward"] is None else _from_json(data["backward"], allowed)
+            return cls(
+                _from_json(data["forward"], allowed), backward, per_row(data["result"]),
+                tuple(map(per_row, data["saved"])), (int(data["flops"][0]), int(data["flops"][1])),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise TextError(f"this is no body of experts: {error}") from error
+
+
+_bodies: dict[str, Body] = {}
+
+
+def register(body: Body) -> Body:
+    """``body``, or the one of its name that is there."""
+    return _bodies.setdefault(body.name, body)
+
+
+def body_of(name: str) -> Body:
+    """The body that an op of a graph names.
+
+    Raises:
+        RuleError: nothing of that name was captured or loaded here.
+    """
+    if name not in _bodies:
+        raise RuleError(f"no experts are known by the name {name!r}", fix="capture, or load, the model that has them")
+    return _bodies[name]
+
+
+def bodies_in(graph: fx.Graph) -> list[str]:
+    """The names of the bodies that the ops of ``graph`` name."""
+    found = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
+    return sorted({name for name in found if isinstance(name, str) and name in _bodies})
+
+
+# --- what runs
+
+_OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
+
+
+def _copy(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    made.output(made.graph_copy(graph, env))
+    return made
+
+
+def _outputs(graph: fx.Graph) -> list[Any]:
+    """The results; the output node is taken away."""
+    end = next(iter(reversed(graph.nodes)))
+    results: Any = end.args[0]
+    graph.erase_node(end)
+    return list(results)
+
+
+def _place(graph: fx.Graph, name: str) -> fx.Node:
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        return graph.placeholder(name)
+
+
+def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
+    """Makes ``node`` in ``place``."""
+    if node.target in _OUT:
+        node.target, node.kwargs = _OUT[node.target], {**node.kwargs, "out": place}
+        return
+    with graph.inserting_after(node):
+        copy = graph.call_function(aten.copy_.default, (place, node))
+    node.replace_all_uses_with(copy, lambda user: user is not copy)
+
+
+def _product(graph: fx.Graph, made: Any, place: fx.Node) -> Any:
+    """``made``; in ``place`` if it is a product, also one that is turned round."""
+    node, turned = made, False
+    while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
+        turned ^= node.target is aten.t.default
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.mm.default:
+        return made
+    one, other = node.args
+    if turned:
+        one, other = (graph.call_function(aten.t.default, (x,)) for x in (other, one))
+    return graph.call_function(aten.mm.out, (one, other), {"out": place})
+
+
+def _run(graph: fx.Graph, results: Any) -> Callable[..., Any]:
+    graph.output(results)
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node))
+    return fx.GraphModule({}, graph).forward
+
+
+def _writes(node: fx.Node) -> bool:
+    return "out" in node.kwargs or node.target is aten.copy_.default
+
+
+# --- as plain data
+
+
+def _to_json(graph: fx.Graph) -> Iterator[list[Any]]:
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            yield [node.name]
+        elif node.op == "output":
+            yield ["", _encoded(node.args[0])]
+        else:
+            name = "getitem" if node.target is getitem else grammar.op_text(node.target)
+            yield [node.name, name, _encoded(node.args), {key: _encoded(x) for key, x in sorted(node.kwargs.items())}]
+
+
+def _encoded(argument: Any) -> Any:
+    if isinstance(argument, fx.Node):
+        return f"%{argument.name}"
+    if isinstance(argument, (list, tuple)):
+        return [_encoded(x) for x in argument]
+    return grammar.constant_text(argument)
+
+
+def _from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph:
+    graph = fx.Graph()
+    env: dict[str, fx.Node] = {}
+
+    def decoded(argument: Any) -> Any:
+        if isinstance(argument, list):
+            return [decoded(x) for x in argument]
+        return env[argument[1:]] if argument.startswith("%") else _constant(argument)
+
+    for name, *call in lines:
+        if not name:
+            graph.output(tuple(decoded(call[0])))
+            return graph
+        if not name.isidentifier() or name in env:
+            raise ValueError(f"{name!r} is no new name")
+        if not call:
+            env[name] = graph.placeholder(name)
+            continue
+        target = getitem if call[0] == "getitem" else grammar.op_of(call[0])
+        if target is not getitem and (not grammar.is_torch_op(target) or not allowed(target)):
+            raise ValueError(f"it may not call {call[0]}")
+        args, kwargs = tuple(decoded(call[1])), {key: decoded(x) for key, x in call[2].items()}
+        env[name] = graph.create_node("call_function", target, args, kwargs, name=name)
+        if env[name].name != name:
+            raise ValueError(f"{name!r} is no name of a node")
+    raise ValueError("it gives nothing")
+
+
+def _constant(text: str, kind: type = object) -> Any:
+    try:
+        made = grammar.constant_of(text)
+    except ValueError:
+        made = ast.literal_eval(text)
+    if not isinstance(made, kind) or isinstance(made, (list, dict, tuple, set, bytes)):
+        raise ValueError(f"{text!r} is no constant")
+    return made
