@@ -4,6 +4,7 @@ from shardc import optim
 from shardc.api import compile
 from shardc.errors import ShardcError, ShardcWarning
 from shardc.ir import local
+from shardc.ir.experts import experts
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
@@ -34,6 +35,8 @@ __all__ = [
     "auto",
     "compile",
     "ddp",
+    "ep",
+    "experts",
     "find_plan",
     "fsdp",
     "hsdp",
@@ -47,7 +50,6 @@ __all__ = [
     "precision",
     "register_forward_method",
     "register_rule",
-    "ep",
     "tp",
     "train_step",
     "value_and_grad",

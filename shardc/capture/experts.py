@@ -38,4 +38,5 @@ def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
 def other_forms() -> tuple[tuple[Any, str, Any], ...]:
     """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
     library = sys.modules.get("transformers.integrations.moe")
-    return () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
+    found = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
+    return ((experts, "apply", experts.marked), *found)

@@ -188,7 +188,8 @@ def _product(graph: fx.Graph, made: Any, place: fx.Node) -> Any:
 def _run(graph: fx.Graph, results: Any) -> Callable[..., Any]:
     graph.output(results)
     graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output") or _writes(node))
-    return fx.GraphModule({}, graph).forward
+    forward: Callable[..., Any] = fx.GraphModule({}, graph).forward
+    return forward
 
 
 def _writes(node: fx.Node) -> bool:

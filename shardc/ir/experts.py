@@ -10,6 +10,7 @@ On one rank (`shardc.rules.experts`) rows are sorted by expert and `run` takes t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -170,7 +171,7 @@ def _gradient(
 ) -> list[Tensor]:
     order, ends = sort(index, params[0].shape[0])
     scale, take = weight.flatten()[order].unsqueeze(1), order // index.shape[1]
-    _, *saved = _run(x, take, scale, ends, params, order.numel(), body)
+    saved = _run(x, take, scale, ends, params, order.numel(), body)[1:]
     dx, dscale, *rest = _run_gradient(grad, x, take, scale, ends, params, saved, order.numel(), body)
     of_weight = torch.empty_like(dscale).index_copy(0, order, dscale)
     return [dx, of_weight.view(index.shape), *rest]
@@ -293,20 +294,78 @@ ORDER, COUNTS, ARRIVED, WITHIN = (
 RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default
 
 
-# --- of a user's own
+# --- functions of one expert
 
 Function = Callable[..., Tensor]
 
 
-def apply(
+def experts(function: Function) -> Function:
+    """``function`` of one expert, as a function of all of them, for a model of one's own.
+
+    Write what one expert does with its rows, ``function(rows, *weights) -> rows``: each row of the result from that row
+    of the argument alone. `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the
+    experts run one after the other.
+
+    Returns:
+        A function of ``(x, index, weight, *weights)``: tokens [t, d], the experts that each goes to, int64 [t, k],
+        their weights [t, k], and all experts' weights, [e, ...] each. It gives each token's weighted sum, [t, o].
+
+    Raises:
+        InputError: shapes that are others. When a model is compiled, CaptureError: the function mixes rows, or reads a
+            tensor that it is not given.
+
+    >>> import shardc, torch
+    >>> @shardc.experts
+    ... def products(rows, weight):
+    ...     return rows @ weight
+    >>> x, index, scale = torch.ones(3, 4), torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+    >>> products(x, index, scale, torch.ones(2, 4, 5)).shape
+    torch.Size([3, 5])
+    """
+
+    @wraps(function)
+    def of_all(x: Tensor, index: Tensor, weight: Tensor, *weights: Tensor) -> Tensor:
+        shapes = [tuple(one.shape) for one in (x, index, weight, *weights)]
+        tokens = len(shapes[0]) == 2 and len(shapes[1]) == 2 and shapes[1] == shapes[2] and shapes[0][0] == shapes[1][0]
+        if not tokens or not weights or any(len(one) < 2 or one[0] != shapes[3][0] for one in shapes[3:]):
+            raise InputError(
+                f"experts get tensors of the shapes {shapes}",
+                fix="pass tokens [t, d], index [t, k], weight [t, k], and weights whose first dim is the experts",
+            )
+        made: Tensor = apply(function, x, index, weight, weights)
+        return made
+
+    return of_all
+
+
+def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Experts in a trace: ``function`` is traced once, for one expert.
+    """Experts one after the other, as one device computes them.
 
     Args:
         scaled: ``function`` takes the rows' weights, [n, 1], as its second argument and applies them itself.
     """
+    order, ends = sort(index, params[0].shape[0])
+    take, scale = order // index.shape[1], weight.flatten()[order].unsqueeze(1)
+    made, start = [], 0
+    for expert, end in enumerate(ends.tolist()):
+        rows, by, own = x[take[start:end]], scale[start:end], [p[expert] for p in params]
+        made.append(function(rows, by, *own) if scaled else function(rows, *own) * by)
+        start = end
+    rows = torch.cat(made)
+    return rows.new_zeros(x.shape[0], *rows.shape[1:]).index_add(0, take, rows).to(x.dtype)
+
+
+def marked(
+    function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
+) -> Tensor:
+    """Experts in a trace: ``function`` is traced once, for one expert, between marks; otherwise as `one_by_one`."""
     index = index.clone()  # of this call alone
     rows, scale, *one = ENTER([x, weight, *params], index)
     made = function(rows, scale, *one) if scaled else function(rows, *one) * scale
-    return EXIT(made.to(x.dtype), index)
+    out: Tensor = EXIT(made.to(x.dtype), index)
+    return out
+
+
+apply = one_by_one  # `marked` while a model is captured

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -13,6 +13,7 @@ from shardc.cost import redistribute
 from shardc.cost.pricing import Pricing
 from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
+from shardc.ir.tally import wire_elements
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, strategies
 
@@ -117,7 +118,26 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
     moved = sum(layout.local_numel * dtype.itemsize for layout, dtype in zip(layouts, work.dtypes, strict=True))
-    return cost.compute_seconds(spec.flops / shares(layouts), moved, work.dtypes[0], work.attention)
+    computed = cost.compute_seconds(spec.flops / shares(layouts), moved, work.dtypes[0], work.attention)
+    return computed + sending_seconds(spec, strategy.operands, work, cost)
+
+
+def sending_seconds(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing) -> float:
+    """The time of the way that rows take to where the op has what they need, and back; none where they stay."""
+    if spec.routed is None:
+        return 0.0
+    over: dict[str, tuple[str, ...]] = {}
+    for layout, dims in zip(operands, spec.operands, strict=True):
+        for dim, factors in enumerate(dims):
+            over |= {factor: layout.dim_axes(dim) for factor in factors if factor not in over}
+    split = over.get(spec.routed.rows, ())
+    mesh, sent = operands[0].mesh, tuple(axis for axis in split if axis in over.get(spec.routed.owners, ()))
+    if not sent:
+        return 0.0
+    rows = spec.size(spec.routed.rows) // prod([mesh.size(axis) for axis in split])
+    ranks = prod([mesh.size(axis) for axis in sent])
+    wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
+    return 2 * cost.collective_seconds("all_to_all", mesh, tuple(sorted(sent, key=mesh.order)), wire / 2)
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:

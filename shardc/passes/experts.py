@@ -57,9 +57,9 @@ def _collapse(end: fx.Node, way: tuple[str, float]) -> None:
     start, back, tangent = marks[experts.ENTER], marks.get(experts.ENTER_GRAD), marks.get(experts.EXIT_GRAD)
     given: Any = start.args[0]
     x, weight, *params = given
-    entered = {int(node.args[1]): node for node in start.users}  # type: ignore[arg-type]
+    entered = {int(node.args[1]): node for node in start.users}
     forward = _between([rows], set(entered.values()), end)
-    results: list[Any] = list(back.args[0]) if back is not None else []  # type: ignore[arg-type]
+    results: list[Any] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
@@ -213,7 +213,7 @@ class _Builder:
         for node in nodes:
             args, kwargs = self._sized(node, size, where)
             args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
-            env[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+            env[node] = graph.call_function(node.target, args, kwargs)
         graph.output(tuple(env[x] if isinstance(x, fx.Node) else None for x in results))
         graph.eliminate_dead_code()
         return graph

@@ -47,6 +47,12 @@ class Calls:
         self.graph, self.names = fx.Graph(), names
         self.fake_mode, self.device = fake_mode, device
         self.record = Info("", None)
+        self._once: dict[Any, Any] = {}
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self._once:
+            self._once[key] = make()
+        return self._once[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         with self.fake_mode, torch.no_grad():

@@ -6,7 +6,6 @@ through ``coordinate`` placeholders, so all ranks have the same graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -121,7 +120,6 @@ class Emitter(Calls):
         self.mesh = mesh
         self._numbers: dict[str, fx.Node] = {}
         self._last_primal: fx.Node | None = None
-        self._once: dict[Any, Any] = {}
 
     def at(self, node: fx.Node) -> None:
         """What is emitted from here on stands for ``node``; `named` gives the last of it the name of that."""
@@ -142,11 +140,6 @@ class Emitter(Calls):
 
     def key(self) -> fx.Node:
         return self._fed("key", "key", "key")
-
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        if key not in self._once:
-            self._once[key] = make()
-        return self._once[key]
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
         """The placeholder of a number (int64 [1]) that the runtime feeds."""

@@ -101,17 +101,18 @@ def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, in
     layout = local.operand_layout("params")
     digits, mesh = layout.dims[0], layout.mesh
     flat, total = call(aten.reshape.default, index, [-1]), layout.shape[0]
-    parts, mine = {}, None
+    parts: list[tuple[str | None, int, Any]] = []
+    mine = None
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         digit = flat if stride == 1 else call(aten.div.Tensor_mode, flat, stride, rounding_mode="floor")
         if radix * stride != total:
             digit = call(aten.remainder.Scalar, digit, radix)
         if axis is None or axis in sent:
-            parts[len(parts)] = axis, radix, digit
+            parts.append((axis, radix, digit))
             continue
         here = call(aten.eq.Tensor, digit, coordinate(local, axis))
         mine = here if mine is None else call(aten.logical_and.default, mine, here)
-    order = sorted(parts.values(), key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
+    order = sorted(parts, key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
     key = None
     for _, radix, digit in order:
         key = digit if key is None else call(aten.add.Tensor, call(aten.mul.Tensor, key, radix), digit)

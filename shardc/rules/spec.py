@@ -299,7 +299,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             proposals += fresh
     if spec.routed is not None:
         for found in options.values():
-            by = {factor: (factor, at) for _, (factor, at) in found}  # type: ignore[misc]
+            by = {one[0]: one for kind, one in found if isinstance(one, tuple)}
             if spec.routed.rows in by and spec.routed.owners in by:
                 found.append(("send", (by[spec.routed.rows], by[spec.routed.owners])))
     pending: dict[str, dict[str, set[int]]] = {}
@@ -341,7 +341,7 @@ def _strategy(
         if merged is None:
             return None
         assignment[factor] = merged
-    if spec.routed is not None and spec.routed.only and _stay(spec.routed, assignment):
+    if not sends_as_said(spec, assignment):
         return None
     pairs = [(axis, op) for axis, (op, _) in carried.items()]
     if not commute(spec, assignment, pairs):
@@ -353,10 +353,13 @@ def _strategy(
     return Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
 
 
-def _stay(routed: Routed, assignment: Assignment) -> bool:
-    """Whether an axis splits the owners and not the rows."""
-    rows, owners = ({a for _, a in assignment.get(f, ()) if a} for f in (routed.rows, routed.owners))
-    return not owners <= rows
+def sends_as_said(spec: Spec, assignment: Assignment) -> bool:
+    """Whether every axis that splits the owners of an op's rows splits the rows too, if that is asked for."""
+    if spec.routed is None or not spec.routed.only:
+        return True
+    return all(
+        axis is None or axis in routed_axes(spec, assignment) for _, axis in assignment.get(spec.routed.owners, ())
+    )
 
 
 def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:

@@ -18,7 +18,7 @@ from torch import fx
 from shardc.cost.pricing import Pricing
 from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of
-from shardc.passes.choose import Work, shares
+from shardc.passes.choose import Work, sending_seconds, shares
 from shardc.passes.exact.prices import one_axis, prices
 from shardc.passes.exact.traffic import Traffic
 from shardc.rules.spec import Spec, Strategy
@@ -158,7 +158,8 @@ def kernel_seconds(
             made = zip(one.results, dtypes[len(one.operands) :], strict=True)
             moved += sum(x.local_numel * dtype.itemsize for x, dtype in made)
         if traffic.dense:
-            out.append(cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention))
+            took = cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention)
+            out.append(took + sending_seconds(spec, one.operands, work, cost))
         else:
             out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel
     return np.array(out)

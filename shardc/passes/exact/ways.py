@@ -21,7 +21,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import spec_of
-from shardc.rules.spec import Spec, carries, place, project, results_of
+from shardc.rules.spec import Assignment, Spec, carries, place, project, results_of, sends_as_said
 
 Slot = tuple[fx.Node, int]  # one of the tensors that a node makes
 
@@ -87,6 +87,10 @@ class Closure:
                 length = spec.size(factor)
                 if spec.splittable(factor) and length and length % size == 0:
                     self._learn(node, spec, Way(((factor, self._major(length, size)),)))
+            if (routed := spec.routed) is not None and size > 1:
+                pair = [(factor, spec.size(factor)) for factor in (routed.rows, routed.owners)]
+                if all(length % size == 0 for _, length in pair):
+                    self._learn(node, spec, Way(tuple(sorted((f, self._major(n, size)) for f, n in pair))))
         for node in ir.placeholders(self.graph) if size > 1 else ():
             for dim, length in enumerate(ir.value(node).shape if ir.is_tensor(node) else ()):
                 if length and length % size == 0:
@@ -122,9 +126,20 @@ class Closure:
             split = tuple(sorted((f, d) for f, d in found.items() if any(x.axis is not None for x in d)))
             if split:
                 self._learn(node, spec, Way(split))
+                self._learn_routed(node, spec, dict(split))
+
+    def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
+        """What the axis splits of the rows, with what another way splits of their owners, and the other way round."""
+        if spec.routed is None:
+            return
+        both = (spec.routed.rows, spec.routed.owners)
+        for one, other in (both, both[::-1]):
+            for way in list(self.ways[node]) if one in split else ():
+                if other in (factors := dict(way.factors)):
+                    self._learn(node, spec, Way(tuple(sorted({one: split[one], other: factors[other]}.items()))))
 
     def _learn(self, node: fx.Node, spec: Spec, way: Way) -> None:
-        if way in self.ways[node]:
+        if way in self.ways[node] or not sends_as_said(spec, dict(way.factors)):
             return
         self.ways[node][way] = None
         operands, results = laid_out(spec, self.mesh, dict(way.factors), way.carried, {way.carried: way.positions})

@@ -57,7 +57,7 @@ class Ep(Entry):
 
     def says(self, module: str) -> bool:
         """Whether it is about the experts of ``module``."""
-        return matching(self.glob, (module,))
+        return bool(matching(self.glob, (module,)))
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
         modules: dict[str, list[str]] = {}
