@@ -1,0 +1,69 @@
+"""Mixtures of experts equal one device: models as they are shipped, on every mesh, in every way, however routed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from torch import nn
+
+import shardc
+from tests.experts.alike import trains_alike
+from tests.experts.models import MODELS, batch, build, experts_of, route
+
+ATTENTION = {"colwise": ["*.q_proj", "*.k_proj", "*.v_proj"], "rowwise": ["*.o_proj"]}
+WAYS = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 4.0}, {})
+MESHES = ({"ep": 2}, {"ep": 4}, {"ep": 3}, {"dp": 2, "ep": 2}, {"ep": 2, "tp": 2}, {"dp": 2, "ep": 2, "tp": 2})
+ROUTING = ("as they are", "to one", "to few", "equal")
+
+
+def plan(name: str, mesh: dict[str, int], way: dict[str, object]) -> shardc.Plan:
+    data = tuple(axis for axis in mesh if axis != "tp")
+    out = shardc.fsdp(data) | shardc.ep("ep", experts_of(name), **way)
+    if "tp" in mesh and name not in ("own", "deepseek-v3"):
+        out |= shardc.tp("tp", **ATTENTION)
+    return out
+
+
+def routed(name: str, how: str) -> nn.Module:
+    model = build(name)
+    route(model, how)
+    return model
+
+
+@pytest.mark.parametrize("at, name", list(enumerate(MODELS)))
+def test_models(at: int, name: str) -> None:
+    mesh, way = MESHES[at % len(MESHES)], WAYS[at % len(WAYS)]
+    trains_alike(partial(build, name), batch(), mesh, plan(name, mesh, way))
+
+
+@pytest.mark.parametrize("how", ROUTING[1:])
+@pytest.mark.parametrize("way", WAYS[:3])
+def test_hostile_routing(how: str, way: dict[str, object]) -> None:
+    mesh = {"dp": 2, "ep": 2}
+    trains_alike(partial(routed, "own", how), batch(), mesh, plan("own", mesh, way))
+
+
+@pytest.mark.parametrize("way", WAYS[:3])
+@pytest.mark.parametrize("rows, length", [(3, 5), (1, 1), (5, 1)])
+def test_sizes_that_nothing_divides(way: dict[str, object], rows: int, length: int) -> None:
+    mesh = {"ep": 3}
+    given = batch(rows, length) | {"labels": batch(rows, length)["input_ids"]}
+    trains_alike(partial(build, "own"), given, mesh, plan("own", mesh, way))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_on_every_mesh_in_every_way(name: str, mesh: dict[str, int]) -> None:
+    for way in WAYS:
+        trains_alike(partial(build, name), batch(), mesh, plan(name, mesh, way))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("how", ROUTING[1:])
+def test_models_however_routed(name: str, how: str) -> None:
+    for mesh in MESHES:
+        for way in WAYS[:3]:
+            trains_alike(partial(routed, name, how), batch(), mesh, plan(name, mesh, way))
