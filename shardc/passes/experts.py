@@ -42,14 +42,12 @@ class Experts:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         for end in [node for node in gm.graph.nodes if node.target is experts.EXIT]:
-            module = ir.info(end).origin.module
-            entry = next((e for e in reversed(self.entries) if e.says(module)), None)
-            _collapse(end, ("auto", 0.0) if entry is None else (entry.way, entry.bound))
+            _collapse(end, self.entries)
         gm.graph.eliminate_dead_code()
         return gm
 
 
-def _collapse(end: fx.Node, way: tuple[str, float]) -> None:
+def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     # Every call has an index of its own, by which its marks are known.
     rows, index = end.args
     assert isinstance(index, fx.Node)
@@ -65,10 +63,20 @@ def _collapse(end: fx.Node, way: tuple[str, float]) -> None:
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
     build = _Builder(ir.value(x).shape[0], entered, len(params))
     body = register(build.body(rows, forward, results, backward, tangent, where))
-    how = (params, body.name, *way, ir.info(end).origin.module)
+    module = _owner(params[0])
+    entry = next((e for e in reversed(entries) if e.says(module)), None)
+    how = (params, body.name, *(("auto", 0.0) if entry is None else (entry.way, entry.bound)), module)
     _replace(end, experts.CALL, (x, index, weight, *how))
     if back is not None and tangent is not None:
         _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how))
+
+
+def _owner(param: fx.Node) -> str:
+    """The module that has a parameter, which may be cast or turned round before its use."""
+    node = param
+    while node.op == "call_function" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return ir.info(node).name.rpartition(".")[0]
 
 
 def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:

@@ -115,11 +115,15 @@ def route(model: nn.Module, how: str) -> None:
     weights = [p for name, p in model.named_parameters() if is_router(name)]
     assert weights, "the model has no router"
     with torch.no_grad():
+        if isinstance(model, Own):
+            model.embed.weight.abs_()
         for weight in weights:
             if how == "equal":
                 weight.zero_()
-            elif how == "to one":  # the larger a score, the larger that of all tokens that have any
-                weight.copy_(torch.ones_like(weight[0]) * torch.linspace(1, 0.1, len(weight)).unsqueeze(1))
+            elif how == "to one":  # of two, by the sign of a token's sum, which has only one in a model of one's own
+                weight.zero_()
+                for at, factor in enumerate((1.0, -1.0, 0.9, -0.9)[: len(weight)]):
+                    weight[at] = factor
             elif how == "to few":
                 weight[2:] = weight[:2].mean(0) * 1e-3
 

@@ -1,0 +1,140 @@
+"""Experts on real ranks: training equals one device, and what does not fit raises everywhere before a row is sent."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardc
+from shardc.ir.mesh import Mesh
+from tests.experts.models import batch, build, experts_of, route
+from tests.models.alike import relative
+from tests.ranks import device_mesh, run_ranks
+
+EP2, DP2EP2 = Mesh(ep=2), Mesh(dp=2, ep=2)
+
+
+def plan(mesh: Mesh, name: str, **way: object) -> shardc.Plan:
+    return shardc.fsdp(mesh.axes) | shardc.ep("ep", experts_of(name), **way)
+
+
+def trains(
+    mesh: Mesh, name: str, way: dict[str, object], backend: str, dtype: torch.dtype = torch.float32, limit: float = 1e-4
+) -> None:
+    """Two steps of AdamW; the second has other batches, and so another routing, in the same program."""
+    model = build(name, dtype)
+    module = shardc.compile(build(name, dtype), device_mesh(mesh), plan(mesh, name, **way), backend=backend)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module)]
+    for rows in (4, 4):
+        given = batch(rows)
+        given["input_ids"] = given["input_ids"].roll(1, 1)
+        loss = model(**given)["loss"]
+        (made,) = (module(**module.shard_inputs(**given)[1])["loss"],)
+        assert relative(made.detach(), loss.detach()) < limit
+        loss.backward()
+        made.backward()
+        for (key, mine), theirs in zip(module.named_parameters(), model.parameters(), strict=True):
+            assert relative(mine.grad.full_tensor(), theirs.grad, 1e-3) < limit * 10, key
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    held = {key: p.to_local().shape[0] for key, p in module.named_parameters() if "experts." in key and p.dim() == 3}
+    assert held and set(held.values()) <= {4, 2}, f"experts are split over ep: {held}"
+
+
+def overflows(mesh: Mesh) -> None:
+    """All ranks raise the same at once; parameters are as they were, and the next batch trains."""
+    model = build("own", torch.float32)
+    route(model, "to one")
+    module = shardc.compile(model, device_mesh(mesh), plan(mesh, "own", way="bounded", bound=1.0), backend="eager")
+    given = module.shard_inputs(**batch(8))[1]
+    before = {key: p.to_local().clone() for key, p in module.named_parameters()}
+    dist.barrier()
+    start = time.perf_counter()
+    with pytest.raises(shardc.ShardcError, match="rows come to one rank, and its bound leaves room") as caught:
+        module(**given)["loss"].backward()
+    took = time.perf_counter() - start
+    messages: list[object] = [None] * mesh.ranks
+    dist.all_gather_object(messages, (str(caught.value), took))
+    assert len({text for text, _ in messages}) == 1  # type: ignore[misc]
+    assert took < 5.0, "a rank waited for others"  # it compiled, too
+    for key, p in module.named_parameters():
+        assert p.grad is None and torch.equal(p.to_local(), before[key])
+
+
+def in_low_precision(mesh: Mesh, way: dict[str, object]) -> None:
+    """bf16 parameters for compute, gradients reduced in float32."""
+    model = build("own", torch.float32)
+    low = shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+    module = shardc.compile(
+        build("own", torch.float32), device_mesh(mesh), plan(mesh, "own", **way) | low, backend="eager"
+    )
+    given = batch()
+    loss = model(**given)["loss"]
+    made = module(**module.shard_inputs(**given)[1])["loss"]
+    assert relative(made.detach().float(), loss.detach()) < 0.03
+    made.backward()
+    assert all(p.grad.dtype == torch.float32 for p in module.parameters())
+
+
+def test_two_ranks() -> None:
+    ways = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 2.0})
+    run_ranks(
+        2,
+        *(partial(trains, EP2, "own", way, "eager") for way in ways),
+        partial(trains, EP2, "qwen3-moe", {}, "eager"),
+        *(partial(in_low_precision, EP2, way) for way in ways),
+        partial(overflows, EP2),
+    )
+
+
+@pytest.mark.slow
+def test_lowered_by_inductor() -> None:
+    ways = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 2.0})
+    run_ranks(
+        2,
+        *(partial(trains, EP2, "qwen3-moe", way, "inductor") for way in ways),
+        partial(trains, EP2, "gpt-oss", {}, "inductor"),
+        partial(trains, EP2, "mixtral", {"way": "send"}, "inductor", torch.bfloat16, 0.05),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    run_ranks(
+        4,
+        partial(trains, DP2EP2, "own", {"way": "send"}, "inductor"),
+        partial(trains, DP2EP2, "qwen3-moe", {"way": "gather"}, "eager"),
+        partial(trains, Mesh(ep=4), "deepseek-v3", {"way": "send"}, "eager"),
+        partial(overflows, DP2EP2),
+    )
+
+
+SAVES = """
+import shardc
+from tests.experts.models import batch, build
+module = shardc.compile(build("own"), shardc.Mesh(ep=2), shardc.ep("ep", "experts"), backend="eager")
+module.lower(**batch()).save({folder!r})
+"""
+LOADS = """
+import torch, shardc
+from tests.experts.models import batch, build
+loaded = shardc.load({folder!r})
+plan = shardc.ep("ep", "experts")
+module = shardc.compile(build("own"), shardc.Mesh(ep=2), plan, backend="eager", precompiled=loaded)
+loss = shardc.Simulation(module)(**batch())["loss"]
+assert abs(loss - build("own")(**batch())["loss"]) < 1e-9
+"""
+
+
+def test_saved_programs_bring_their_experts(tmp_path: Path) -> None:
+    for script in (SAVES, LOADS):
+        text = script.format(folder=str(tmp_path / "program"))
+        subprocess.run([sys.executable, "-c", text], check=True, cwd=Path(__file__).parents[2])
