@@ -22,8 +22,8 @@ def call_of(node: fx.Node) -> Call:
     """The call of an aten (or custom) op node: global shapes, no layouts."""
     return Call(
         target=node.target,
-        args=tuple(_plain(a) for a in node.args),
-        kwargs=tuple(sorted((k, _plain(a)) for k, a in node.kwargs.items())),
+        args=tuple(plain(a) for a in node.args),
+        kwargs=tuple(sorted((k, plain(a)) for k, a in node.kwargs.items())),
         results=tuple(v and Value(v.dtype, v.shape) for v in ir.info(node).values),
     )
 
@@ -58,12 +58,13 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ..
     return args, {name: swap(node.kwargs[name]) for name in order}
 
 
-def _plain(argument: Any) -> Any:
+def plain(argument: Any) -> Any:
+    """An argument with `Value`s in the place of nodes, and tuples in that of lists."""
     if isinstance(argument, fx.Node):
         made = ir.info(argument).value
         return Value(made.dtype, made.shape) if isinstance(made, Value) else made
     if isinstance(argument, (list, tuple)):
-        return tuple(_plain(a) for a in argument)
+        return tuple(plain(a) for a in argument)
     return argument
 
 

@@ -15,8 +15,9 @@ from shardc.ir import experts
 from shardc.ir import graph as ir
 from shardc.ir.bodies import Body, PerRow, register
 from shardc.ir.flops import is_dense
-from shardc.ir.graph import Value
+from shardc.ir.graph import Info, Value
 from shardc.passes.calls import call_of, operands_of
+from shardc.passes.inner import with_inner
 from shardc.plan.entries import Ep
 from shardc.rules import spec_of
 
@@ -55,13 +56,13 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     start, back, tangent = marks[experts.ENTER], marks.get(experts.ENTER_GRAD), marks.get(experts.EXIT_GRAD)
     given: Any = start.args[0]
     x, weight, *params = given
-    entered = {int(node.args[1]): node for node in start.users}
+    entered = _entered(start, len(given))
     forward = _between([rows], set(entered.values()), end)
     results: list[Any] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
     backward = [] if back is None or tangent is None else _between(results, {*inside, tangent}, back)
     where = _rows(forward, [entered.get(0), entered.get(1)], {}, strict=True)
-    build = _Builder(ir.value(x).shape[0], entered, len(params))
+    build = _Builder(ir.value(x).shape[0], entered)
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
     entry = next((e for e in reversed(entries) if e.says(module)), None)
@@ -69,6 +70,17 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     _replace(end, experts.CALL, (x, index, weight, *how))
     if back is not None and tangent is not None:
         _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how))
+
+
+def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
+    """By number, what the first mark gives, used or not."""
+    found = {int(node.args[1]): node for node in start.users}
+    for at in range(count):
+        if at not in found:
+            with start.graph.inserting_after(start):
+                found[at] = start.graph.call_function(getitem, (start, at))
+            ir.set_info(found[at], replace(ir.info(start), value=ir.info(start).values[at]))
+    return found
 
 
 def _owner(param: fx.Node) -> str:
@@ -162,11 +174,11 @@ class _Builder:
     Args:
         size: how many rows they were traced with.
         entered: by number, what the first mark gives: rows, scale, parameters.
-        params: how many parameters.
     """
 
-    def __init__(self, size: int, entered: Mapping[int, fx.Node], params: int) -> None:
-        self.size, self.entered, self.params = size, entered, params
+    def __init__(self, size: int, entered: Mapping[int, fx.Node]) -> None:
+        self.size, self.entered = size, entered
+        self.names = ("rows", "scale", *(f"p{at}" for at in range(len(entered) - 2)))
 
     def body(
         self, out: fx.Node, forward: list[fx.Node], results: list[Any], backward: list[fx.Node],
@@ -181,7 +193,8 @@ class _Builder:
             both = _rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
             second = self._graph(nodes, [tangent, *keep], results, both)
         saved = tuple(_per_row(ir.value(node)) for node in keep)
-        return Body(first, second, _per_row(ir.value(out)), saved, (self._flops(forward), self._flops(backward)))
+        flops = (self._flops(forward), self._flops(backward))
+        return with_inner(Body(first, second, _per_row(ir.value(out)), saved, flops))
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
         calls = [node for node in nodes if node.op == "call_function" and node.target is not getitem]
@@ -208,20 +221,17 @@ class _Builder:
     ) -> fx.Graph:
         """A graph of ``nodes``; ``before`` are the tangent and what was kept."""
         graph = fx.Graph()
-        size = graph.placeholder("n")
+        size = ir.set_info(graph.placeholder("n"), Info("n", None))
         env: dict[fx.Node, Any] = {}
-        if before:
-            env[before[0]] = graph.placeholder("grad")
-        for at, name in enumerate(("rows", "scale", *(f"p{i}" for i in range(self.params)))):
-            made = graph.placeholder(name)
-            if at in self.entered:
-                env[self.entered[at]] = made
-        for at, node in enumerate(before[1:]):
-            env[node] = graph.placeholder(f"saved{at}")
+        given = [("grad", before[0])] if before else []
+        given += [(name, self.entered[at]) for at, name in enumerate(self.names)]
+        given += [(f"saved{at}", node) for at, node in enumerate(before[1:])]
+        for name, node in given:
+            env[node] = ir.set_info(graph.placeholder(name), ir.info(node))
         for node in nodes:
             args, kwargs = self._sized(node, size, where)
             args, kwargs = fx.map_arg((args, kwargs), lambda x: env.get(x, x))
-            env[node] = graph.call_function(node.target, args, kwargs)
+            env[node] = ir.set_info(graph.call_function(node.target, args, kwargs), ir.info(node))
         graph.output(tuple(env[x] if isinstance(x, fx.Node) else None for x in results))
         graph.eliminate_dead_code()
         return graph
