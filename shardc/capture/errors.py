@@ -114,11 +114,16 @@ def capture_error(
         )
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
+    stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=users_own(stack) or None,
-        fix=hint[1].strip() if hint else "write this line with tensor operations whose shapes do not depend on values",
+        fix=hint[1].strip() if hint else _ROWS if "aten.nonzero" in text and stacked else _SIZES,
     )
+
+
+_SIZES = "write this line with tensor operations whose shapes do not depend on values"
+_ROWS = f"{_SIZES}; if rows go to experts here, write one expert as a function under @shardc.experts"
 
 
 def _layer_drops(model: nn.Module) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -95,7 +96,7 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
     node.target, node.args, node.kwargs = target, args, {}
     record, word = ir.info(node), target.overloadpacket.__name__
     for mark in (experts.EXIT, experts.ENTER_GRAD):
-        record = replace(record, name=record.name.replace(f".{mark.overloadpacket.__name__}", f".{word}"))
+        record = replace(record, name=re.sub(rf"\b{mark.overloadpacket.__name__}\b", word, record.name))
     ir.set_info(node, record)
 
 

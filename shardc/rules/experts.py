@@ -120,8 +120,8 @@ def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, in
         here = call(aten.eq.Tensor, digit, coordinate(local, axis))
         mine = here if mine is None else call(aten.logical_and.default, mine, here)
     order = sorted(parts, key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
-    key = None
-    for _, radix, digit in order:
+    key = flat if mine is None and order == parts else None  # they lie as they are numbered
+    for _, radix, digit in order if key is None else ():
         key = digit if key is None else call(aten.add.Tensor, call(aten.mul.Tensor, key, radix), digit)
     if key is None:
         key = call(aten.full_like.default, flat, 0)

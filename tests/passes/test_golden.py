@@ -46,6 +46,28 @@ def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan) -> shardc.P
     return shardc.compile(model, shardc.Mesh(mesh), plan, loss=llama.loss).lower(tokens, tokens)
 
 
+@shardc.experts
+def squared(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return F.relu(rows @ up).square() @ down
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ParameterDict({"up": torch.empty(4, 8, 16), "down": torch.empty(4, 16, 8)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, chosen = self.router(x).softmax(-1).topk(2)
+        return squared(x, chosen, scores, self.experts["up"], self.experts["down"])
+
+
+def mixture(way: str) -> shardc.Program:
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "experts", way=way)
+    module = shardc.compile(Mixture(), shardc.Mesh(ep=2), plan, loss=F.mse_loss)
+    return module.lower(torch.empty(16, 8), torch.empty(16, 8))
+
+
 # A backend on which all-reduces are slow.
 SLOW = CostModel(
     kinds=tuple(
@@ -70,6 +92,8 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_slow_all_reduce": lambda: mlp({"dp": 2}, shardc.ddp("dp"), cost=SLOW, bucket_size=0),
     "mlp_without_loss": without_loss,
     "mlp_direct": lambda: mlp({"dp": 2}, shardc.fsdp("dp"), direct=True),
+    "mixture_send": lambda: mixture("send"),
+    "mixture_gather": lambda: mixture("gather"),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
     "llama_fsdp": lambda: decoder(llama, {"dp": 2}, shardc.fsdp("dp")),
@@ -91,6 +115,8 @@ SHOWN = {
     "mlp_slow_all_reduce": ["algorithms.backward"],
     "mlp_without_loss": ["objective"],
     "mlp_direct": ["plan_memory"],
+    "mixture_send": ["experts", "propagate", "localize"],
+    "mixture_gather": ["reshard", "localize"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "simplify", "collectives"],
     "llama_fsdp": ["schedule", "schedule.backward"],
@@ -111,6 +137,7 @@ def test_text(case: str, stage: str) -> None:
 
 # Where a pass that has nothing to do in the first case has something to do.
 DOES = {
+    "experts": "mixture_send",
     "pad": "mlp_uneven_batch",
     "objective": "mlp_without_loss",
     "precision": "mlp_fsdp_bf16",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import shardc
 from tests.rules.samples.values import Draw, Sample
 
 aten = torch.ops.aten
@@ -130,6 +131,35 @@ def _recurrent(d: Draw) -> dict[str, list[Sample]]:
     return found
 
 
+@shardc.experts
+def _gated(rows: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    gate, inner = (rows @ up).chunk(2, -1)
+    return (torch.sigmoid(gate) * inner) @ down
+
+
+class _Gated(torch.nn.Module):
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return _gated(*given)
+
+
+def _experts(d: Draw) -> dict[str, list[Sample]]:
+    """Eight tokens, each to two of four experts of their own weights, of which one gets none."""
+    x, index, weight = d.normal(8, 3), torch.tensor([[0, 1], [3, 0], [1, 0], [1, 3]] * 2), d.normal(8, 2)
+    params = [d.normal(4, 3, 8), d.normal(4, 4, 5)]
+    given = [one.requires_grad_() if one.is_floating_point() else one for one in (x, index, weight, *params)]
+    program = shardc.compile(_Gated(), shardc.Mesh(x=1), shardc.ddp("x"), backend="eager").lower(*given)
+    (call,) = (node for node in program.graph("experts").nodes if "experts.call" in str(node.target))
+    said = (call.args[4], "auto", 0.0, "experts")
+    x, index, weight, *params = (one.detach() for one in given)
+    op = torch.ops.shardc_experts
+    return {
+        "shardc_experts.call": [Sample(op.call.default, (x, index, weight, params, *said))],
+        "shardc_experts.gradient": [
+            Sample(op.gradient.default, (d.normal(8, 5), x, index, weight, params, *said)),
+        ],
+    }
+
+
 def _factories(d: Draw) -> dict[str, list[Sample]]:
     x = d.normal(2)
     return {
@@ -154,7 +184,7 @@ def _factories(d: Draw) -> dict[str, list[Sample]]:
 
 
 _FAMILIES: tuple[Callable[[Draw], dict[str, list[Sample]]], ...] = (
-    _views, _pieces, _factories, _draws, _recurrent,
+    _views, _pieces, _factories, _draws, _recurrent, _experts,
 )  # fmt: skip
 
 
