@@ -69,7 +69,7 @@ def captured(model: nn.Module) -> None:
 def test_loops_over_experts_are_told_what_to_write() -> None:
     with pytest.raises(CaptureError, match="under @shardc.experts") as caught:
         captured(Loop())
-    assert "test_bad_input.py:32" in str(caught.value)
+    assert "test_bad_input.py:" in str(caught.value)
 
 
 @pytest.mark.parametrize("function", [over_tokens, less_their_mean])
