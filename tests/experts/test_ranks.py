@@ -79,6 +79,24 @@ def in_low_precision(mesh: Mesh, way: dict[str, object]) -> None:
     assert all(p.grad.dtype == torch.float32 for p in module.parameters())
 
 
+def sends_rows(counts: tuple[tuple[int, int], tuple[int, int]]) -> None:
+    """Rows arrive by where they come from, also none, or one whose strides are odd."""
+    rank = dist.get_rank()
+    sends, receives = torch.tensor(counts[rank]), torch.tensor([one[rank] for one in counts])
+    total, room = int(sends.sum()), 6
+    rows = torch.arange(total * 3.0).view(-1, 3) + 100 * rank
+    scale = torch.arange(float(max(total, 1)))[:total].as_strided((total, 1), (1, 7))
+    group = dist.group.WORLD
+    assert group is not None
+    made = torch.ops.shardc.send_rows_coalesced([rows, scale], sends, receives, room, group.group_name)
+    came, scales = (torch.ops._c10d_functional.wait_tensor(x) for x in made)
+    of = [(sum(counts[peer][:rank]), counts[peer][rank], peer) for peer in range(2)]
+    expected = [100.0 * peer + 3 * row for start, n, peer in of for row in range(start, start + n)]
+    assert came[: len(expected), 0].tolist() == expected and came.shape == (room, 3)
+    expected_scales = [float(row) for start, n, _ in of for row in range(start, start + n)]
+    assert scales[: len(expected), 0].tolist() == expected_scales
+
+
 def test_two_ranks() -> None:
     ways = ({"way": "gather"}, {"way": "send"}, {"way": "bounded", "bound": 2.0})
     run_ranks(
@@ -87,6 +105,10 @@ def test_two_ranks() -> None:
         partial(trains, EP2, "qwen3-moe", {}, "eager"),
         *(partial(in_low_precision, EP2, way) for way in ways),
         partial(overflows, EP2),
+        *(
+            partial(sends_rows, counts)
+            for counts in (((1, 2), (2, 1)), ((1, 1), (1, 0)), ((0, 3), (0, 0)), ((0, 0), (0, 0)))
+        ),
     )
 
 

@@ -32,7 +32,8 @@ def _together(parts: Sequence[Tensor]) -> bool:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    """The bytes of contiguous rows; of a single element the stride may be anything, and counts here."""
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
