@@ -14,7 +14,7 @@ from shardc.plan import Plan, ddp, ep, fsdp, hsdp, hsdp_plan, offload, precision
 from shardc.precompiled import load
 from shardc.program import Program
 from shardc.rules import register_rule
-from shardc.runtime.methods import register_forward_method
+from shardc.runtime.methods import expert_tokens, register_forward_method
 from shardc.runtime.sim.training import Simulation
 from shardc.search.request import auto, find_plan
 from shardc.search.result import Found
@@ -36,6 +36,7 @@ __all__ = [
     "compile",
     "ddp",
     "ep",
+    "expert_tokens",
     "experts",
     "find_plan",
     "fsdp",

@@ -31,7 +31,7 @@ from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
 from shardc.report.lint import Finding, lint
-from shardc.report.schedule import Schedule, build, model_flops
+from shardc.report.schedule import Schedule, build, model_flops, room_of_rows
 from shardc.report.tiles import Tiles
 from shardc.validate import near, typed
 
@@ -208,6 +208,7 @@ class Program(Executable):
         stage: str = "schedule",
         order: str = "graph",
         optimizer_copies: float = 2.0,
+        skew: float = 1.0,
     ) -> Schedule:
         """The communication, the time and the memory of one training step, predicted without running anything.
 
@@ -217,6 +218,7 @@ class Program(Executable):
                 and scheduled, which takes a fraction of the time on a large model.
             order: "graph": collectives start and are awaited where the graph says; "earliest": as dependences allow.
             optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+            skew: how many times the rows of an even load the rank has to which most rows of experts go.
 
         Raises:
             MeshError: no such hardware, or the mesh is larger than its description.
@@ -234,7 +236,8 @@ class Program(Executable):
         described = find(hardware) if isinstance(hardware, str) else hardware
         return build(
             step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=self.causes,
-            useful_flops=useful, optimizer_copies=optimizer_copies, notes=() if folded is None else folded.notes,
+            useful_flops=useful, optimizer_copies=optimizer_copies, skew=skew,
+            notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
             model=self.source.model, plan=str(self.plan),
         )  # fmt: skip
 

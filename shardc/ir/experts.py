@@ -9,7 +9,8 @@ On one rank (`shardc.rules.experts`) rows are sorted by expert and `run` takes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -97,10 +98,39 @@ _library.define(
 )
 
 
+_library.define("noted(Tensor index, int experts, str where, str over) -> Tensor")
 _library.define("order(Tensor key, int count) -> Tensor[]")
 _library.define("counts(Tensor ends) -> Tensor")
 _library.define("within(Tensor sends, Tensor most, int rows, str where) -> Tensor")
 _library.define("arrived(Tensor came, int ranks, int rows) -> Tensor[]")
+
+
+_noted: dict[str, tuple[Tensor, str]] | None = None
+
+
+@contextmanager
+def noting(counts: dict[str, tuple[Tensor, str]]) -> Iterator[None]:
+    """Within, ``counts`` gets how many choices of this rank's tokens each expert has, and who else has tokens."""
+    global _noted
+    before, _noted = _noted, counts
+    try:
+        yield
+    finally:
+        _noted = before
+
+
+def _note(index: Tensor, experts: int, where: str, over: str) -> Tensor:
+    """``index``; `noting` hears of it.
+
+    Args:
+        experts: how many there are in all.
+        where: the module that has them.
+        over: the group of ranks that have other tokens, "" if all have the same.
+    """
+    if _noted is not None:
+        chosen = index.flatten()
+        _noted[where] = index.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen)), over
+    return index.clone()
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
@@ -280,6 +310,7 @@ for _name, _function, _fake in (
     ("gradient", _gradient, _fake_gradient),
     ("run", _run, _fake_run),
     ("run_gradient", _run_gradient, _fake_run_gradient),
+    ("noted", _note, lambda index, experts, where, over: torch.empty_like(index)),
     ("order", _order, _fake_order),
     ("arrived", _arrived, _fake_arrived),
     ("counts", _counts, torch.empty_like),
@@ -288,8 +319,8 @@ for _name, _function, _fake in (
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc_experts::{_name}", _fake, lib=_library)
 CALL, GRADIENT = torch.ops.shardc_experts.call.default, torch.ops.shardc_experts.gradient.default
-ORDER, COUNTS, ARRIVED, WITHIN = (
-    getattr(torch.ops.shardc_experts, name).default for name in ("order", "counts", "arrived", "within")
+NOTED, ORDER, COUNTS, ARRIVED, WITHIN = (
+    getattr(torch.ops.shardc_experts, name).default for name in ("noted", "order", "counts", "arrived", "within")
 )
 RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default
 

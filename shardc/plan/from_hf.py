@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.calls import in_order
-from shardc.plan.entries import Activation, Entry, Param, Tp
+from shardc.plan.entries import Activation, Entry, Ep, Param, Tp
 from shardc.plan.forms import OnAxes
 from shardc.plan.match import by_part, matching
 
@@ -36,6 +36,7 @@ HF_STYLES: dict[str, str] = {
     "packed_rowwise": "packed input",
     "local_packed_rowwise": "packed input",
     "grouped_gemm": "experts",
+    "ep_dispatch_experts": "experts",
     "sequence_parallel": "",
     "replicated_with_grad_allreduce": "",
     "replicate": "",
@@ -93,14 +94,34 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
     return in_order(entries)
 
 
-def hf_plan(model: nn.Module) -> dict[str, str]:
+def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
+    """The experts that the model's expert-parallel plan names, split over ``axis``.
+
+    Raises:
+        PlanError: the model carries no such plan.
+    """
+    carried = hf_plan(model, "ep")
+    modules = dict(model.named_modules(remove_duplicate=False))
+    globs = [by_part(key) for key, style in carried.items() if HF_STYLES.get(style) == "experts"]
+    found = dict.fromkeys(glob if matching(glob, modules) else glob.rpartition(".")[0] for glob in globs)
+    entries: list[Entry] = [Ep(axis, glob) for glob in found if matching(glob, modules)]
+    if not entries:
+        raise PlanError(
+            f"{type(model).__name__} carries no expert-parallel plan",
+            plan_entry=WHERE,
+            fix=f'write shardc.ep({axis!r}, "*.experts"), with a glob of the modules that hold the experts',
+        )
+    return entries
+
+
+def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
     """Key -> style: the model's own plan, and its config's where the own one says nothing of the base model."""
-    own = dict(getattr(model, "_tp_plan", None) or {})
+    own = dict(getattr(model, f"_{kind}_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
     if any(key.startswith(prefix) for key in own):
         return own
-    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    base = getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None) or {}
     return {f"{prefix}{key}": style for key, style in base.items()} | own
 
 

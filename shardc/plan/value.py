@@ -31,7 +31,7 @@ from shardc.plan.entries import (
 from shardc.plan.entries.data_parallel import by_glob, of_all
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
-from shardc.plan.from_hf import hf_entries
+from shardc.plan.from_hf import ep_entries, hf_entries
 from shardc.plan.from_sharding_plan import sharding_plan_entries
 from shardc.plan.from_styles import style_entries
 from shardc.plan.json import decode, encode
@@ -126,13 +126,18 @@ class Plan:
 
     @classmethod
     @typed(PlanError)
-    def from_hf(cls, model: nn.Module, axis: str = "tp") -> Plan:
-        """The tensor-parallel plan that a Hugging Face model carries (``_tp_plan``, ``base_model_tp_plan``).
+    def from_hf(cls, model: nn.Module, axis: str | None = "tp", ep: str | None = None) -> Plan:
+        """The plans that a Hugging Face model carries: ``_tp_plan`` and ``_ep_plan``, and those of its config.
+
+        Args:
+            axis: the mesh axis of tensor parallelism; None for none.
+            ep: the mesh axis that experts are split over; None for none.
 
         Raises:
-            PlanError: the model carries no plan, or one with an unknown style.
+            PlanError: the model carries no such plan, or one with an unknown style.
         """
-        return cls.of(hf_entries(model, axis))
+        tensor = [] if axis is None else hf_entries(model, axis)
+        return cls.of([*tensor, *([] if ep is None else ep_entries(model, ep))])
 
     @classmethod
     @typed(PlanError)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,13 @@ import torch
 from torch import fx
 
 from shardc.cost.hardware import Hardware, Price, price, route
-from shardc.cost.kernels import buffers, flops_of, kernels
+from shardc.cost.kernels import Kernel, buffers, flops_of, kernels
 from shardc.cost.sequence import START, Sequence
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import tally
+from shardc.ir.comm import SEND_ROWS
+from shardc.ir.experts import RUN, RUN_GRADIENT
 from shardc.ir.garbage import uncollected
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh, split_part
@@ -86,6 +88,7 @@ def build(
     causes: Mapping[str, str] | None = None,
     useful_flops: float | None = None,
     optimizer_copies: float = 2.0,
+    skew: float = 1.0,
     notes: tuple[str, ...] = (),
     symbols: Callable[[], Costs] | None = None,
     model: str = "",
@@ -98,6 +101,7 @@ def build(
         causes: by parameter the plan entries of its compute layout.
         useful_flops: by default all that a rank does.
         optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+        skew: of the rows of an even load, how many times as many the most loaded rank has.
         model, plan: their names, for titles.
 
     Raises:
@@ -108,8 +112,8 @@ def build(
     if order not in ORDERS:
         raise PlanError(f"there is no order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
     made = buffers(step)
-    work = kernels(step, made)
-    moved = {at: _moved(op.node, mesh) for at, op in enumerate(step.ops) if op.kind == START}
+    work = {at: _loaded(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, made).items()}
+    moved = {at: _moved(op.node, mesh, skew) for at, op in enumerate(step.ops) if op.kind == START}
     prices = {at: _price(hardware, mesh, m) for at, m in moved.items()}
 
     times = simulate(
@@ -158,7 +162,27 @@ def _streams(moved: _Moved) -> tuple[str, ...]:
     return (moved.kind,) if moved.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in moved.axes))
 
 
-def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
+def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
+    """``kernel`` on the rank to which ``skew`` times the rows of an even load go, if it is one of experts."""
+    if node.target not in (RUN, RUN_GRADIENT):
+        return kernel
+    return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))
+
+
+def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    """What to say of the memory of rows, which has room for more of them than an even load has."""
+    room = used = 0
+    for node in nodes:
+        if node.target is RUN:
+            rows, expected = ir.value(node.args[1]).shape[0], node.args[5]
+            for value in ir.info(node).tensors[1:]:
+                room, used = room + value.nbytes, used + value.nbytes * min(int(expected), rows) // rows
+    if room == used:
+        return ()
+    return (f"rows of experts that are saved have room for {room:,} B; at an even load they fill {used:,} B",)
+
+
+def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
     """What a collective, or a copy between host and device, moves."""
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
@@ -173,7 +197,7 @@ def _moved(node: fx.Node, mesh: Mesh) -> _Moved:
     return _Moved(
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
         sum(v.nbytes for v in values),
-        tally.wire_bytes(node, kind, ranks),
+        round(tally.wire_bytes(node, kind, ranks) * (skew if node.target is SEND_ROWS else 1)),
         Packing.of(rows).messages(len(rows)) * (ranks - 1),
     )  # fmt: skip
 

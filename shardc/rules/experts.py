@@ -142,6 +142,11 @@ def _rows(local: Local) -> _Rows:
     call = local.builder.call
     x, index, weight = (local.operand(name) for name in ("x", "index", "weight"))
     sent = _sent(local)
+    mesh = local.operands[0].mesh
+    split = sorted(local.operand_layout("index").dim_axes(0), key=mesh.order)
+    over = local.builder.group(tuple(split))[1] if split else ""
+    experts_in_all = local.call.operands[local.call.position("params") or 0].shape[0]
+    index = call(experts.NOTED, index, experts_in_all, local.call["where"], over)
     key, mine, ranks, own = _keys(local, sent, index)
     tokens, choices = local.builder.shape(index)
     order, back, ends = _each(local, call(experts.ORDER, key, ranks * own), 3)
@@ -151,7 +156,6 @@ def _rows(local: Local) -> _Rows:
     scale = call(aten.reshape.default, weight, [-1, 1])
     scale = call(aten.index_select.default, scale, 0, order)
     away = [a for a in local.operand_layout("params").dim_axes(0) if a not in sent]
-    mesh = local.operands[0].mesh
     expected = -(-tokens * choices // prod(mesh.size(axis) for axis in away))
     if not sent:
         return _Rows(order, back, mine, x, take, scale, ends, expected)

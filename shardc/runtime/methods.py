@@ -1,4 +1,4 @@
-"""Methods besides ``forward`` that run as programs of a compiled module."""
+"""Methods besides ``forward`` that run as programs of a compiled module, and what its experts noted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardc.errors import InputError
+from shardc.ir.tally import GROUP_PREFIX
 from shardc.runtime.module import ShardedModule
 from shardc.validate import typed
 
@@ -56,3 +57,30 @@ def register_forward_method(module: nn.Module, name: str) -> None:
                 vars(self)["forward"] = before
 
     setattr(type(module), name, call)  # a class that `shardc.compile` made for this module; the model's own stays
+
+
+def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
+    """How many tokens each expert got in the last forward, over all ranks; every rank calls it.
+
+    A step only counts, on the device, and waits for nothing.
+
+    Returns:
+        By the module that holds the experts, int64 [experts], the same on every rank.
+
+    Raises:
+        InputError: a module that `shardc.compile` did not return, or not for a DeviceMesh.
+    """
+    state: Any = getattr(module, "shardc", None)
+    groups = getattr(state, "groups", None)
+    if groups is None:
+        raise InputError(
+            f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
+        )
+    out = {}
+    for where, (counts, over) in state.tokens.items():
+        if over:
+            axes = tuple(over.removeprefix(GROUP_PREFIX).split(","))
+            started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])
+            counts = torch.ops._c10d_functional.wait_tensor(started)
+        out[where] = counts
+    return out

@@ -347,12 +347,24 @@ class State:
         assert self.groups is not None
         if id(program) not in self._runners:
             runner = self._runners[id(program)] = Runner(
-                program, lambda: self.census, self.storages, self.groups, self.lower, self.sync, self.buffers
+                program,
+                lambda: self.census,
+                self.storages,
+                self.groups,
+                self.lower,
+                self.sync,
+                self.buffers,
+                self.tokens,
             )
             runner.own = any(
                 self.unit(program.outputs, role.layout) != 1 for role in program.outputs if role.layout is not None
             )
         return self._runners[id(program)]
+
+    @cached_property
+    def tokens(self) -> dict[str, tuple[Tensor, str]]:
+        """What each layer of experts noted of its tokens in the last forward."""
+        return {}
 
     def memory(self) -> MemoryUse:
         """Planned and observed memory of collectives' results."""

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from shardc import _compat
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
+from shardc.ir.experts import noting
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -42,6 +43,7 @@ class Runner:
         lower: makes halves callable.
         sync: takes the gradients that the program leaves unreduced.
         buffers: the memory that the results of collectives lie in.
+        tokens: gets what each layer of experts notes of its tokens; see `shardc.ir.experts.noting`.
 
     Attributes:
         own: whether what comes in as gradients of outputs is of this rank's own loss, and is scaled.
@@ -59,10 +61,12 @@ class Runner:
         lower: Lower,
         sync: Sync,
         buffers: Buffers,
+        tokens: dict[str, tuple[Tensor, str]],
     ) -> None:
         self.program, self.census, self.storages = program, census, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
         self.half = program.half
+        self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._reductions: dict[tuple[Any, ...], Half] = {}
@@ -87,7 +91,8 @@ class Runner:
             running, window.first = segment, segment.slot
 
         try:
-            with agreement.runs(half.kind), self.buffers.planned(compiled.plan) as window, _compat.no_autocast():
+            kind, plan = half.kind, compiled.plan
+            with agreement.runs(kind), self.buffers.planned(plan) as window, _compat.no_autocast(), noting(self.tokens):
                 made = compiled(inputs, enter)
             settle()
             return made

@@ -30,6 +30,7 @@ def test_there_are_pages() -> None:
     names = {
         "accelerators.md",
         "auto.md",
+        "experts.md",
         "troubleshooting.md",
         "coming_from.md",
         "plans.md",

@@ -48,6 +48,18 @@ def trains(
     assert held and set(held.values()) <= {4, 2}, f"experts are split over ep: {held}"
 
 
+def counts_tokens(mesh: Mesh, way: str) -> None:
+    """Every rank reads the same, which is what one device's router chooses."""
+    model = build("own", torch.float32)
+    module = shardc.compile(build("own", torch.float32), device_mesh(mesh), plan(mesh, "own", way=way), backend="eager")
+    given = batch(8)
+    module(**module.shard_inputs(**given)[1])
+    x = model.embed(given["input_ids"]).flatten(0, 1)
+    expected = model.router(x).softmax(-1).topk(2).indices.flatten().bincount(minlength=8)
+    (found,) = shardc.expert_tokens(module).items()
+    assert found[0] == "experts" and torch.equal(found[1], expected)
+
+
 def overflows(mesh: Mesh) -> None:
     """All ranks raise the same at once; parameters are as they were, and the next batch trains."""
     model = build("own", torch.float32)
@@ -105,6 +117,7 @@ def test_two_ranks() -> None:
         partial(trains, EP2, "qwen3-moe", {}, "eager"),
         *(partial(in_low_precision, EP2, way) for way in ways),
         partial(overflows, EP2),
+        *(partial(counts_tokens, EP2, way) for way in ("send", "gather")),
         *(
             partial(sends_rows, counts)
             for counts in (((1, 2), (2, 1)), ((1, 1), (1, 0)), ((0, 3), (0, 0)), ((0, 0), (0, 0)))
@@ -131,6 +144,7 @@ def test_four_ranks() -> None:
         partial(trains, DP2EP2, "qwen3-moe", {"way": "gather"}, "eager"),
         partial(trains, Mesh(ep=4), "deepseek-v3", {"way": "send"}, "eager"),
         partial(overflows, DP2EP2),
+        *(partial(counts_tokens, DP2EP2, way) for way in ("send", "gather")),
     )
 
 
