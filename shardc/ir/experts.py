@@ -86,7 +86,7 @@ EXIT, EXIT_GRAD = torch.ops.shardc_experts.exit.default, torch.ops.shardc_expert
 
 # --- the ops of a graph
 
-_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, str where"
+_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, str held, str where"
 _library.define(f"call({_MANY}) -> Tensor")
 _library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]")
 _library.define(

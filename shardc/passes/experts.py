@@ -67,7 +67,8 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
     entry = next((e for e in reversed(entries) if e.says(module)), None)
-    how = (params, body.name, *(("auto", 0.0) if entry is None else (entry.way, entry.bound)), module)
+    said = ("auto", 0.0, "") if entry is None else (entry.way, entry.bound, entry.axis)
+    how = (params, body.name, *said, module)
     _replace(end, experts.CALL, (x, index, weight, *how))
     if back is not None and tangent is not None:
         _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how))

@@ -36,7 +36,7 @@ _VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "Scal
            "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip
 # Arguments that are text, and what it is about: none is a path, code or a message.
 _WORDS = {
-    "api_name", "approximate", "body", "cell", "device", "driver", "equation", "group_name", "indexing",
+    "api_name", "approximate", "body", "cell", "device", "driver", "equation", "group_name", "held", "indexing",
     "interpolation", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op", "rounding_mode", "side", "UPLO",
     "where",
 }  # fmt: skip

@@ -43,9 +43,10 @@ def _params(loops: Loops, first: int, body: str) -> list[Dims]:
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     """``spec``, of which rows of ``width`` elements may be sent, so many for each token."""
     sizes = dict(spec.sizes)
-    if _TOKENS not in sizes or _EXPERTS not in sizes or call["way"] == "gather":
+    if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, call["way"] != "auto"))
+    way = "send" if call["way"] == "bounded" else call["way"]
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way, call["held"]))
 
 
 def _call(call: Call) -> Spec:

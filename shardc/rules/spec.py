@@ -16,7 +16,7 @@ from math import prod
 
 from shardc.errors import RuleError
 from shardc.ir.layout import Digit, Digits, Layout, canonical, cut_digits, refine, strides
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 
 Factors = tuple[str, ...]
 Dims = tuple[Factors, ...]
@@ -29,13 +29,15 @@ class Routed:
     Args:
         rows, owners: the factors.
         elements: how many elements each row's way there and back takes.
-        only: an axis that splits the owners splits the rows too.
+        way: "send": an axis that splits the owners splits the rows too; "gather": none does; "auto": as is cheapest.
+        held: an axis that splits the owners wherever it can; "" for none.
     """
 
     rows: str
     owners: str
     elements: int
-    only: bool = False
+    way: str = "auto"
+    held: str = ""
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,8 @@ def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy
     results = results_of(spec, mesh, assignment)
     if results[index] != layout or any(r.partial for r in results):
         return None
+    if spec.routed is not None and not as_said(spec, assignment, spec.routed.held):
+        return None
     return Strategy(operands, results)
 
 
@@ -313,17 +317,19 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             if len(ops) == 1 and carries(spec, op, frozenset(positions)):
                 options[axis].append(("carry", (op, frozenset(positions))))
     axes = sorted(options, key=mesh.order)
-    seen: set[Strategy] = set()
+    made: dict[Strategy, bool] = {}
     for choice in product(*([*options[axis], ("none", None)] for axis in axes)):
-        made = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
-        if made is not None and made not in seen:
-            seen.add(made)
-            yield made
+        one = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
+        if one is not None:
+            made.setdefault(*one)
+    fitting = any(made.values())
+    yield from (strategy for strategy, fits in made.items() if fits or not fitting)
 
 
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
-) -> Strategy | None:
+) -> tuple[Strategy, bool] | None:
+    """A strategy, and whether its rows travel as is asked for; None where the choices clash."""
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
     for axis, (kind, detail) in choice.items():
@@ -341,8 +347,6 @@ def _strategy(
         if merged is None:
             return None
         assignment[factor] = merged
-    if not sends_as_said(spec, assignment):
-        return None
     pairs = [(axis, op) for axis, (op, _) in carried.items()]
     if not commute(spec, assignment, pairs):
         return None
@@ -350,16 +354,19 @@ def _strategy(
     for at, dims in enumerate(spec.operands):
         partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
         layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
-    return Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
+    made = Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
+    return made, as_said(spec, assignment, spec.routed.held if spec.routed else "")
 
 
-def sends_as_said(spec: Spec, assignment: Assignment) -> bool:
-    """Whether every axis that splits the owners of an op's rows splits the rows too, if that is asked for."""
-    if spec.routed is None or not spec.routed.only:
+def as_said(spec: Spec, assignment: Mapping[str, Digits], held: str) -> bool:
+    """Whether an op's rows travel as is asked for, with its owners split over ``held`` if that is an axis."""
+    if (routed := spec.routed) is None:
         return True
-    return all(
-        axis is None or axis in routed_axes(spec, assignment) for _, axis in assignment.get(spec.routed.owners, ())
-    )
+    owners = {axis for _, axis in assignment.get(routed.owners, ()) if axis}
+    sent = routed_axes(spec, assignment)
+    if held and held not in {split_part(axis)[0] for axis in owners}:
+        return False
+    return not (routed.way == "gather" and sent) and not (routed.way == "send" and owners - sent)
 
 
 def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:

@@ -41,7 +41,7 @@ def test_bytes_are_those_of_the_page(n: int, choices: int, tokens: int) -> None:
 
 def test_the_cheaper_way_is_taken() -> None:
     """One choice of a token over eight ranks is sent; eight choices over two are gathered."""
-    few, many = program(8, 1, 512, "auto"), program(2, 8, 512, "auto")
+    few, many = program(8, 1, 8192, "auto"), program(2, 8, 8192, "auto")
     assert "send_rows" in few.text("localize") and "send_rows" not in many.text("localize")
 
 

@@ -165,7 +165,7 @@ class Choice:
             return ()
         whole = [f or Layout.whole(self.mesh, ir.value(x).shape) for f, x in zip(fixed, operands, strict=True)]
         have = set(found)
-        return tuple(one for one in strategies(spec, whole) if one not in have)
+        return tuple(one for one in strategies(spec, whole) if one not in have) if spec.routed is None else ()
 
     def _made(self, node: fx.Node) -> list[Layout]:
         """The layouts in which ``node`` may be made."""

@@ -21,7 +21,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import spec_of
-from shardc.rules.spec import Assignment, Spec, carries, place, project, results_of, sends_as_said
+from shardc.rules.spec import Assignment, Spec, as_said, carries, place, project, results_of
 
 Slot = tuple[fx.Node, int]  # one of the tensors that a node makes
 
@@ -104,7 +104,14 @@ class Closure:
             slot, layout = self._queue.popleft()
             for node, spec, at, made in self._touching.get(slot, ()):
                 self._spread(node, spec, at, made, layout)
-        return {node: list(found) for node, found in self.ways.items()}
+        return {node: self._said(spec, list(self.ways[node])) for node, spec in specs}
+
+    def _said(self, spec: Spec, ways: list[Way]) -> list[Way]:
+        """Those in which rows travel as is asked for, if there are any."""
+        if spec.routed is None or self.mesh.size(self.axis) == 1:
+            return ways
+        held = self.axis if spec.routed.held == self.axis else ""
+        return [way for way in ways if as_said(spec, dict(way.factors), held)] or ways
 
     def _major(self, length: int, size: int) -> Digits:
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
@@ -139,7 +146,7 @@ class Closure:
                     self._learn(node, spec, Way(tuple(sorted({one: split[one], other: factors[other]}.items()))))
 
     def _learn(self, node: fx.Node, spec: Spec, way: Way) -> None:
-        if way in self.ways[node] or not sends_as_said(spec, dict(way.factors)):
+        if way in self.ways[node]:
             return
         self.ways[node][way] = None
         operands, results = laid_out(spec, self.mesh, dict(way.factors), way.carried, {way.carried: way.positions})
