@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.nn.functional as F
@@ -40,3 +42,17 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
     library = sys.modules.get("transformers.integrations.moe")
     found = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
     return ((experts, "apply", experts.marked), *found)
+
+
+@contextmanager
+def in_their_place(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Puts each of ``forms``, (where it is looked up, by which name, what stands there meanwhile), in its place."""
+    given = tuple(forms)
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in given]
+    try:
+        for owner, name, function in given:
+            setattr(owner, name, function)
+        yield
+    finally:
+        for owner, name, held in before:
+            delattr(owner, name) if held is None else setattr(owner, name, held)  # inherited methods come back by it

@@ -222,12 +222,5 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 def other_forms() -> Iterator[None]:
     """Puts the functions of this file in the place of torch's."""
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
-    forms = (*_OTHER_FORMS, *experts.other_forms())
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in forms]
-    try:
-        for owner, name, function in forms:
-            setattr(owner, name, function)
+    with experts.in_their_place((*_OTHER_FORMS, *experts.other_forms())):
         yield
-    finally:
-        for owner, name, held in before:
-            delattr(owner, name) if held is None else setattr(owner, name, held)  # inherited methods come back by it

@@ -252,6 +252,8 @@ def _settings() -> dict[str, Any]:
     """
     wanted = {"specialize_float": True, "automatic_dynamic_shapes": False, "ignore_logging_functions": _logging()}
     wanted |= {"allow_rnn": True, "trace_autograd_ops": True}
+    # What a model records in a checkpoint region is recorded once: a program runs none of its Python again.
+    wanted |= {"skip_fwd_side_effects_in_bwd_under_checkpoint": True}
     return {name: value for name, value in wanted.items() if hasattr(torch._dynamo.config, name)}
 
 

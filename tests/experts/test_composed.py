@@ -1,0 +1,76 @@
+"""Experts beside the rest of a plan and of training: regions that run again, replicas, the host, sizes that change."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import transformers as hf
+from torch import nn
+
+import shardc
+from tests.experts.alike import trains_alike
+from tests.experts.models import CHOICES, DECODER, batch, build
+from tests.models.zoo import in_float64
+
+EP = shardc.ep("ep", "*.experts")
+
+
+def checkpointed() -> nn.Module:
+    model = build("qwen3-moe")
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    config = {**DECODER, **CHOICES, "num_hidden_layers": 7, "moe_intermediate_size": 12, "use_cache": False}
+    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**config)).double().train()
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("way", ["gather", "send"])
+def test_in_regions_that_run_again(way: str) -> None:
+    mesh = {"dp": 2, "ep": 2}
+    trains_alike(checkpointed, batch(), mesh, shardc.fsdp(("dp", "ep")) | shardc.ep("ep", "*.experts", way=way))
+
+
+def test_with_replicas_and_on_the_host() -> None:
+    plan = shardc.hsdp(shard="ep", replicate="rep") | EP | shardc.offload(["*.experts.*"])
+    trains_alike(partial(build, "qwen3-moe"), batch(), {"rep": 2, "ep": 2}, plan)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_levels(level: int) -> None:
+    trains_alike(partial(build, "olmoe"), batch(), {"dp": 2, "ep": 2}, shardc.fsdp(("dp", "ep"), level=level) | EP)
+
+
+def test_layers_that_are_folded() -> None:
+    sim = trains_alike(deep, batch(), {"ep": 2}, shardc.fsdp("ep") | EP, options=shardc.Options(fold=True))
+    assert sim.state.program_for((), batch()).folded is not None
+
+
+def test_exactly_chosen() -> None:
+    options = shardc.Options(chooser="exact")
+    trains_alike(partial(build, "mixtral"), batch(), {"dp": 2, "ep": 2}, shardc.fsdp("dp") | EP, options=options)
+
+
+def test_one_program_for_many_sizes() -> None:
+    with in_float64():
+        model = build("own")
+        dynamic = {"input_ids": {0: "b", 1: "t"}, "labels": {0: "b", 1: "t"}}
+        plan = shardc.ep("ep", "experts", way="send")
+        module = shardc.compile(build("own"), shardc.Mesh(ep=2), plan, backend="eager", dynamic=dynamic)
+        sim = shardc.Simulation(module)
+        for rows, length in ((4, 6), (8, 5), (2, 9)):
+            given = batch(rows, length)
+            expected = model(**given)["loss"]
+            assert abs(sim(**given)["loss"] - expected.detach()) < 1e-9
+            model.zero_grad()
+            expected.backward()
+            sim.grads.clear()
+            sim.backward()
+            for name, param in model.named_parameters():
+                torch.testing.assert_close(sim.grad(name), param.grad, rtol=0, atol=1e-9)
