@@ -9,7 +9,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
 from shardc.links import measure_links
 from shardc.passes.options import Options
-from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, tp
+from shardc.plan import Plan, ddp, fsdp, hsdp, hsdp_plan, offload, precision, recompute, tp
 from shardc.precompiled import load
 from shardc.program import Program
 from shardc.rules import register_rule
@@ -45,6 +45,7 @@ __all__ = [
     "offload",
     "optim",
     "precision",
+    "recompute",
     "register_forward_method",
     "register_rule",
     "tp",

@@ -15,4 +15,5 @@ from shardc.plan.value import fsdp as fsdp
 from shardc.plan.value import hsdp as hsdp
 from shardc.plan.value import offload as offload
 from shardc.plan.value import precision as precision
+from shardc.plan.value import recompute as recompute
 from shardc.plan.value import tp as tp

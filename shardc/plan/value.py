@@ -14,8 +14,21 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.plan.calls import Call, call_text, runs, to_call
-from shardc.plan.entries import Ddp, Entry, Fsdp, Offload, Param, Policies, Precision, Prefetch, Setting, Tp, distinct
-from shardc.plan.entries.data_parallel import by_glob, of_all
+from shardc.plan.entries import (
+    Ddp,
+    Entry,
+    Fsdp,
+    Offload,
+    Param,
+    Policies,
+    Precision,
+    Prefetch,
+    Recompute,
+    Setting,
+    Tp,
+    distinct,
+)
+from shardc.plan.entries.data_parallel import axis_names, by_glob, of_all
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
@@ -363,18 +376,27 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
     Raises:
         PlanError: ``to`` is neither "host" nor "device"; when the plan is used, a glob that matches no parameter.
     """
-    said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry="offload(...)")
-    globs = [said] if isinstance(said, str) else said
-    return Plan.of(Offload(glob, to, pin_memory) for glob in globs)
+    return Plan.of(Offload(glob, to, pin_memory) for glob in _globs(names, "offload(...)"))
 
 
-def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
-    """``axis``, a name or a sequence of them, as a tuple."""
-    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise PlanError(f"{name!r} is not the name of a mesh axis", plan_entry=entry, fix='name axes like "dp"')
-    return names
+def recompute(names: str | Sequence[str]) -> Plan:
+    """Keeps nothing that these modules compute for backward, which computes it again, as ``torch.utils.checkpoint``.
+
+    What is kept of such a module is what it takes. A module inside another that is named belongs to that one.
+    `shardc.Options` says which of its collectives run again.
+
+    Args:
+        names: a module glob, or several.
+
+    Raises:
+        PlanError: when the plan is used, a glob that matches no module.
+    """
+    return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
+
+
+def _globs(names: Any, entry: str) -> Sequence[str]:
+    said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
+    return [said] if isinstance(said, str) else cast(Sequence[str], said)
 
 
 Constructors = Mapping[str, Callable[..., Plan]]
@@ -387,5 +409,6 @@ CONSTRUCTORS: dict[str, Callable[..., Plan]] = {
     "tp": tp,
     "precision": precision,
     "offload": offload,
+    "recompute": recompute,
     "Plan": Plan,
 }

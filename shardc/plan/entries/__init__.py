@@ -6,9 +6,10 @@ from shardc.plan.entries.offload import Offload
 from shardc.plan.entries.precision import Policies, Precision
 from shardc.plan.entries.prefetch import Prefetch
 from shardc.plan.entries.raw import Activation, Param, Port, Setting
+from shardc.plan.entries.recompute import Recompute
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
     "Activation", "Ddp", "Entry", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
-    "STYLES", "Setting", "Tp", "distinct",
+    "Recompute", "STYLES", "Setting", "Tp", "distinct",
 ]  # fmt: skip

@@ -219,3 +219,12 @@ def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
 def of_all(given: Any) -> Any:
     """A table by glob, of a number that is of all."""
     return {"*": given} if isinstance(given, int) else given
+
+
+def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
+    """``axis``, a name or a sequence of them, as a tuple."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise PlanError(f"{name!r} is not the name of a mesh axis", plan_entry=entry, fix='name axes like "dp"')
+    return names
