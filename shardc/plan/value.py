@@ -28,7 +28,7 @@ from shardc.plan.entries import (
     Tp,
     distinct,
 )
-from shardc.plan.entries.data_parallel import axis_names, by_glob, of_all
+from shardc.plan.entries.data_parallel import axis_names, by_glob, check_apart, of_all
 from shardc.plan.entries.raw import activation_entries, port_entries
 from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import hf_entries
@@ -111,15 +111,7 @@ class Plan:
             PlanError: two data-parallel entries that share some of their axes, but not all.
         """
         said = distinct(entries)
-        data = [e for e in said if e.batch]
-        for at, entry in enumerate(data):
-            for earlier in data[:at]:
-                if shared := set(entry.axes) & set(earlier.axes):
-                    raise PlanError(
-                        f"axis {sorted(shared)[0]!r} is given to two data-parallel entries: {earlier} and {entry}",
-                        plan_entry=str(entry),
-                        fix="give each axis to one entry",
-                    )
+        check_apart(said)
         plan = cls.__new__(cls)
         object.__setattr__(plan, "entries", said)
         return plan
@@ -382,11 +374,10 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
 def recompute(names: str | Sequence[str]) -> Plan:
     """Keeps nothing that these modules compute for backward, which computes it again, as ``torch.utils.checkpoint``.
 
-    What is kept of such a module is what it takes. A module inside another that is named belongs to that one.
-    `shardc.Options` says which of its collectives run again.
+    What is kept of such a module is what it takes. `shardc.Options` says which of its collectives run again.
 
     Args:
-        names: a module glob, or several.
+        names: a module glob, or several. A module inside another that is named belongs to that one.
 
     Raises:
         PlanError: when the plan is used, a glob that matches no module.
@@ -394,21 +385,14 @@ def recompute(names: str | Sequence[str]) -> Plan:
     return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
 
 
-def _globs(names: Any, entry: str) -> Sequence[str]:
+def _globs(names: Any, entry: str) -> Iterable[str]:
     said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
-    return [said] if isinstance(said, str) else cast(Sequence[str], said)
+    return [said] if isinstance(said, str) else tuple(said)
 
 
 Constructors = Mapping[str, Callable[..., Plan]]
 
 
 CONSTRUCTORS: dict[str, Callable[..., Plan]] = {
-    "ddp": ddp,
-    "fsdp": fsdp,
-    "hsdp": hsdp,
-    "tp": tp,
-    "precision": precision,
-    "offload": offload,
-    "recompute": recompute,
-    "Plan": Plan,
+    made.__name__: made for made in (ddp, fsdp, hsdp, tp, precision, offload, recompute, Plan)
 }
