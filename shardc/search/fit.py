@@ -5,6 +5,7 @@ Parameters are gathered again in backward, activations are computed again, param
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,7 +19,7 @@ from shardc.plan.entries import Entry, Fsdp, Recompute
 from shardc.plan.match import matching
 from shardc.plan.value import Plan, offload, recompute
 
-TRIES = 3  # of taking a measure for some of its units
+TRIES = 4  # of taking a measure for some of its units
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,6 @@ class Measure:
 
     def whole(self, plan: Plan) -> Plan:
         return self.added(plan, len(self.shares))
-
-    def least(self, part: float) -> int:
-        """How many units free so large a part."""
-        total = sum(self.shares)
-        return 1 + sum(held < part * total * (1 - 1e-9) for held in accumulate(self.shares[:-1]))
 
 
 class Cost(Protocol):
@@ -115,13 +111,18 @@ class Fit:
             return plan, now
         if then.memory > self.memory:
             return more, then
-        few, before = measure.least((now.memory - self.memory) / (now.memory - then.memory)), 0
+        held = [0.0, *accumulate(measure.shares)]
+        low, high = (0, now.memory), (len(measure.shares), then.memory)  # too few units, and enough
         for _ in range(TRIES):
-            some = self.schedule(measure.added(plan, few), measure.alike) if 0 < few < len(measure.shares) else None
-            step = 0 if some is None else -1 if some.memory <= self.memory else 1
-            if step * before < 0 or not step:
+            if high[0] - low[0] < 2:
                 break
-            few, before = few + step, step
+            part = (low[1] - self.memory) / (low[1] - high[1])
+            few = bisect_left(held, (held[low[0]] + part * (held[high[0]] - held[low[0]])) * (1 - 1e-9))
+            few = min(max(few, low[0] + 1), high[0] - 1)
+            some = self.schedule(measure.added(plan, few), measure.alike)
+            if some is None:
+                break
+            low, high = (low, (few, some.memory)) if some.memory <= self.memory else ((few, some.memory), high)
         return None
 
     # --- measures

@@ -91,8 +91,14 @@ ACTIVATIONS, FOLDED = (3, 16, 4096), (7, 16, 4096)
 PARAMETERS = (3, 256, 32)
 
 
-@pytest.mark.parametrize("size", [ACTIVATIONS, FOLDED], ids=["whole", "folded"])
-@pytest.mark.parametrize("part", [0.8, 0.5])
+@pytest.mark.parametrize(
+    ("size", "part"),
+    [
+        pytest.param(ACTIVATIONS, 0.8, id="some"),
+        pytest.param(ACTIVATIONS, 0.5, id="more"),
+        pytest.param(FOLDED, 0.8, id="folded", marks=pytest.mark.slow),
+    ],
+)
 def test_as_much_is_computed_again_as_has_to_be(size: tuple[int, int, int], part: float) -> None:
     """Parts of blocks, of the first ones only where these are enough; it is what `compile` compiles."""
     most = find(*size, 1e9)
@@ -105,6 +111,7 @@ def test_as_much_is_computed_again_as_has_to_be(size: tuple[int, int, int], part
     trains_alike(Net(*size[:2]), (torch.randn(64, size[1]),), {"dp": 2}, found.plan, steps=2)
 
 
+@pytest.mark.slow
 def test_some_blocks_are_enough() -> None:
     """One fewer than the plan names would not fit."""
     most = find(*FOLDED, 1e9)
@@ -138,6 +145,7 @@ def test_what_is_given_holds() -> None:
     assert {name for name, p in placed.items() if p.host} and not any(p.host for n, p in placed.items() if ".up." in n)
 
 
+@pytest.mark.slow
 def test_the_error_says_the_least_that_would_fit() -> None:
     with pytest.raises(shardc.ShardcError) as error:
         find(*ACTIVATIONS, 1e5)
@@ -151,7 +159,7 @@ def test_the_error_says_the_least_that_would_fit() -> None:
 
 def test_some_parameters_are_gathered_again() -> None:
     """Between levels 2 and 3: as many as has to be, those that forward uses first."""
-    sizes, tried = PARAMETERS, {}
+    sizes, tried = (6, 256, 32), {}
     globs = [name for name, _ in Net(*sizes[:2]).named_parameters()]
 
     def schedule(plan: shardc.Plan, alike: bool) -> Trial:
@@ -163,7 +171,7 @@ def test_some_parameters_are_gathered_again() -> None:
     with torch.device("meta"):
         model = Net(*sizes[:2]).double()
     Fit(model, globs, shardc.Plan(), limit, True, schedule, lambda: math.inf).run(shardc.fsdp("dp"))
-    assert [plan for plan in tried][:2] == [str(shardc.fsdp("dp", level=level)) for level in (2, 3)]
-    last, cost = list(tried.items())[-1]
-    assert again < cost.memory <= limit and last.startswith('fsdp("dp", level=2, levels={"layers.0.narrow.0.weight": 3')
-    assert all(trial.memory > limit for trial in list(tried.values())[2:-1])
+    assert list(tried)[:2] == [str(shardc.fsdp("dp", level=level)) for level in (2, 3)]
+    some = {plan: trial.memory for plan, trial in tried.items() if "levels" in plan}
+    assert all(plan.startswith('fsdp("dp", level=2, levels={"layers.0.narrow.0.weight": 3') for plan in some)
+    assert again <= min(some.values()) <= limit < kept
