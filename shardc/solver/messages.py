@@ -28,8 +28,8 @@ class Node:
         outbox: room for the costs that it sends to each neighbour.
         earlier: how many neighbours are earlier.
         share: the part of its costs that it sends to each neighbour.
-        sends: for each direction of the sweep, ``(table, costs, room for their sum, axis, inbox row of the neighbour)``;
-            the axis is that of the variable in the table.
+        sends: for each direction of the sweep, ``(table, costs, room for their sum, axis of the variable in
+            them, inbox row of the neighbour)``.
         rows: for each neighbour, its place and its table, the neighbour's labels first.
     """
 
