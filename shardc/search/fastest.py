@@ -42,7 +42,7 @@ class Tried:
     """A plan that was scheduled.
 
     Args:
-        origin: "found", or the library's form that it is.
+        origin: "found", or the library's form that it is, or that was made to fit.
         over: the axes over which storage alone is split.
         value, bound: seconds that its solution costs, and that any would; 0 of a library's form.
         variables: of its problem.
