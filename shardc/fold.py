@@ -69,10 +69,12 @@ def few_of(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
     """What is asked of the shortened model."""
     params = {short_name(name, repeats, keep): found for name, found in asked.params.items()}
     pins = [(short_name(pin.module, repeats, keep), pin) for pin in asked.activations()]
+    regions = [short_name(name, repeats, keep) for name in asked.recomputed()]
     return replace(
         asked,
         params={name: found for name, found in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
+        regions=[name for name in regions if name is not None],
         traced_in=asked.dtypes.shortened(repeats, keep),
         deferred=asked.deferred.renamed(lambda name: short_name(name, repeats, keep)),
     )
@@ -128,13 +130,13 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
 
 def repeats_of(asked: Request, keep: int) -> list[Repeat]:
     """The runs of blocks that do the same and of which the plan says the same."""
-    pins, dtypes = asked.activations(), asked.dtypes
+    pins, dtypes, regions = asked.activations(), asked.dtypes, asked.recomputed()
     found = find_repeats(
         asked.model, asked.args, asked.kwargs, device=asked.device, keep=keep, loss=asked.loss, dtypes=dtypes
     )
     out = []
     for each in found:
-        said = [_said(name, asked.params, pins, dtypes) for name in each.names()]
+        said = [_said(name, asked.params, pins, regions, dtypes) for name in each.names()]
         starts = [0, *(at for at in range(1, each.count) if said[at] != said[at - 1]), each.count]
         runs = [Repeat(each.path, each.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
         longest = max(runs, key=lambda run: run.count)
@@ -143,7 +145,9 @@ def repeats_of(asked: Request, keep: int) -> list[Repeat]:
     return out
 
 
-def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], dtypes: Dtypes) -> Any:
+def _said(
+    block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], regions: Sequence[str], dtypes: Dtypes
+) -> Any:
     """What the plan says of what is in ``block``, in terms of names within it."""
     inside = f"{block}."
     return (
@@ -153,5 +157,6 @@ def _said(block: str, params: Mapping[str, ParamPlan], pins: Sequence[Activation
             for pin in pins
             if pin.module == block or pin.module.startswith(inside)
         ],
+        [name.removeprefix(block) for name in regions if f"{name}.".startswith(inside)],
         dtypes.within(block),
     )

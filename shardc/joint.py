@@ -85,6 +85,7 @@ class Request:
         deferred: parameters whose gradients stay unreduced, to be summed up on each rank; see `Program.reduction`.
         keep_stages: keep a copy of the graph after each stage, for people who look.
         pins: what the plan says of activations; by default resolved against the model's modules.
+        regions: modules whose activations backward computes again; by default resolved too.
         traced_in: the dtypes of the model's modules; by default those that the plan gives them.
     """
 
@@ -100,6 +101,7 @@ class Request:
     deferred: Deferred = NOTHING
     keep_stages: bool = True
     pins: Sequence[ports.ActivationPin] | None = None
+    regions: Sequence[str] | None = None
     traced_in: Dtypes | None = None
 
     @property
@@ -115,7 +117,14 @@ class Request:
         """What the plan says of activations."""
         if self.pins is not None:
             return self.pins
-        return ports.resolve_activations(self.plan, [name for name, _ in self.model.named_modules()])
+        return ports.resolve_activations(self.plan, self._modules())
+
+    def recomputed(self) -> Sequence[str]:
+        """The modules whose activations backward computes again."""
+        return ports.resolve_regions(self.plan, self._modules()) if self.regions is None else self.regions
+
+    def _modules(self) -> list[str]:
+        return [name for name, _ in self.model.named_modules()]
 
 
 def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
@@ -161,6 +170,7 @@ def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.Activation
         asked.params,
         inputs=tuple(ports.resolve_inputs(asked.plan, asked.mesh, shapes)),
         pins=dict(zip(tags, pins, strict=True)),
+        regions=tuple(asked.recomputed()),
         outputs=ports.output_specs(asked.plan, captured.output_spec),
         precision=asked.precision,
         stored={name: p.dtype for name, p in asked.model.named_parameters()},

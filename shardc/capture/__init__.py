@@ -1,6 +1,7 @@
 """Capture: an ordinary module (and its loss) as one joint forward-backward FX graph at global shapes."""
 
 from shardc.capture.caches import register_caches as register_caches
+from shardc.capture.calls import numbered_containers as numbered_containers
 from shardc.capture.dtypes import Dtypes as Dtypes
 from shardc.capture.function import as_module as as_module
 from shardc.capture.once import CaptureOnce as CaptureOnce

@@ -141,6 +141,11 @@ class Hardware:
         """Seconds of a rank's own time that starting a collective of so many messages takes."""
         return self.call + self.message * messages
 
+    @property
+    def is_host(self) -> bool:
+        """Whether a rank computes in the host's memory, as on CPUs, so that nothing is won by keeping things there."""
+        return self.host.name == "memory"
+
     def move(self, nbytes: int) -> Price:
         """Seconds of a copy of ``nbytes`` between device and (pinned) host memory."""
         return Price(self.host.ring + nbytes / (self.host.bandwidth * self.wire), "copy", self.host.name)

@@ -71,7 +71,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
             Canonicalize(),
             # What the plan says.
-            Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins)),
+            Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.regions),
             # Sizes that its axes do not divide, before layouts are chosen.
             Pad(mesh, plan.padded_inputs, plan.padded_params, plan.grown, fake_mode, device),
             # Every value's layout, at least cost.

@@ -30,12 +30,14 @@ class Seed:
         params: of each parameter, by qualified name.
         inputs: of each tensor input in order.
         pinned: activation tags that the plan speaks of; the other tags are dropped.
+        regions: modules whose activations backward computes again, as checkpoint regions of the model.
     """
 
     mesh: Mesh
     params: Mapping[str, ParamPlan]
     inputs: Sequence[InputPlan]
     pinned: frozenset[str] = frozenset()
+    regions: tuple[str, ...] = ()
     name = "seed"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
@@ -46,6 +48,7 @@ class Seed:
             if node.target is ops.tag and node.kwargs["name"] not in self.pinned:
                 node.replace_all_uses_with(node.args[0])
                 graph.erase_node(node)
+        self._mark_regions(graph)
         order = {node: at for at, node in enumerate(graph.nodes)}
         inputs = iter(self.inputs)
         for node in ir.placeholders(graph):
@@ -60,6 +63,15 @@ class Seed:
                 ir.set_info(node, replace(record.at(given.layout), origin=replace(record.origin, cause=given.cause)))
         self._grads(graph, names)
         return gm
+
+    def _mark_regions(self, graph: fx.Graph) -> None:
+        """Numbers the regions that the plan names behind those that the model has, in which they change nothing."""
+        origins = {node: ir.info(node).origin for node in graph.nodes if node.op == "call_function"}
+        first = 1 + max((origin.region for origin in origins.values()), default=0)
+        for node, origin in origins.items():
+            for at, module in enumerate(self.regions):
+                if f"{origin.module}.".startswith(f"{module}.") and origin.phase == "forward" and not origin.region:
+                    ir.set_info(node, replace(ir.info(node), origin=replace(origin, region=first + at)))
 
     def _param(self, graph: fx.Graph, node: fx.Node, before: fx.Node | None, names: NameScope) -> None:
         record = ir.info(node)

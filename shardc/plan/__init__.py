@@ -1,5 +1,13 @@
 """Plans: frozen, composable values that say where a model's tensors lie on a mesh."""
 
+from shardc.plan.constructors import ddp as ddp
+from shardc.plan.constructors import ep as ep
+from shardc.plan.constructors import fsdp as fsdp
+from shardc.plan.constructors import hsdp as hsdp
+from shardc.plan.constructors import offload as offload
+from shardc.plan.constructors import precision as precision
+from shardc.plan.constructors import recompute as recompute
+from shardc.plan.constructors import tp as tp
 from shardc.plan.expression import parse_plan as parse_plan
 from shardc.plan.from_hsdp import hsdp_plan as hsdp_plan
 from shardc.plan.ports import ActivationPin as ActivationPin
@@ -10,10 +18,3 @@ from shardc.plan.ports import resolve_outputs as resolve_outputs
 from shardc.plan.resolve import ParamPlan as ParamPlan
 from shardc.plan.resolve import resolve_params as resolve_params
 from shardc.plan.value import Plan as Plan
-from shardc.plan.value import ddp as ddp
-from shardc.plan.value import ep as ep
-from shardc.plan.value import fsdp as fsdp
-from shardc.plan.value import hsdp as hsdp
-from shardc.plan.value import offload as offload
-from shardc.plan.value import precision as precision
-from shardc.plan.value import tp as tp

@@ -28,6 +28,7 @@ class BoundPlan:
         params: of each parameter, by name.
         inputs: of each tensor input, in order.
         pins: of each tagged activation, by the tag's name.
+        regions: the modules whose activations backward computes again.
         outputs: of tensor outputs, by flat position: what it says and the entry.
         precision: the dtypes to compute and to reduce in, by module.
         stored: dtype of each parameter.
@@ -39,6 +40,7 @@ class BoundPlan:
     params: Mapping[str, ParamPlan]
     inputs: tuple[InputPlan, ...]
     pins: Mapping[str, ActivationPin]
+    regions: tuple[str, ...]
     outputs: Mapping[int, tuple[Form, str]]
     precision: Policies
     stored: Mapping[str, torch.dtype]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.value import Plan, fsdp, precision
+from shardc.plan.constructors import fsdp, precision
+from shardc.plan.value import Plan
 
 _KB = 1024
 _LEVELS = {"level1": 1, "level2": 2, "level3": 3}

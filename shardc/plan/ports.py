@@ -160,6 +160,21 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
     return list(pins.values())
 
 
+def resolve_regions(plan: Plan, module_names: Iterable[str]) -> list[str]:
+    """The modules whose activations backward computes again, in the model's order, none inside another.
+
+    Raises:
+        PlanError: a glob that matches no module.
+    """
+    names = list(module_names)
+    said = {name for entry in plan.entries for name in entry.regions(names)}
+    out: list[str] = []
+    for name in names:  # what a module holds comes behind it
+        if name in said and not any(name.startswith(f"{outer}.") for outer in out):
+            out.append(name)
+    return out
+
+
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
     """Raises PlanError for a plan entry about activations none of which is in the program; ``tags`` name each pin's."""
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}

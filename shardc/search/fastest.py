@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations
+from math import inf
 
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
@@ -17,10 +18,12 @@ from shardc.passes.exact.chooser import Weights
 from shardc.passes.exact.open import Free, OpenChoice
 from shardc.passes.options import Options
 from shardc.passes.unfold_names import NotPeriodic
+from shardc.plan.constructors import ddp, fsdp
 from shardc.plan.entries import Fsdp
 from shardc.plan.placed import ParamPlan, Placed
-from shardc.plan.value import Plan, ddp, fsdp
+from shardc.plan.value import Plan
 from shardc.report.schedule import Schedule
+from shardc.search.fit import Fit, kept_whole
 from shardc.search.opened import Laid, Opened
 from shardc.search.pins import Pinner
 from shardc.search.write import Writer
@@ -40,7 +43,7 @@ class Tried:
     """A plan that was scheduled.
 
     Args:
-        origin: "found", or the library's form that it is.
+        origin: "found", or the library's form that it is, or that was made to fit.
         over: the axes over which storage alone is split.
         value, bound: seconds that its solution costs, and that any would; 0 of a library's form.
         variables: of its problem.
@@ -60,6 +63,16 @@ class Tried:
     @property
     def gap(self) -> float:
         return (self.value - self.bound) / self.value if self.value else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.schedule.seconds
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a rank at the peak."""
+        return self.schedule.memory.peak.total
 
 
 @dataclass(frozen=True)
@@ -120,17 +133,18 @@ class Search:
                 for candidate in self._candidates(weights):
                     self._try(candidate)
             best = self.best()
-            if best is not None:
-                self._kept_whole(best)
+            if best is not None and best.origin == "found":
+                self._schedule(kept_whole(best.plan, self.hand), "found", best)
             if best is None or len(self.tried) == before:
                 break
             weighed = [exposed(best.schedule, weighed[0], self.opened.source.shapes)]
+        self._fit()
         if (best := self.best()) is None:
-            least = min((t.schedule.memory.peak.total for t in self.tried.values()), default=0)
+            least = min((t.memory for t in self.tried.values()), default=0)
             raise PlanError(
                 f"no plan on {self.mesh} fits in {self.memory / 1e9:g} GB a rank: the smallest that was found takes "
                 f"{least / 1e9:.3g} GB",
-                fix="use more ranks, a smaller batch, checkpoints of activations, or shardc.offload()",
+                fix="use more ranks, or a smaller batch",
             )
         return best
 
@@ -139,19 +153,29 @@ class Search:
         with suppress(ShardcError):
             self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
 
-    def _kept_whole(self, best: Tried) -> None:
-        """Tries the best plan with parameters that stay whole from forward to backward."""
-        if best.origin == "found":
-            said = set(self.hand.entries)
-            entries = [
-                replace(e, level=2) if isinstance(e, Fsdp) and e.level == 3 and e not in said else e
-                for e in best.plan.entries
-            ]
-            self._schedule(Plan.of(entries), "found", best)
+    def _fit(self) -> None:
+        """Makes the fastest plan and the smallest one fit, if they are faster than the best that does."""
+        tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
+        globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.said, ""))]
+        for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
+
+            def cost(plan: Plan, alike: bool, start: Tried = start) -> Tried | None:
+                opened = self.opened
+                if not alike and opened.repeats:
+                    opened = Opened.of(opened.source, plan, self.mesh)
+                return self._schedule(plan, start.origin, start, opened)
+
+            host = not self.hardware.is_host
+            Fit(self.opened.source.model, globs, self.hand, self.memory, host, cost, self.limit).run(start.plan)
+
+    def limit(self) -> float:
+        """Seconds of the fastest plan that fits."""
+        best = self.best()
+        return inf if best is None else best.seconds
 
     def best(self) -> Tried | None:
-        fitting = [t for t in self.tried.values() if t.schedule.memory.peak.total <= self.memory]
-        return min(fitting, key=lambda t: (round(t.schedule.seconds, 9), str(t.plan)), default=None)
+        fitting = [t for t in self.tried.values() if self._fits(t)]
+        return min(fitting, key=lambda t: (round(t.seconds, 9), str(t.plan)), default=None)
 
     # --- candidates
 
@@ -165,7 +189,7 @@ class Search:
                 return
 
     def _fits(self, tried: Tried) -> bool:
-        return tried.schedule.memory.peak.total <= self.memory
+        return tried.memory <= self.memory
 
     def _overs(self) -> Iterator[tuple[str, ...]]:
         """The sets of axes over which storage alone may be split: those that a hand's plan does not speak of."""
@@ -244,13 +268,16 @@ class Search:
                 break
             yield "fsdp and from_hf", (fsdp(rest) if rest else Plan()) | tensor
 
-    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None) -> None:
+    def _schedule(
+        self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None, opened: Opened | None = None
+    ) -> Tried | None:
+        """A plan as it was tried; None where it cannot be."""
         if str(plan) in self.tried:
-            return
+            return self.tried[str(plan)]
         try:
-            schedule = self.opened.program(self.mesh, plan, self.options).schedule(self.hardware)
+            schedule = (opened or self.opened).program(self.mesh, plan, self.options).schedule(self.hardware)
         except (ShardcError, NotPeriodic):  # such as alike blocks that came out different, which no glob says
-            return
+            return None
         said = Tried(plan, schedule, origin)
         if candidate is not None:
             said = replace(
@@ -258,6 +285,7 @@ class Search:
                 variables=candidate.variables, build=candidate.build, solve=candidate.solve,
             )  # fmt: skip
         self.tried[str(plan)] = said
+        return said
 
 
 def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:

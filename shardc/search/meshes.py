@@ -68,10 +68,10 @@ class Bounded(Search):
     """A search that tells of each plan that it schedules, and schedules what a hand's plan says alone, too.
 
     Args:
-        limit: seconds of the best schedule so far. If no solution costs less, none is scheduled.
+        most: seconds of the best schedule so far. If no solution costs less, none is scheduled.
     """
 
-    limit: float = inf
+    most: float = inf
     report: Report | None = None
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
@@ -80,15 +80,21 @@ class Bounded(Search):
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
         for at, candidate in enumerate(super()._candidates(weights)):
             # The first is the cheapest; later ones may pay for memory too.
-            if at == 0 and candidate.value > MARGIN * self.limit:
+            if at == 0 and candidate.value > MARGIN * self.most:
                 return
             yield candidate
 
-    def _schedule(self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None) -> None:
+    def limit(self) -> float:
+        return min(self.most, super().limit())
+
+    def _schedule(
+        self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None, opened: Opened | None = None
+    ) -> Tried | None:
         before = len(self.tried)
-        super()._schedule(plan, origin, candidate)
+        made = super()._schedule(plan, origin, candidate, opened)
         if self.report is not None and len(self.tried) > before:
             self.report(self.trials()[-1])
+        return made
 
     def trials(self) -> list[Trial]:
         return [Trial(self.mesh, tried, self.memory) for tried in self.tried.values()]
@@ -125,7 +131,7 @@ class Ranged:
             best = self.best(trials)
             limit = inf if best is None else best.seconds
             search = Bounded(
-                self.opened, mesh, self.hand, self.hardware, self.memory, self.options, limit=limit, report=self.report
+                self.opened, mesh, self.hand, self.hardware, self.memory, self.options, most=limit, report=self.report
             )
             searches[mesh] = search
             try:
@@ -166,7 +172,7 @@ class Ranged:
         return PlanError(
             f"no plan on {_listed(meshes)} fits in {self.memory / 1e9:g} GB a rank: the smallest that was found takes "
             f"{least.memory / 1e9:.3g} GB: {least.plan}{'' if len(meshes) == 1 else f' on {least.mesh}'}",
-            fix="use more ranks, a smaller batch, checkpoints of activations, or shardc.offload()",
+            fix="use more ranks, or a smaller batch",
         )
 
 

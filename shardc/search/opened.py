@@ -24,6 +24,7 @@ from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.passes.propagate import Chooser, Problem, Propagate
+from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.value import Plan
 from shardc.program import Program
@@ -76,10 +77,15 @@ class Opened:
     keep: int
 
     @classmethod
-    def of(cls, source: Model, plan: Plan, mesh: Mesh) -> Opened:
-        """Captures ``source`` for plans that treat alike blocks as ``plan`` does, on any mesh."""
+    def of(cls, source: Model, plan: Plan, mesh: Mesh, fold: bool = True) -> Opened:
+        """Captures ``source`` for plans that treat alike blocks as ``plan`` does, on any mesh.
+
+        Args:
+            fold: a few blocks stand for all that are alike.
+        """
         asked = source.asked(mesh, plan, Options())
-        repeats = tuple(repeats_of(asked, KEEP[0]))
+        repeats = tuple(repeats_of(asked, KEEP[0])) if fold else ()
+        dtypes = few_of(asked, repeats, KEEP[0]).dtypes
         with shortened(source.model, repeats, KEEP[0]):
             tags = [
                 Tag(name, where, 0)
@@ -89,7 +95,7 @@ class Opened:
             ]  # fmt: skip
             made = capture(
                 source.model, source.args, source.kwargs, device=source.device, loss=source.loss, tags=tags,
-                dtypes=few_of(asked, repeats, KEEP[0]).dtypes,
+                dtypes=dtypes,
             )  # fmt: skip
         return cls(source, made, repeats, KEEP[0])
 
@@ -142,6 +148,14 @@ class Opened:
         bound = replace(joint.bound, params=asked.params, stored=stored)
         unfolds = unfolds_of(joint, self.repeats, self.keep)
         return Program(joint, None, Folded(self.repeats, self.keep, unfolds, bound, captured.reads))
+
+    def folds(self, mesh: Mesh) -> bool:
+        """Whether a program of all blocks can be made of those that were captured."""
+        try:
+            self.program(mesh, Plan(), Options(verify=False)).step()
+        except NotPeriodic:
+            return False
+        return True
 
     def weight(self, node: fx.Node) -> float:
         """How many nodes of the whole model ``node`` stands for."""

@@ -136,7 +136,7 @@ class Found:
 
     @property
     def form(self) -> Trial | None:
-        """The best of the library's forms, or what was given alone: the fastest that fits, else the smallest."""
+        """The best of the library's forms, or what was given alone, made to fit: the fastest, else the smallest."""
         forms = [trial for trial in self.trials if not trial.found]
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None

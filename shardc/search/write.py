@@ -13,7 +13,8 @@ from torch import nn
 from shardc.ir.layout import Layout, SubDim
 from shardc.ir.mesh import Mesh
 from shardc.ir.repeat import Repeat
-from shardc.plan.value import Plan, ddp, fsdp, hsdp, tp
+from shardc.plan.constructors import ddp, fsdp, hsdp, tp
+from shardc.plan.value import Plan
 
 Stored = tuple[Layout, Layout]
 T = TypeVar("T")

@@ -151,9 +151,7 @@ class Search:
             enough = WORTHWHILE_LARGE if messages.entries > LARGE else WORTHWHILE
             if dropped > enough * sum(map(len, masks.values())) or (stalled and dropped):
                 with clock.stage("reduce"):
-                    changed = graph.keep(masks)
-                    messages.absorb(graph, masks)
-                    reduce(graph, changed)
+                    reduce(graph, messages.absorb(graph, masks))
                 messages = None
             elif stalled:
                 if not self.has_split:

@@ -28,7 +28,8 @@ class Node:
         outbox: room for the costs that it sends to each neighbour.
         earlier: how many neighbours are earlier.
         share: the part of its costs that it sends to each neighbour.
-        sends: for each direction of the sweep, ``(table, costs, room for their sum, inbox row of the neighbour)``.
+        sends: for each direction of the sweep, ``(table, costs, room for their sum, axis of the variable in
+            them, inbox row of the neighbour)``.
         rows: for each neighbour, its place and its table, the neighbour's labels first.
     """
 
@@ -66,20 +67,20 @@ class Messages:
             share = 1.0 / max(earlier, len(near[i]) - earlier, 1)
             self.nodes.append(Node(i, graph.unary[i], np.zeros(shape), np.zeros(shape), earlier, share))
         row = {(i, j): r for i in self.order for r, j in enumerate(near[i])}
-        # A message is a minimum over the first axis, which is fast if that axis has the larger stride.
-        straight: dict[int, np.ndarray] = {}
-        rooms: dict[tuple[int, ...], np.ndarray] = {}
+        whole: dict[int, np.ndarray] = {}  # copies of tables that do not lie in one piece, in either direction
+        rooms = np.empty(max((table.size for *_, table in graph.edges()), default=0))
         for node in self.nodes:
             i = node.variable
             for r, j in enumerate(near[i]):
                 table = graph.near[i][j]
-                if id(table) not in straight:
-                    straight[id(table)] = np.ascontiguousarray(table)
-                room = rooms.setdefault(table.shape, np.empty(table.shape))
-                other = self.nodes[place[j]]
-                send = (straight[id(table)], node.outbox[r][:, None], room, other.inbox[row[j, i]])
-                node.sends[0 if j > i else 1].append(send)
-                other.rows.append((place[i], straight[id(table)]))
+                if not (table.flags.c_contiguous or table.flags.f_contiguous):
+                    table = whole.setdefault(id(table), np.ascontiguousarray(table))
+                other, sent, axis = self.nodes[place[j]], node.outbox[r][:, None], 0
+                other.rows.append((place[i], table))
+                if not table.flags.c_contiguous:
+                    table, sent, axis = table.T, sent.T, 1
+                room = rooms[: table.size].reshape(table.shape)
+                node.sends[0 if j > i else 1].append((table, sent, room, axis, other.inbox[row[j, i]]))
 
     def sweep(self, forward: bool, bounds: bool = False) -> float:
         """Send messages along the order or against it.
@@ -106,18 +107,24 @@ class Messages:
             costs -= floor
             costs *= node.share
             np.subtract(costs, node.inbox, out=node.outbox)
-            for table, sent, room, inbox in node.sends[direction]:
+            for table, sent, room, axis, inbox in node.sends[direction]:
                 np.add(table, sent, out=room)
-                np.minimum.reduce(room, axis=0, out=inbox)
+                np.minimum.reduce(room, axis=axis, out=inbox)
         return passed
 
-    def absorb(self, graph: Graph, kept: Mapping[int, np.ndarray]) -> None:
+    def absorb(self, graph: Graph, kept: Mapping[int, np.ndarray]) -> list[int]:
         """Move what the messages say into the costs of the graph: no labelling costs more or less than before.
 
         Args:
-            graph: the one of these messages, changed in place; of its labels only those in `kept` are left.
-            kept: for each variable, True for the labels that are left.
+            graph: the one of these messages, changed in place.
+            kept: for each variable, True for the labels that are to be left.
+
+        Returns:
+            the variables that lost labels.
         """
+        for node in self.nodes:
+            node.sends, node.rows = ([], []), []  # no tables are held beside those of the graph
+        changed = graph.keep(kept)
         row = {(node.variable, j): r for node in self.nodes for r, j in enumerate(sorted(graph.near[node.variable]))}
         inbox = {node.variable: node.inbox[:, kept[node.variable]] for node in self.nodes}
         for i in self.order:
@@ -125,3 +132,4 @@ class Messages:
         for i, j, table in graph.edges():
             table = table - inbox[i][row[i, j]][:, None] - inbox[j][row[j, i]]
             graph.near[i][j], graph.near[j][i] = table, table.T
+        return changed

@@ -10,10 +10,10 @@ import numpy as np
 from shardc.solver.energy import Infeasible
 from shardc.solver.graph import Graph
 
-# Entries of a product of tables that are held at once.
-CHUNK = 1 << 20
+# Entries of tables that are worked on at once: what a core's cache holds.
+CHUNK = 1 << 15
 # Entries of results that are kept in case another pair shares the table.
-MAX_KEPT = 1 << 23
+MAX_KEPT = 1 << 22
 # Stands for inf where inf - inf would give nan.
 HUGE = 1e300
 
@@ -111,8 +111,14 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
     """
     probes: dict[int, np.ndarray] = {}
     masks, kept = {}, 0
+    alike: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
     for i in sorted(variables):
         costs, tables = graph.unary[i], list(graph.near[i].values())
+        key = (costs.tobytes(), tuple(map(id, tables)))
+        if key in alike:
+            if (mask := alike[key]) is not None:
+                masks[i] = mask
+            continue
         if kept > MAX_KEPT:
             probes, kept = {}, 0
         for table in tables:
@@ -120,12 +126,13 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
                 probes[id(table)] = _probe_excess(table)
                 kept += len(table) ** 2
         better, worse = _dominations(costs, tables, [probes[id(table)] for table in tables])
+        alike[key] = None
         if not len(worse):
             continue
         mask = np.ones(len(costs), dtype=bool)
         for x in np.unique(worse)[::-1]:
             mask[x] = not mask[better[worse == x]].any()
-        masks[i] = mask
+        masks[i] = alike[key] = mask
     return graph.keep(masks)
 
 
@@ -224,10 +231,14 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 
 def min_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Return ``min over v of left[v, a] + right[v, b]`` for all a and b."""
-    step = max(1, CHUNK // (left.shape[1] * right.shape[1]))
-    out = None
-    for start in range(0, len(left), step):
-        part = (left[start : start + step, :, None] + right[start : start + step, None, :]).min(axis=0)
-        out = part if out is None else np.minimum(out, part)
-    assert out is not None
+    left, right = np.ascontiguousarray(left), np.ascontiguousarray(right)
+    out = np.full((left.shape[1], right.shape[1]), np.inf)
+    rows = max(1, min(CHUNK // right.shape[1], left.shape[1]))
+    step = max(1, CHUNK // (rows * right.shape[1]))
+    for top in range(0, left.shape[1], rows):
+        part = out[top : top + rows]
+        for start in range(0, len(left), step):
+            these = slice(start, start + step)
+            sums = left[these, top : top + rows, None] + right[these, None, :]
+            np.minimum(part, sums[0] if len(sums) == 1 else sums.min(axis=0), out=part)
     return out

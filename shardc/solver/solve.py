@@ -6,11 +6,11 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from shardc.solver.branch import LARGE, Effort, search
+from shardc.solver.branch import Effort, search
 from shardc.solver.clock import Clock
 from shardc.solver.energy import Energy, Infeasible, evaluate
 from shardc.solver.graph import Graph
-from shardc.solver.reduce import drop_unsupported, reduce
+from shardc.solver.reduce import reduce
 
 # Entries of tables; a core goes through some 8e8 in a second.
 WORK = 1e11
@@ -70,10 +70,7 @@ def solve(energy: Energy, *, work: float = WORK, table: int = 20_000_000, second
     effort = Effort(Clock(seconds, work), table)
     with effort.clock.stage("reduce"):
         graph = Graph.of(energy)
-        if sum(table.size for _, _, table in graph.edges()) > LARGE:
-            drop_unsupported(graph, graph.unary)  # what messages rule out is sooner found than what is dominated
-        else:
-            reduce(graph)
+        reduce(graph)
     left = len(graph.unary)
     chosen, value, bound = search(graph, effort)
     if chosen is None:

@@ -354,6 +354,8 @@ CASES = {
     "a hook in between": Case(change=at(2, hook), folds=False),
     "one offloaded": Case(FSDP | shardc.offload("layers.2.*"), folds=False),
     "tied": Case(change=tie, folds=False),
+    "recomputed": Case(FSDP | shardc.recompute("layers.*")),
+    "one recomputed": Case(FSDP | shardc.recompute("layers.2"), folds=False),
     "dropout": Case(block=lambda at: Block(drop=0.5), drive=as_whole, folds=False),
     # Their programs are of all sizes, made of a capture of the whole model, and kept elsewhere.
     "dynamic": Case(more={"dynamic": {"x": {0: "b"}}}, drive=of_many_sizes, depth=5, folds=[]),

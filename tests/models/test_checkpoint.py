@@ -132,3 +132,58 @@ def test_fused_attention_in_a_region() -> None:
     sim = trains_alike(Attends(), (torch.randn(BATCH, 5, WIDTH),), {"dp": 2}, shardc.fsdp("dp", threshold=0), steps=1)
     (program,) = (sim.module.shardc.program_for((torch.empty(BATCH, 5, WIDTH, dtype=torch.float64),), {}),)
     assert len(ops(program.backward, "flash_attention_for_cpu.default")) == LAYERS, "is kept, not run again"
+
+
+# --- regions that a plan names
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_plan_names_a_region(plan: str) -> None:
+    """The program is that of a model with the region in its own code."""
+    mesh, make = PLANS[plan]
+    x = torch.empty(BATCH, WIDTH, dtype=torch.float64)
+    named = shardc.compile(Net(regions=False).double(), shardc.Mesh(mesh), make() | shardc.recompute("blocks.*")).lower(
+        x
+    )
+    own = compiled(plan, True)
+    assert saved(named) == saved(own)
+    for half in ("forward", "backward"):
+        assert [str(n.target) for n in ops(getattr(named, half), "")] == [
+            str(n.target) for n in ops(getattr(own, half), "")
+        ]
+
+
+def test_one_block_runs_again() -> None:
+    mesh, make = PLANS["fsdp3"]
+    x = torch.empty(BATCH, WIDTH, dtype=torch.float64)
+    plan = make() | shardc.recompute("blocks.1")
+    program = shardc.compile(Net(regions=False).double(), shardc.Mesh(mesh), plan).lower(x)
+    plain = compiled("fsdp3", False)
+    assert len(ops(program.backward, "aten.mm")) == len(ops(plain.backward, "aten.mm")) + 1
+    assert [name for name in saved(program) if ".up" in name] == ["blocks.0.up.mm"]
+
+
+@pytest.mark.parametrize("globs", ["blocks.*", ["blocks.0", "blocks.1.drop"], "blocks"], ids=str)
+def test_training_is_the_same_where_a_plan_names_regions(globs: str | list[str]) -> None:
+    mesh, make = PLANS["fsdp3+tp"]
+    trains_alike(Net(regions=False), (torch.randn(BATCH, WIDTH),), mesh, make() | shardc.recompute(globs))
+
+
+def test_masks_of_a_region_that_a_plan_names_are_those_of_forward() -> None:
+    grads = []
+    for plan in (shardc.fsdp("dp") | shardc.recompute("blocks.*"), shardc.fsdp("dp")):
+        torch.manual_seed(0)
+        net = Net(0.5, regions=False).double()
+        sim = shardc.Simulation(shardc.compile(net, shardc.Mesh(dp=2), plan, loss=lambda y: y.square().mean()))
+        sim(torch.randn(BATCH, WIDTH, dtype=torch.float64))
+        sim.backward()
+        grads.append({name: sim.grad(name) for name, _ in net.named_parameters()})
+    for name, grad in grads[0].items():
+        assert grad.abs().max() > 0
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-12, atol=1e-12)
+
+
+def test_a_module_that_there_is_not_is_refused() -> None:
+    with pytest.raises(shardc.ShardcError) as error:
+        shardc.compile(Net(), shardc.Mesh(dp=2), shardc.recompute("block.*")).lower(torch.empty(BATCH, WIDTH))
+    assert error.value.what == "'block.*' matches no module" and error.value.plan_entry == 'recompute("block.*")'

@@ -7,9 +7,10 @@ from shardc.plan.entries.offload import Offload
 from shardc.plan.entries.precision import Policies, Precision
 from shardc.plan.entries.prefetch import Prefetch
 from shardc.plan.entries.raw import Activation, Param, Port, Setting
+from shardc.plan.entries.recompute import Recompute
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
     "Activation", "Ddp", "Entry", "Ep", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
-    "STYLES", "Setting", "Tp", "WAYS", "distinct",
+    "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
 ]  # fmt: skip

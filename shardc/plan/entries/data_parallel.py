@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -220,3 +220,25 @@ def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
 def of_all(given: Any) -> Any:
     """A table by glob, of a number that is of all."""
     return {"*": given} if isinstance(given, int) else given
+
+
+def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
+    """``axis``, a name or a sequence of them, as a tuple."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
+    for name in names:
+        if not isinstance(name, str) or not name:
+            raise PlanError(f"{name!r} is not the name of a mesh axis", plan_entry=entry, fix='name axes like "dp"')
+    return names
+
+
+def check_apart(entries: Sequence[Entry]) -> None:
+    """Raises PlanError where two data-parallel entries share some of their axes."""
+    data = [entry for entry in entries if isinstance(entry, Data)]
+    for at, entry in enumerate(data):
+        for earlier in data[:at]:
+            if shared := set(entry.axes) & set(earlier.axes):
+                raise PlanError(
+                    f"axis {sorted(shared)[0]!r} is given to two data-parallel entries: {earlier} and {entry}",
+                    plan_entry=str(entry),
+                    fix="give each axis to one entry",
+                )

@@ -85,6 +85,10 @@ class Entry:
         """The specs that it gives activations: module, "input" or "output", and position or keyword there -> spec."""
         return {}
 
+    def regions(self, modules: Sequence[str]) -> Sequence[str]:
+        """The modules whose activations backward computes again."""
+        return ()
+
     # --- how it reads
 
     @property
