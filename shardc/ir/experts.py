@@ -15,10 +15,11 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from shardc.errors import InputError
 from shardc.ir.bodies import body_of
+from shardc.ir.graph import info
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
@@ -86,7 +87,7 @@ EXIT, EXIT_GRAD = torch.ops.shardc_experts.exit.default, torch.ops.shardc_expert
 
 # --- the ops of a graph
 
-_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, str held, str where"
+_MANY = "Tensor x, Tensor index, Tensor weight, Tensor[] params, str body, str way, float bound, str held"
 _library.define(f"call({_MANY}) -> Tensor")
 _library.define(f"gradient(Tensor grad, {_MANY}) -> Tensor[]")
 _library.define(
@@ -98,38 +99,45 @@ _library.define(
 )
 
 
-_library.define("noted(Tensor index, int experts, str where, str over) -> Tensor")
+_library.define("noted(Tensor index, int experts, str over) -> Tensor")
 _library.define("order(Tensor key, int count) -> Tensor[]")
 _library.define("counts(Tensor ends) -> Tensor")
-_library.define("within(Tensor sends, Tensor most, int rows, str where) -> Tensor")
+_library.define("within(Tensor sends, Tensor most, int rows) -> Tensor")
 _library.define("arrived(Tensor came, int ranks, int rows) -> Tensor[]")
 
 
-_noted: dict[str, tuple[Tensor, str]] | None = None
+Noted = list[tuple[Tensor, str]]
+_noted: Noted | None = None
 
 
 @contextmanager
-def noting(counts: dict[str, tuple[Tensor, str]]) -> Iterator[None]:
-    """Within, ``counts`` gets how many choices of this rank's tokens each expert has, and who else has tokens."""
+def noting() -> Iterator[Noted]:
+    """Gives a list that gets, of each layer of experts that runs within, how many of this rank's choices each expert
+    has, and the group of ranks that have others."""
     global _noted
-    before, _noted = _noted, counts
+    before, _noted = _noted, []
     try:
-        yield
+        yield _noted
     finally:
         _noted = before
 
 
-def _note(index: Tensor, experts: int, where: str, over: str) -> Tensor:
+def experts_in(graph: fx.Graph) -> list[str]:
+    """The modules whose experts `noting` hears of when ``graph`` runs, in order."""
+    names = (info(node).name for node in graph.nodes if node.target is NOTED)
+    return [name.rpartition(".noted")[0].rpartition("call")[0].rstrip(".") for name in names]
+
+
+def _note(index: Tensor, experts: int, over: str) -> Tensor:
     """``index``; `noting` hears of it.
 
     Args:
         experts: how many there are in all.
-        where: the module that has them.
         over: the group of ranks that have other tokens, "" if all have the same.
     """
     if _noted is not None:
         chosen = index.flatten()
-        _noted[where] = index.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen)), over
+        _noted.append((index.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen)), over))
     return index.clone()
 
 
@@ -161,7 +169,7 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
     return [order, _inverse(order), came.view(ranks, own).sum(0).cumsum(0)]
 
 
-def _within(sends: Tensor, most: Tensor, rows: int, where: str) -> Tensor:
+def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
     """``sends``, if there is room for what comes everywhere.
 
     Args:
@@ -173,7 +181,7 @@ def _within(sends: Tensor, most: Tensor, rows: int, where: str) -> Tensor:
     """
     if (come := int(most)) > rows:
         raise InputError(
-            f"{where}: {come} rows come to one rank, and its bound leaves room for {rows}",
+            f"{come} rows come to one rank, and its bound leaves room for {rows}",
             fix='raise the bound of shardc.ep(..., way="bounded"), or use way="send", which has room for all',
         )
     return sends.clone()
@@ -310,11 +318,11 @@ for _name, _function, _fake in (
     ("gradient", _gradient, _fake_gradient),
     ("run", _run, _fake_run),
     ("run_gradient", _run_gradient, _fake_run_gradient),
-    ("noted", _note, lambda index, experts, where, over: torch.empty_like(index)),
+    ("noted", _note, lambda index, experts, over: torch.empty_like(index)),
     ("order", _order, _fake_order),
     ("arrived", _arrived, _fake_arrived),
     ("counts", _counts, torch.empty_like),
-    ("within", _within, lambda sends, most, rows, where: torch.empty_like(sends)),
+    ("within", _within, lambda sends, most, rows: torch.empty_like(sends)),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardc_experts::{_name}", _fake, lib=_library)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
@@ -16,7 +15,7 @@ from shardc.ir import experts
 from shardc.ir import graph as ir
 from shardc.ir.bodies import Body, PerRow, register
 from shardc.ir.flops import is_dense
-from shardc.ir.graph import Info, Value
+from shardc.ir.graph import Info, NameScope, Value
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.inner import with_inner
 from shardc.plan.entries import Ep
@@ -68,10 +67,12 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     module = _owner(params[0])
     entry = next((e for e in reversed(entries) if e.says(module)), None)
     said = ("auto", 0.0, "") if entry is None else (entry.way, entry.bound, entry.axis)
-    how = (params, body.name, *said, module)
-    _replace(end, experts.CALL, (x, index, weight, *how))
+    how = (params, body.name, *said)
+    names = NameScope.of(end.graph)
+    _replace(end, experts.CALL, (x, index, weight, *how), names.fresh(f"{module}.call".lstrip(".")))
     if back is not None and tangent is not None:
-        _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how))
+        gradient = names.fresh(f"d.{module}.gradient".replace("..", "."))
+        _replace(back, experts.GRADIENT, (tangent.args[0], x, index, weight, *how), gradient)
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
@@ -93,12 +94,9 @@ def _owner(param: fx.Node) -> str:
     return ir.info(node).name.rpartition(".")[0]
 
 
-def _replace(node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> None:
     node.target, node.args, node.kwargs = target, args, {}
-    record, word = ir.info(node), target.overloadpacket.__name__
-    for mark in (experts.EXIT, experts.ENTER_GRAD):
-        record = replace(record, name=re.sub(rf"\b{mark.overloadpacket.__name__}\b", word, record.name))
-    ir.set_info(node, record)
+    ir.set_info(node, replace(ir.info(node), name=name))
 
 
 def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:

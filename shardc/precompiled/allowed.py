@@ -38,7 +38,6 @@ _VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "Scal
 _WORDS = {
     "api_name", "approximate", "body", "cell", "device", "driver", "equation", "group_name", "held", "indexing",
     "interpolation", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op", "rounding_mode", "side", "UPLO",
-    "where",
 }  # fmt: skip
 _CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
 _WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)

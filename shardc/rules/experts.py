@@ -147,7 +147,7 @@ def _rows(local: Local) -> _Rows:
     split = sorted(local.operand_layout("index").dim_axes(0), key=mesh.order)
     over = local.builder.group(tuple(split))[1] if split else ""
     experts_in_all = local.call.operands[local.call.position("params") or 0].shape[0]
-    index = call(experts.NOTED, index, experts_in_all, local.call["where"], over)
+    index = call(experts.NOTED, index, experts_in_all, over)
     key, mine, ranks, own = _keys(local, sent, index)
     tokens, choices = local.builder.shape(index)
     order, back, ends = _each(local, call(experts.ORDER, key, ranks * own), 3)
@@ -173,7 +173,7 @@ def _rows(local: Local) -> _Rows:
         _, everywhere = local.builder.group(mesh.axes)
         most = call(torch.ops._c10d_functional.all_reduce.default, call(aten.sum.dim_IntList, came, [0], True), "max",
                     everywhere)  # fmt: skip
-        sends = call(experts.WITHIN, sends, call(WAIT, most), rows, local.call["where"])
+        sends = call(experts.WITHIN, sends, call(WAIT, most), rows)
     x = call(aten.index_select.default, x, 0, take)
     x, scale = _send(local, [x, scale], sends, receives, rows, sent)
     take, came_back, ends = _each(local, call(experts.ARRIVED, came, ranks, rows), 3)

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from shardc import _compat
+from shardc.errors import InputError
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
-from shardc.ir.experts import noting
+from shardc.ir.experts import Noted, experts_in, noting
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -85,6 +86,7 @@ class Runner:
         """
         compiled, agreement = self.compiled(half), self.groups.agreement
         running: Segment | None = None
+        noted: Noted = []
 
         def enter(segment: Segment) -> None:
             nonlocal running
@@ -92,10 +94,16 @@ class Runner:
 
         try:
             kind, plan = half.kind, compiled.plan
-            with agreement.runs(kind), self.buffers.planned(plan) as window, _compat.no_autocast(), noting(self.tokens):
+            with agreement.runs(kind), self.buffers.planned(plan) as window, _compat.no_autocast(), noting() as noted:
                 made = compiled(inputs, enter)
             settle()
+            if noted and half.phase != BACKWARD:
+                self.tokens.clear()
+                self.tokens.update(zip(experts_in(half.graph), noted, strict=False))
             return made
+        except InputError as error:
+            where = experts_in(half.graph)[len(noted) - 1] if noted else half.name
+            raise InputError(f"{where}: {error.what}", fix=error.fix) from error
         except Exception as error:
             failed = named(error, half.gm, half.kind, self.groups, self.program.cause, running)
             if failed is None:
