@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as hf
-from torch import nn
+from torch import Tensor, nn
 
 import shardc
 from tests.experts.alike import trains_alike
-from tests.experts.models import CHOICES, DECODER, batch, build
+from tests.experts.models import CHOICES, DECODER, Own, batch, build, gated
 from tests.models.zoo import in_float64
 
-EP = shardc.ep("ep", "*.experts")
+EP, OWN = shardc.ep("ep", "*.experts"), shardc.ep("ep", "experts")
 
 
 def checkpointed() -> nn.Module:
@@ -74,3 +76,37 @@ def test_one_program_for_many_sizes() -> None:
             sim.backward()
             for name, param in model.named_parameters():
                 torch.testing.assert_close(sim.grad(name), param.grad, rtol=0, atol=1e-9)
+
+
+class Balanced(Own):
+    """A router whose bias is moved after each step by how many tokens of all ranks each expert got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bias", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(input_ids).flatten(0, 1)
+        scores = self.router(x).sigmoid()
+        chosen = (scores + self.bias).topk(self.choices).indices
+        counts = F.one_hot(chosen, 8).sum((0, 1)).double()
+        with torch.no_grad():
+            self.bias.add_(0.1 * torch.sign(counts.mean() - counts))
+        weights = [getattr(self.experts, name) for name in ("gate", "up", "down")]
+        out = self.head(x + gated(x, chosen, scores.gather(1, chosen), *weights))
+        return {"loss": F.cross_entropy(out, labels.flatten(), ignore_index=-100)}
+
+
+def test_what_balances_routers_is_of_all_ranks_tokens() -> None:
+    torch.manual_seed(0)
+    model = Balanced().double()
+    sim = trains_alike(partial(copy.deepcopy, model), batch(8), {"dp": 2, "ep": 2}, shardc.fsdp("dp") | OWN)
+    assert sim.buffer("bias").unique().numel() > 1
+
+
+def test_without_gradients() -> None:
+    with in_float64():
+        model = build("gpt-oss")
+        sim = shardc.Simulation(shardc.compile(build("gpt-oss"), shardc.Mesh(ep=2), EP, backend="eager"))
+        given = {"input_ids": batch()["input_ids"]}
+        torch.testing.assert_close(sim(grad=False, **given)["logits"], model(**given).logits, rtol=0, atol=1e-9)
