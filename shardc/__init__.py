@@ -4,8 +4,8 @@ from shardc import optim
 from shardc.api import compile
 from shardc.errors import ShardcError, ShardcWarning
 from shardc.ir import local
-from shardc.ir.experts import experts
 from shardc.ir.layout import Layout
+from shardc.ir.marks import experts
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
 from shardc.links import measure_links

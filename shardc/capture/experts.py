@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardc.ir import experts
+from shardc.ir import marks
 
 
 def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         made = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
         return made + scale * biases[1] if bias else made
 
-    return experts.apply(one, hidden_states, top_k_index, top_k_weights, params, scaled=True)
+    return marks.apply(one, hidden_states, top_k_index, top_k_weights, params, scaled=True)
 
 
 def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
@@ -41,7 +41,7 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
     """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
     library = sys.modules.get("transformers.integrations.moe")
     found = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
-    return ((experts, "apply", experts.marked), *found)
+    return ((marks, "apply", marks.marked), *found)
 
 
 @contextmanager

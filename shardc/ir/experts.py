@@ -9,9 +9,8 @@ On one rank (`shardc.rules.experts`) rows are sorted by expert and `run` takes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -23,67 +22,6 @@ from shardc.ir.graph import info
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
-
-# --- what stands in a trace round the function of one expert
-
-
-_library.define("enter(Tensor[] tensors, Tensor index) -> Tensor[]")
-_library.define("enter_grad(Tensor[] grads, Tensor index, int[] sizes) -> Tensor[]")
-_library.define("exit(Tensor rows, Tensor index) -> Tensor")
-_library.define("exit_grad(Tensor grad, Tensor index) -> Tensor")
-
-
-def _enter(tensors: list[Tensor], index: Tensor) -> list[Tensor]:
-    x, weight, *params = tensors
-    return [x.clone(), weight.new_empty(x.shape[0], 1), *(p.new_empty(p.shape[1:]) for p in params)]
-
-
-def _enter_grad(grads: list[Tensor], index: Tensor, sizes: list[int]) -> list[Tensor]:
-    x, scale, *params = grads
-    return [
-        x.clone(),
-        scale.new_empty(index.shape),
-        *(p.new_empty(n, *p.shape) for p, n in zip(params, sizes, strict=True)),
-    ]
-
-
-def _enter_setup(ctx: Any, inputs: tuple[list[Tensor], Tensor], output: list[Tensor]) -> None:
-    (_, _, *params), index = inputs
-    ctx.save_for_backward(index)
-    ctx.sizes = [p.shape[0] for p in params]
-    ctx.like = [(x.shape, x.dtype, x.device) for x in output]
-
-
-def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor], None]:
-    whole = [
-        torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
-        for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
-    ]
-    return torch.ops.shardc_experts.enter_grad(whole, ctx.saved_tensors[0], ctx.sizes), None
-
-
-def _copy(x: Tensor, index: Tensor) -> Tensor:
-    return x.clone()
-
-
-_library.impl("enter", _enter, "CompositeExplicitAutograd")
-_library.impl("enter_grad", _enter_grad, "CompositeExplicitAutograd")
-_library.impl("exit", _copy, "CompositeExplicitAutograd")
-_library.impl("exit_grad", _copy, "CompositeExplicitAutograd")
-torch.library.register_fake("shardc_experts::enter", _enter, lib=_library)
-torch.library.register_fake("shardc_experts::enter_grad", _enter_grad, lib=_library)
-torch.library.register_fake("shardc_experts::exit", _copy, lib=_library)
-torch.library.register_fake("shardc_experts::exit_grad", _copy, lib=_library)
-torch.library.register_autograd("shardc_experts::enter", _enter_backward, setup_context=_enter_setup, lib=_library)
-torch.library.register_autograd(
-    "shardc_experts::exit",
-    lambda ctx, grad: (torch.ops.shardc_experts.exit_grad(grad, ctx.saved_tensors[0]), None),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
-    lib=_library,
-)
-ENTER, ENTER_GRAD = torch.ops.shardc_experts.enter.default, torch.ops.shardc_experts.enter_grad.default
-EXIT, EXIT_GRAD = torch.ops.shardc_experts.exit.default, torch.ops.shardc_experts.exit_grad.default
-
 
 # --- the ops of a graph
 
@@ -331,80 +269,3 @@ NOTED, ORDER, COUNTS, ARRIVED, WITHIN = (
     getattr(torch.ops.shardc_experts, name).default for name in ("noted", "order", "counts", "arrived", "within")
 )
 RUN, RUN_GRADIENT = torch.ops.shardc_experts.run.default, torch.ops.shardc_experts.run_gradient.default
-
-
-# --- functions of one expert
-
-Function = Callable[..., Tensor]
-
-
-def experts(function: Function) -> Function:
-    """``function`` of one expert, as a function of all of them, for a model of one's own.
-
-    Write what one expert does with its rows, ``function(rows, *weights) -> rows``: each row of the result from that row
-    of the argument alone. `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the
-    experts run one after the other.
-
-    Returns:
-        A function of ``(x, index, weight, *weights)``: tokens [t, d], the experts that each goes to, int64 [t, k],
-        their weights [t, k], and all experts' weights, [e, ...] each. It gives each token's weighted sum, [t, o].
-
-    Raises:
-        InputError: shapes that are others. When a model is compiled, CaptureError: the function mixes rows, or reads a
-            tensor that it is not given.
-
-    >>> import shardc, torch
-    >>> @shardc.experts
-    ... def products(rows, weight):
-    ...     return rows @ weight
-    >>> x, index, scale = torch.ones(3, 4), torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
-    >>> products(x, index, scale, torch.ones(2, 4, 5)).shape
-    torch.Size([3, 5])
-    """
-
-    @wraps(function)
-    def of_all(x: Tensor, index: Tensor, weight: Tensor, *weights: Tensor) -> Tensor:
-        shapes = [tuple(one.shape) for one in (x, index, weight, *weights)]
-        tokens = len(shapes[0]) == 2 and len(shapes[1]) == 2 and shapes[1] == shapes[2] and shapes[0][0] == shapes[1][0]
-        if not tokens or not weights or any(len(one) < 2 or one[0] != shapes[3][0] for one in shapes[3:]):
-            raise InputError(
-                f"experts get tensors of the shapes {shapes}",
-                fix="pass tokens [t, d], index [t, k], weight [t, k], and weights whose first dim is the experts",
-            )
-        made: Tensor = apply(function, x, index, weight, weights)
-        return made
-
-    return of_all
-
-
-def one_by_one(
-    function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
-) -> Tensor:
-    """Experts one after the other, as one device computes them.
-
-    Args:
-        scaled: ``function`` takes the rows' weights, [n, 1], as its second argument and applies them itself.
-    """
-    order, ends = sort(index, params[0].shape[0])
-    take, scale = order // index.shape[1], weight.flatten()[order].unsqueeze(1)
-    made, start = [], 0
-    for expert, end in enumerate(ends.tolist()):
-        rows, by, own = x[take[start:end]], scale[start:end], [p[expert] for p in params]
-        made.append(function(rows, by, *own) if scaled else function(rows, *own) * by)
-        start = end
-    rows = torch.cat(made)
-    return rows.new_zeros(x.shape[0], *rows.shape[1:]).index_add(0, take, rows).to(x.dtype)
-
-
-def marked(
-    function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
-) -> Tensor:
-    """Experts in a trace: ``function`` is traced once, for one expert, between marks; otherwise as `one_by_one`."""
-    index = index.clone()  # of this call alone
-    rows, scale, *one = ENTER([x, weight, *params], index)
-    made = function(rows, scale, *one) if scaled else function(rows, *one) * scale
-    out: Tensor = EXIT(made.to(x.dtype), index)
-    return out
-
-
-apply = one_by_one  # `marked` while a model is captured

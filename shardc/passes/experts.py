@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardc.errors import CaptureError
-from shardc.ir import experts
+from shardc.ir import experts, marks
 from shardc.ir import graph as ir
 from shardc.ir.bodies import Body, PerRow, register
 from shardc.ir.flops import is_dense
@@ -42,7 +42,7 @@ class Experts:
     name = "experts"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        for end in [node for node in gm.graph.nodes if node.target is experts.EXIT]:
+        for end in [node for node in gm.graph.nodes if node.target is marks.EXIT]:
             _collapse(end, self.entries)
         gm.graph.eliminate_dead_code()
         return gm
@@ -52,8 +52,8 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     # Every call has an index of its own, by which its marks are known.
     rows, index = end.args
     assert isinstance(index, fx.Node)
-    marks = {node.target: node for node in index.users}
-    start, back, tangent = marks[experts.ENTER], marks.get(experts.ENTER_GRAD), marks.get(experts.EXIT_GRAD)
+    found = {node.target: node for node in index.users}
+    start, back, tangent = found[marks.ENTER], found.get(marks.ENTER_GRAD), found.get(marks.EXIT_GRAD)
     given: Any = start.args[0]
     x, weight, *params = given
     entered = _entered(start, len(given))
@@ -111,7 +111,7 @@ def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[
         node = work.pop()
         if node in found:
             continue
-        if node.op == "placeholder" or node.target is experts.ENTER:
+        if node.op == "placeholder" or node.target is marks.ENTER:
             record = ir.info(border)
             raise CaptureError(
                 f"what an expert does reads {ir.info(node).name}, which it is not given",

@@ -184,7 +184,9 @@ def _sample(program: Again, hardware: Hardware) -> _Sample:
     for row in schedule.collectives:
         operand = operands.get(row.name.rpartition(".")[0])
         if operand is None:
-            raise PlanError(f"no formula: {row.name} is inside a manual region, or of experts", source=row.cause.source or None)
+            raise PlanError(
+                f"no formula: {row.name} is inside a manual region, or of experts", source=row.cause.source or None
+            )
         layout, itemsize = ir.layout(operand), ir.value(operand).itemsize
         group = tuple(row.axis.split(","))
         if any(":" in axis for axis in (*group, *layout.bound)):

@@ -169,8 +169,10 @@ def test_the_command_names_the_stage(monkeypatch: pytest.MonkeyPatch, capsys: py
     spoil(monkeypatch, passes.Seed, op("layers.0.relu", aten.neg.default))
     code, out, err = command(capsys, "bisect", target)
     assert (code, err) == (1, "") and "seed is the first that does not, at %layers.0.relu: " in out
-    code, out, err = command(capsys, "bisect", target, "--passes", "0:2")
-    assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()[1:3]] == ["capture", "canonicalize"]
+    code, out, err = command(capsys, "bisect", target, "--passes", "0:3")
+    assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()[1:4]] == [
+        "capture", "experts", "canonicalize"
+    ]  # fmt: skip
 
 
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +180,7 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for name, arguments, message in [
         ("example", [], f"{target}example is on meta, without values; use a target with real values on the CPU"),
         ("tiny", ["--passes", "3"], "--passes 3: no range; write it as 0:3"),
-        ("tiny", ["--passes", "90:"], "--passes 90:: no stage is in it; they are 0 capture, 1 canonicalize, "),
+        ("tiny", ["--passes", "90:"], "--passes 90:: no stage is in it; they are 0 capture, 1 experts, "),
     ]:
         code, out, err = command(capsys, "bisect", target + name, *arguments)
         assert (code, out) == (2, "") and err.startswith(f"shardc: error: {message}") and err.count("\n") == 1
@@ -186,8 +188,8 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_dump_stops_after_some_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = f"{ROOT / 'examples/models/mlp.py'}:example"
-    _, stopped, _ = command(capsys, "dump", target, "--passes", "0:3")
+    _, stopped, _ = command(capsys, "dump", target, "--passes", "0:4")
     _, named_stage, _ = command(capsys, "dump", target, "--stage", "seed")
     assert stopped == named_stage != ""
-    command(capsys, "dump", target, "--passes", "1:3", "--out", str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["01_canonicalize.txt", "02_seed.txt"]
+    command(capsys, "dump", target, "--passes", "2:4", "--out", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["02_canonicalize.txt", "03_seed.txt"]
