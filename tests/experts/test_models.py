@@ -53,6 +53,14 @@ def test_sizes_that_nothing_divides(way: dict[str, object], rows: int, length: i
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_every_way(name: str) -> None:
+    mesh = {"dp": 2, "ep": 2}
+    for way in WAYS[:3]:
+        trains_alike(partial(build, name), batch(), mesh, plan(name, mesh, way))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_on_every_mesh_in_every_way(name: str, mesh: dict[str, int]) -> None:
@@ -74,3 +82,13 @@ def test_one_token() -> None:
     one = batch(1, 1)
     given = one | {"labels": one["input_ids"]}
     trains_alike(partial(build, "own"), given, {"ep": 2}, shardc.ep("ep", "experts") | shardc.Plan(inputs="_, _"))
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+def test_plans_that_models_carry(name: str) -> None:
+    """With the model's own tensor parallelism, which splits an expert's inner features where it can."""
+    both = shardc.Plan.from_hf(build(name), "tp", ep="ep")
+    sim = trains_alike(partial(build, name), batch(), {"ep": 2, "tp": 2}, both)
+    local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
+    inner = 12 if name == "qwen3-moe" else 24
+    assert local and all(f"[48,{inner}]" in line for line in local)
