@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from shardc.ir import marks
 
@@ -20,12 +21,16 @@ def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     if bias:
         params += [self.gate_up_proj_bias if gate else self.up_proj_bias, self.down_proj_bias]
 
+    norm = dict(self.post_expert_norm.named_parameters()) if self.has_post_expert_norm else {}
+    params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # the same for all
+
     def one(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
         inner = self._apply_gate(first) if gate else self.act_fn(first)
         if self.has_post_expert_norm:
             made = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
-            return self.post_expert_norm(made) * scale
+            own = dict(zip(norm, biases[2:] if bias else biases, strict=True))
+            return functional_call(self.post_expert_norm, own, (made,)) * scale
         # The weights are applied to what is narrower than the result, which then need not be kept for their gradient.
         made = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
         return made + scale * biases[1] if bias else made

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,3 +111,25 @@ def test_without_gradients() -> None:
         sim = shardc.Simulation(shardc.compile(build("gpt-oss"), shardc.Mesh(ep=2), EP, backend="eager"))
         given = {"input_ids": batch()["input_ids"]}
         torch.testing.assert_close(sim(grad=False, **given)["logits"], model(**given).logits, rtol=0, atol=1e-9)
+
+
+def test_a_norm_behind_each_expert() -> None:
+    """Whose weights all experts share, and whose gradient is of all ranks' rows."""
+    library = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    config = SimpleNamespace(num_local_experts=8, moe_hidden_size=16, moe_intermediate_size=12, hidden_act="silu")
+    config.post_norm_eps, config._experts_implementation = 1e-6, "eager"
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts, self.router = library.MuseSparkExperts(config), nn.Linear(16, 8)
+            for param in self.parameters():
+                nn.init.normal_(param, std=0.4)
+            self.double()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            weights, chosen = self.router(x).softmax(-1).topk(2)
+            return {"loss": self.experts(x, chosen, weights).square().mean()}
+
+    trains_alike(Layer, {"x": torch.randn(12, 16, dtype=torch.float64)}, {"ep": 2}, OWN)

@@ -21,6 +21,7 @@ from tests.ir.verifying import LOCAL, STEPS, caught, edited, lines, mutated, run
 
 LEGAL = {
     "capture": "tag",
+    "experts": "tag",
     "canonicalize": "tag",
     "seed": "pad reshard tag unpad",
     "pad": "pad reshard tag unpad",

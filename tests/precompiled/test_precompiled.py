@@ -150,8 +150,8 @@ def test_what_is_missing_or_changed_is_refused(folder: Path, tmp_path: Path) -> 
     os.unlink(cut_off / "backward.txt")
     with pytest.raises(PrecompiledError, match=r"backward\.txt is missing"):
         shardc.load(cut_off)
-    newer = copied(folder, tmp_path / "newer", lambda record: record.update(shardc_program=4))
-    with pytest.raises(PrecompiledError, match="a program of version 4; this is 3"):
+    newer = copied(folder, tmp_path / "newer", lambda record: record.update(shardc_program=5))
+    with pytest.raises(PrecompiledError, match="a program of version 5; this is 4"):
         shardc.load(newer)
 
 

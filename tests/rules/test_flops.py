@@ -35,7 +35,7 @@ def counted(sample: Sample) -> tuple[int, int]:
 
 
 # What torch's counter does not know.
-OTHERS = ("for_cpu", "shardc_recurrent", "_int_mm")
+OTHERS = ("for_cpu", "shardc_recurrent", "shardc_experts", "_int_mm")
 
 
 @pytest.mark.parametrize("op", [op for op in DENSE if not any(other in op for other in OTHERS)])
@@ -59,6 +59,14 @@ def test_a_recurrent_layer_counts_the_product_of_each_step(op: str) -> None:
     for sample in samples(f"shardc_recurrent.{op}"):
         time, rows, _ = sample.args[0].shape
         assert counted(sample)[0] == 2 * time * rows * sample.args[2].numel()
+
+
+@pytest.mark.parametrize(("op", "times"), [("call", 1), ("gradient", 2)])
+def test_experts_count_the_products_of_the_rows_that_there_are(op: str, times: int) -> None:
+    for sample in samples(f"shardc_experts.{op}"):
+        index, params = sample.args[times], sample.args[times + 2]
+        each = sum(param[0].numel() for param in params)
+        assert counted(sample)[0] == times * 2 * index.numel() * each
 
 
 def test_an_op_that_is_not_dense_counts_nothing() -> None:
