@@ -10,7 +10,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.region import local_map
 from shardc.links import measure_links
 from shardc.passes.options import Options
-from shardc.plan import Plan, ddp, ep, fsdp, hsdp, hsdp_plan, offload, precision, recompute, tp
+from shardc.plan import Plan, cp, ddp, ep, fsdp, hsdp, hsdp_plan, offload, precision, recompute, tp
 from shardc.precompiled import load
 from shardc.program import Program
 from shardc.rules import register_rule
@@ -35,6 +35,7 @@ __all__ = [
     "auto",
     "compile",
     "ddp",
+    "cp",
     "ep",
     "expert_tokens",
     "experts",

@@ -15,7 +15,7 @@ import torch
 from torch import Size
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shardc.ir import experts, recurrent
+from shardc.ir import attention, experts, recurrent
 from shardc.ir.bodies import body_of
 
 aten = torch.ops.aten
@@ -40,6 +40,8 @@ _OTHERS: dict[Any, Callable[..., int]] = {
     experts.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
         expected * body_of(body).flops[1]
     ),
+    attention.CALL: lambda q, k, v, *_: sdpa_flop_count(q, k, v),
+    attention.GRADIENT: lambda grad, q, k, v, *_: sdpa_backward_flop_count(grad, q, k, v),
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
 

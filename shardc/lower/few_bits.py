@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shardc.ir import attention
+
 aten = torch.ops.aten
-_FORWARD_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu.default,)
+_FORWARD_ATTENTION = (aten._scaled_dot_product_flash_attention_for_cpu.default, attention.CALL)
 _DENSE = (
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default,
     aten.convolution_backward.default, *_FORWARD_ATTENTION,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default, attention.GRADIENT,
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.unshard import keep_within
 from shardc.passes.absent import Absent as Absent
 from shardc.passes.algorithms import Algorithms
+from shardc.passes.attention import Attention as Attention
 from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
@@ -46,7 +47,7 @@ from shardc.passes.silence import Silence as Silence
 from shardc.passes.simplify import Simplify as Simplify
 from shardc.passes.skip_regather import SkipRegather as SkipRegather
 from shardc.plan.bound import BoundPlan
-from shardc.plan.entries import Ep, Prefetch
+from shardc.plan.entries import Cp, Ep, Prefetch
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
@@ -69,6 +70,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
         (
             # One form of each thing, before anything is decided.
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
+            Attention(mesh, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
             Canonicalize(),
             # What the plan says.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.regions),

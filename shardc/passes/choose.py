@@ -119,13 +119,16 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
     layouts = (*strategy.operands, *strategy.results)
     moved = sum(layout.local_numel * dtype.itemsize for layout, dtype in zip(layouts, work.dtypes, strict=True))
     computed = cost.compute_seconds(spec.flops / shares(layouts), moved, work.dtypes[0], work.attention)
-    return computed + sending_seconds(spec, strategy.operands, work, cost)
+    return with_sending(spec, strategy.operands, work, cost, computed)
 
 
-def sending_seconds(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing) -> float:
-    """The time of the way that rows take to where the op has what they need, and back; none where they stay."""
+def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:
+    """``computed``, and the time of what an op sends while it runs; none where it sends nothing.
+
+    What goes round is computed with while the next part of it comes.
+    """
     if spec.routed is None:
-        return 0.0
+        return computed
     over: dict[str, tuple[str, ...]] = {}
     for layout, dims in zip(operands, spec.operands, strict=True):
         for dim, factors in enumerate(dims):
@@ -133,11 +136,16 @@ def sending_seconds(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pr
     split = over.get(spec.routed.rows, ())
     mesh, sent = operands[0].mesh, tuple(axis for axis in split if axis in over.get(spec.routed.owners, ()))
     if not sent:
-        return 0.0
+        return computed
     rows = spec.size(spec.routed.rows) // prod([mesh.size(axis) for axis in split])
     ranks = prod([mesh.size(axis) for axis in sent])
+    over_axes = tuple(sorted(sent, key=mesh.order))
+    if spec.routed.moving:
+        part = sum(operands[at].local_numel * work.dtypes[at].itemsize for at in spec.routed.moving)
+        each = spec.routed.trips * cost.collective_seconds("permute_ranks", mesh, over_axes, part)
+        return max(computed, (ranks - 1) * each + computed / ranks)
     wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
-    return 2 * cost.collective_seconds("all_to_all", mesh, tuple(sorted(sent, key=mesh.order)), wire / 2)
+    return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:

@@ -27,7 +27,7 @@ def neutral(call: Call, spec: Spec, factor: str) -> float | None:
     slice is zero there, and so is its share of the sum. None where no such value is known.
     """
     if spec.routed is not None and factor == spec.routed.owners:
-        return 0.0  # no row is theirs
+        return 0.0  # no row is theirs, or they are left out
     plain = PLAIN.get(call.name.rpartition(".")[0])
     if plain is None and dict(spec.reduce).get(factor) == "sum":
         runs = {at for at, dims in enumerate(spec.operands) if any(factor in factors for factors in dims)}

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.entries import Ddp, Ep, Fsdp, Offload, Precision, Recompute, Tp
+from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Offload, Precision, Recompute, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, of_all
 from shardc.plan.forms import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
@@ -99,6 +99,35 @@ def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), voca
                     f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="give it one style"
                 )
     return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
+
+
+def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto", dim: int = 1) -> Plan:
+    """Context parallel: the sequence of inputs, activations and attention is split over ``axis``.
+
+    Parameters are whole over it, unless another entry stores them there; ``fsdp(("dp", "cp"))`` does.
+
+    Args:
+        axis: a mesh axis.
+        method: how attention, whose queries are split, reaches the keys of the other ranks:
+            "gather": keys and values are gathered.
+            "ring": each rank's keys and values go to one rank after the other, and what queries see of each is put
+            together as they come. No rank ever holds all of them.
+            "heads": an all-to-all splits heads in place of the sequence, and another brings the sequence back (Ulysses).
+            "auto": the cheapest, by the cost model, for each attention.
+        modules: a glob of the modules whose attention this is about; of several entries the last that matches holds.
+        order: "striped": rank r holds the elements r, r + n, r + 2n, ... of the sequence. Under a causal mask, ranks
+            then compute the same. "contiguous": it holds one piece. "auto": contiguous for "heads", else striped.
+        dim: the dim of the inputs that is the sequence; inputs that have no such dim, or one element there, are whole.
+
+    Raises:
+        PlanError: an unknown method or order, a dim below 1; when the plan is used, no input with such a dim, heads
+            that the axis does not divide, attention that cannot be split so.
+
+    >>> print(fsdp(("dp", "cp")) | cp("cp", method="ring"))
+    fsdp(("dp", "cp")) | cp("cp", method="ring")
+    """
+    (name,) = axis_names([axis], f"cp({axis!r})")
+    return Plan.of([Cp(name, method, modules, order, dim)])
 
 
 def ep(axis: str, experts: str | Sequence[str], way: str = "auto", bound: float = 0.0) -> Plan:
@@ -194,4 +223,4 @@ def _globs(names: Any, entry: str) -> Iterable[str]:
     return [said] if isinstance(said, str) else tuple(said)
 
 
-CONSTRUCTORS |= {made.__name__: made for made in (ddp, fsdp, hsdp, tp, ep, precision, offload, recompute, Plan)}
+CONSTRUCTORS |= {made.__name__: made for made in (ddp, fsdp, hsdp, tp, cp, ep, precision, offload, recompute, Plan)}

@@ -75,17 +75,28 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
         ShardcWarning: a dim that does not divide, with what is done instead.
     """
     said = _said(plan, "inputs", [name for name, _ in inputs])
-    axes = batch_axes(plan, mesh)
     cause = " | ".join(str(entry) for entry in plan.entries if entry.batch)
     out = []
     for (name, shape), wanted in zip(inputs, said, strict=True):
         if wanted is not None:
             out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
-        elif shape and axes:
-            out.append(_input(mesh, tuple(shape), freeze((axes, *[None] * (len(shape) - 1)), cause), name, cause))
+        elif shape and cause:
+            out.append(_input(mesh, tuple(shape), _split(plan, mesh, shape), name, cause))
         else:
             out.append(InputPlan(Layout.whole(mesh, shape), ""))
     return out
+
+
+def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
+    """Dim 0 split over the batch axes, and the sequence's dim over those that are the sequence's."""
+    sequence = {axis: (dim, striped) for entry in plan.entries if entry.sequence for dim, axis, striped in [entry.sequence]}
+    batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
+    dims = [f"@({','.join(batch)})" if batch else "_", *["_"] * (len(shape) - 1)]
+    for axis in sorted(sequence, key=mesh.order):
+        dim, striped = sequence[axis]
+        if dim < len(shape) and shape[dim] > 1:
+            dims[dim] = f"(_ {mesh.size(axis)}@{axis})" if striped else f"@{axis}"
+    return freeze(", ".join(dims))
 
 
 def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str) -> InputPlan:

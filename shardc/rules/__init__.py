@@ -27,6 +27,7 @@ from shardc.rules import (
     random,
     reduction,
     scan,
+    sequence,
     views,
 )
 from shardc.rules.fallback import fallback_rule
@@ -44,6 +45,7 @@ FAMILIES = (
     indexing,
     advanced_indexing,
     attention,
+    sequence,
     convolution,
     experts,
     scan,

@@ -46,7 +46,8 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
     way = "send" if call["way"] == "bounded" else call["way"]
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way, call["held"]))
+    forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, held=call["held"], forms=forms))
 
 
 def _call(call: Call) -> Spec:

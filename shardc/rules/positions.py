@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,8 +19,14 @@ def coordinate(local: Local, axis: str) -> Any:
     return local.builder.call(aten.squeeze.dim, local.builder.coordinate((axis,)), 0)
 
 
-def positions(local: Local, layout: Layout, dim: int, device: torch.device | None) -> Any:
-    """int64 [n]: the global index along ``dim`` of each of the n elements that this rank holds."""
+def positions(
+    local: Local, layout: Layout, dim: int, device: torch.device | None, at: Mapping[str, Any] | None = None
+) -> Any:
+    """int64 [n]: the global index along ``dim`` of each of the n elements that this rank holds.
+
+    Args:
+        at: axis -> int64 [1], the index along it of the rank to ask for, where that is not this one.
+    """
     call = local.builder.call
     out = None
     digits = layout.dims[dim]
@@ -27,7 +34,8 @@ def positions(local: Local, layout: Layout, dim: int, device: torch.device | Non
         if axis is None:
             step = call(aten.arange.start_step, 0, radix * stride, stride, dtype=torch.int64, device=device)
         else:
-            step = call(aten.mul.Tensor, local.builder.coordinate((axis,)), stride)
+            index = at[axis] if at and axis in at else local.builder.coordinate((axis,))
+            step = call(aten.mul.Tensor, index, stride)
         out = step if out is None else call(aten.add.Tensor, call(aten.unsqueeze.default, out, 1), step)
         out = call(aten.reshape.default, out, [-1])
     return call(aten.arange.default, 1, dtype=torch.int64, device=device) if out is None else out

@@ -24,20 +24,26 @@ Dims = tuple[Factors, ...]
 
 @dataclass(frozen=True)
 class Routed:
-    """Two factors that one axis may split at once, since rows of the first are sent to where the second has them.
+    """Two factors that one axis may split at once, since elements of one are sent to where the other's lie.
 
     Args:
         rows, owners: the factors.
-        elements: how many elements each row's way there and back takes.
+        elements: how many elements each row's way there and back takes, where rows are sent to their owners.
+        moving: operands that go round all ranks of the axis, where owners are sent to all rows.
+        trips: how often each of these is sent.
         way: "send": an axis that splits the owners splits the rows too; "gather": none does; "auto": as is cheapest.
-        held: an axis that splits the owners wherever it can; "" for none.
+        held: an axis that splits one of ``forms`` wherever it can; "" for none.
+        forms: the factors that ``held`` may split together.
     """
 
     rows: str
     owners: str
-    elements: int
+    elements: int = 0
+    moving: tuple[int, ...] = ()
+    trips: int = 1
     way: str = "auto"
     held: str = ""
+    forms: tuple[frozenset[str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -301,6 +307,15 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
                      if spec.splittable(f) and n % size == 0]  # fmt: skip
             options[axis] = [("split", (next(iter(one)), len(proposals) + at)) for at, one in enumerate(fresh)]
             proposals += fresh
+    if spec.routed is not None and (held := spec.routed.held) in mesh.axes:
+        size, factors = mesh.size(held), {f for form in spec.routed.forms for f in form if len(form) == 1}
+        fresh = [{f: canonical(mesh, [Digit(size, held), Digit(n // size)])} for f, n in spec.sizes
+                 if f in factors and n % size == 0]  # fmt: skip
+        said = {detail[0] for kind, detail in options.get(held, ()) if kind == "split"}  # type: ignore[index]
+        found = [("split", (next(iter(one)), len(proposals) + at)) for at, one in enumerate(fresh)
+                 if not said.issuperset(one)]  # fmt: skip
+        options.setdefault(held, []).extend(found)
+        proposals += fresh
     if spec.routed is not None:
         for found in options.values():
             by = {one[0]: one for kind, one in found if isinstance(one, tuple)}
@@ -364,8 +379,10 @@ def as_said(spec: Spec, assignment: Mapping[str, Digits], held: str) -> bool:
         return True
     owners = {axis for _, axis in assignment.get(routed.owners, ()) if axis}
     sent = routed_axes(spec, assignment)
-    if held and held not in {split_part(axis)[0] for axis in owners}:
-        return False
+    if held:
+        split = {f for f, digits in assignment.items() for _, axis in digits if axis and split_part(axis)[0] == held}
+        if split not in routed.forms:
+            return False
     return not (routed.way == "gather" and sent) and not (routed.way == "send" and owners - sent)
 
 

@@ -29,6 +29,7 @@ HALF = (*LOCAL, halves.read, halves.once, halves.slots)  # from the cut on
 SPECS: dict[str, tuple[Check, ...]] = {
     "capture": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "experts": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
+    "attention": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "canonicalize": (*GRAPH, structure.legal(ops.tag), layouts.shapes),
     "seed": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),
     "pad": (*GRAPH, structure.legal(ops.tag, ops.reshard, ops.pad, ops.unpad), layouts.shapes, layouts.pins),

@@ -18,7 +18,7 @@ from torch import fx
 from shardc.cost.pricing import Pricing
 from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of
-from shardc.passes.choose import Work, sending_seconds, shares
+from shardc.passes.choose import Work, shares, with_sending
 from shardc.passes.exact.prices import one_axis, prices
 from shardc.passes.exact.traffic import Traffic
 from shardc.rules.spec import Spec, Strategy
@@ -159,7 +159,7 @@ def kernel_seconds(
             moved += sum(x.local_numel * dtype.itemsize for x, dtype in made)
         if traffic.dense:
             took = cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention)
-            out.append(took + sending_seconds(spec, one.operands, work, cost))
+            out.append(with_sending(spec, one.operands, work, cost, took))
         else:
             out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel
     return np.array(out)

@@ -8,9 +8,10 @@ from shardc.plan.entries.precision import Policies, Precision
 from shardc.plan.entries.prefetch import Prefetch
 from shardc.plan.entries.raw import Activation, Param, Port, Setting
 from shardc.plan.entries.recompute import Recompute
+from shardc.plan.entries.sequence import METHODS, Cp
 from shardc.plan.entries.tensor_parallel import STYLES, Tp
 
 __all__ = [
-    "Activation", "Ddp", "Entry", "Ep", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
-    "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
+    "Activation", "Cp", "Ddp", "Entry", "Ep", "Fsdp", "Offload", "Param", "Policies", "Port", "Precision", "Prefetch",
+    "METHODS", "Recompute", "STYLES", "Setting", "Tp", "WAYS", "distinct",
 ]  # fmt: skip

@@ -35,6 +35,11 @@ class Entry:
         return ()
 
     @property
+    def sequence(self) -> tuple[int, str, bool] | None:
+        """(dim, axis, striped) where it splits another dim of the inputs over one of its axes of ``batch``."""
+        return None
+
+    @property
     def storage(self) -> tuple[tuple[str, ...], int]:
         """The axes over which it splits parameters in storage only, and at which level of ``fsdp``; 0 for none."""
         return (), 0

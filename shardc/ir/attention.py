@@ -1,0 +1,141 @@
+"""Attention whose queries and keys may be split: an op that knows where in the sequence its elements stand.
+
+A kernel's causal mask is of places in the tensors that it gets. At global shapes `call` and `gradient` are of places in
+the whole sequence, so they mean the same however queries and keys lie. On one rank (`shardc.rules.sequence`) they stand
+for kernels: of a piece of the keys each gives its part of the output, and the log-sum-exp of its scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_library = torch.library.Library("shardc_attention", "DEF")
+# keys: how many there are without filling, which stands behind them. method, axis: as `shardc.cp` has them.
+_HOW = "bool causal, float scale, int keys, str method, str axis"
+_library.define(f"call(Tensor query, Tensor key, Tensor value, Tensor? bias, {_HOW}) -> (Tensor, Tensor)")
+_library.define(
+    "gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor? bias, "
+    f"{_HOW}) -> (Tensor, Tensor, Tensor)"
+)
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def call(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float, keys: int,
+    method: str = "", axis: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What queries see.
+
+    Args:
+        query: [b, h, q, e].
+        key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
+        bias: added to the scores: [b, h, q, k], or what broadcasts to it.
+        causal: the query at place i sees the keys up to place i.
+
+    Returns:
+        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]: 0 of one that sees nothing.
+    """
+    key, value, bias = _true(key, value, bias, keys)
+    if query.device.type == "cpu":
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _square(causal, query, key):
+        out, sums, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, False, scale=scale)
+    else:
+        scores = _scores(query, key, bias, causal, scale)
+        sums = scores.logsumexp(-1)
+        sums = sums.where(sums != -torch.inf, 0)
+        out = ((scores - sums.unsqueeze(-1)).exp() @ _by_head(value, query).to(scores.dtype)).to(query.dtype)
+    return _by_place(out), _by_place(sums)
+
+
+def gradient(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None,
+    causal: bool, scale: float, keys: int, method: str = "", axis: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of query, key and value; ``out`` and ``sums`` may be those of more keys than these."""
+    whole = key.shape[2]
+    key, value, bias = _true(key, value, bias, keys)
+    if query.device.type == "cpu":
+        made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale
+        )
+    elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _square(causal, query, key):
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        sizes: tuple[Any, ...] = (None, None, query.shape[2], key.shape[2])
+        made = aten._scaled_dot_product_flash_attention_backward(
+            grad, query, key, value, out, sums, *sizes, 0.0, causal, seed, seed[0], scale=scale
+        )
+    else:
+        made = _written_out(grad, query, key, value, out, sums, _scores(query, key, bias, causal, scale), scale)
+    dq, *rest = made
+    dk, dv = (x if x.shape[2] == whole else torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[2])) for x in rest)
+    return _by_place(dq), _by_place(dk), _by_place(dv)
+
+
+def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Without the filling."""
+    if keys == key.shape[2]:
+        return key, value, bias
+    return key[:, :, :keys], value[:, :, :keys], bias if bias is None or bias.shape[-1] == 1 else bias[..., :keys]
+
+
+def _square(causal: bool, query: Tensor, key: Tensor) -> bool:
+    """Whether every kernel means the same by its causal mask."""
+    return not causal or query.shape[2] == key.shape[2]
+
+
+def _by_head(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each head of the queries."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], 1)
+
+
+def _scores(query: Tensor, key: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """[b, h, q, k], in float32 at least."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = query.to(wide) @ _by_head(key, query).to(wide).transpose(-1, -2) * scale
+    scores = scores if bias is None else scores + bias
+    if not causal:
+        return scores
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~seen, -torch.inf)
+
+
+def _written_out(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, scores: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = scores.dtype
+    weights, grad = (scores - sums.unsqueeze(-1)).exp(), grad.to(wide)
+    shares = grad @ _by_head(value, query).to(wide).transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
+    shares = weights * shares * scale
+    of_heads = [shares.transpose(-1, -2) @ query.to(wide), weights.transpose(-1, -2) @ grad]
+    grouped = [x.unflatten(1, (key.shape[1], -1)).sum(2).to(key.dtype) for x in of_heads]
+    return (shares @ _by_head(key, query).to(wide)).to(query.dtype), grouped[0], grouped[1]
+
+
+def _by_place(x: Tensor) -> Tensor:
+    """``x`` with what belongs to one place of the sequence side by side, as models take it."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _fake_call(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    b, h, q, _e = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(b, q, h, value.shape[3]).transpose(1, 2), query.new_empty(b, q, h, dtype=wide).transpose(1, 2)
+
+
+def _fake_gradient(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
+    return dq, dk, dv
+
+
+for _name, _function, _fake in (("call", call, _fake_call), ("gradient", gradient, _fake_gradient)):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardc_attention::{_name}", _fake, lib=_library)
+CALL, GRADIENT = torch.ops.shardc_attention.call.default, torch.ops.shardc_attention.gradient.default

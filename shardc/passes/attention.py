@@ -1,0 +1,115 @@
+"""Attention: kernels whose sequence a plan splits become ops that know places in the whole sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any
+
+from torch import fx
+
+from shardc.errors import PlanError
+from shardc.ir import attention
+from shardc.ir import graph as ir
+from shardc.ir.graph import Value
+from shardc.ir.mesh import Mesh
+from shardc.ir.tally import arguments_of
+from shardc.plan.entries import Cp
+
+_PREFIX, _BACKWARD = "aten._scaled_dot_product_", "_backward.default"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Makes `shardc_attention::call` of each attention kernel that an entry is about, and ``gradient`` of its backward.
+
+    Takes: a captured graph. Leaves alone: kernels that drop out, which draw by place, and those that a bias wants a
+    gradient of.
+
+    Raises:
+        PlanError: heads that the axis does not divide; a method for attention that no kernel computes.
+
+    Args:
+        entries: of the plan.
+    """
+
+    mesh: Mesh
+    entries: tuple[Cp, ...] = ()
+    name = "attention"
+
+    def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        kernels = [node for node in gm.graph.nodes if str(node.target).startswith(_PREFIX)]
+        taken: set[Cp] = set()
+        for node in [one for one in kernels if self.entries and not str(one.target).endswith(_BACKWARD)]:
+            entry = next((e for e in reversed(self.entries) if e.says(ir.info(node).origin.module)), None)
+            backward = [user for one in node.users for user in one.users if str(user.target).endswith(_BACKWARD)]
+            if entry is not None and all(map(_can_be, [node, *backward])):
+                self._check(node, entry)
+                taken.add(entry)
+                for one in dict.fromkeys([*backward, node]):
+                    _replace(one, entry)
+        gm.graph.eliminate_dead_code()
+        self._all_taken(gm.graph, taken)
+        return gm
+
+    def _check(self, node: fx.Node, entry: Cp) -> None:
+        heads, size = ir.value(node.args[0]).shape[1], self.mesh.size(entry.axis)
+        if entry.method == "heads" and heads % size:
+            raise PlanError(
+                f"{ir.info(node).name} has {heads} heads, which {entry.axis} of {size} ranks does not divide",
+                plan_entry=str(entry),
+                source=ir.info(node).origin.source or None,
+                fix='write method="ring" or method="gather", which leave heads as they are',
+            )
+
+    def _all_taken(self, graph: fx.Graph, taken: set[Cp]) -> None:
+        """Raises PlanError for a method that nothing of the program goes by."""
+        for entry in self.entries:
+            if entry.method not in ("ring", "heads") or entry in taken or self.mesh.size(entry.axis) == 1:
+                continue
+            written = [n for n in graph.nodes if "_softmax" in str(n.target) or str(n.target).startswith(_PREFIX)]
+            first = next((n for n in written if entry.says(ir.info(n).origin.module)), None)
+            what = "no attention is computed there" if first is None else f"it is computed by {first.target}"
+            raise PlanError(
+                f"method {entry.method!r} needs attention that a kernel without dropout computes, and {what}",
+                plan_entry=str(entry),
+                source=None if first is None else ir.info(first).origin.source or None,
+                fix='write method="gather", which needs none, or use scaled_dot_product_attention'
+                ' (attn_implementation="sdpa")',
+            )
+
+
+def _can_be(node: fx.Node) -> bool:
+    given = arguments_of(node)
+    wants_bias = (given.get("grad_input_mask") or [False] * 4)[3] and _bias(given) is not None
+    both = bool(given.get("is_causal")) and _bias(given) is not None
+    return not given.get("dropout_p") and not wants_bias and not both
+
+
+def _bias(given: dict[str, Any]) -> Any:
+    return given.get("attn_mask") if given.get("attn_bias") is None else given["attn_bias"]
+
+
+def _replace(node: fx.Node, entry: Cp) -> None:
+    given, record = arguments_of(node), ir.info(node)
+    query, key = given["query"], given["key"]
+    scale = ir.value(query).shape[3] ** -0.5 if given.get("scale") is None else given["scale"]
+    how = (bool(given.get("is_causal")), scale, ir.value(key).shape[2], entry.method, entry.axis)
+    tensors = (query, key, given["value"])
+    if "out" in given:
+        grad = given.get("grad_out", given.get("grad_out_"))
+        node.target = attention.GRADIENT
+        node.args = (grad, *tensors, given["out"], given["logsumexp"], _bias(given), *how)
+        count = 3
+    else:
+        node.target, node.args, count = attention.CALL, (*tensors, _bias(given), *how), 2
+    node.kwargs = {}
+    vals = fx.map_arg(node.args, lambda x: x.meta["val"])
+    node.meta["val"] = tuple(node.target(*vals))
+    made = tuple(ir.value_of(x) for x in node.meta["val"][:count])
+    ir.set_info(node, replace(record, value=made))
+    for user in node.users:
+        at = user.args[1]
+        if user.target is getitem and at < count:
+            user.meta["val"] = node.meta["val"][at]
+            ir.set_info(user, replace(ir.info(user), value=made[at]))

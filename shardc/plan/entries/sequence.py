@@ -1,0 +1,64 @@
+"""``cp``: the sequence of inputs and activations is split over an axis, and attention reaches over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from shardc.errors import PlanError
+from shardc.plan.calls import Call
+from shardc.plan.entries.entry import Entry
+from shardc.plan.match import matching
+from shardc.validate import check_fields
+
+METHODS = ("auto", "gather", "ring", "heads")
+
+
+@dataclass(frozen=True)
+class Cp(Entry):
+    """The dim ``dim`` of inputs is split over ``axis``; the other fields are as in `shardc.cp`."""
+
+    axis: str
+    method: Annotated[str, Literal["auto", "gather", "ring", "heads"]] = "auto"
+    modules: str = "*"
+    order: Annotated[str, Literal["auto", "striped", "contiguous"]] = "auto"
+    dim: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+        if self.dim < 1:
+            raise PlanError(
+                f"the sequence cannot be dim {self.dim} of the inputs, which has the batch if it is 0",
+                plan_entry=str(self),
+                fix="write dim=1, or the number of a later dim",
+            )
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("cp", self.axis, self.modules)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        return (self.axis,)
+
+    @property
+    def sequence(self) -> tuple[int, str, bool]:
+        striped = self.order == "striped" or self.order == "auto" and self.method != "heads"
+        return self.dim, self.axis, striped
+
+    def says(self, module: str) -> bool:
+        """Whether it is about attention that ``module`` computes."""
+        return self.modules == "*" or bool(matching(self.modules, (module,)))
+
+    @property
+    def call(self) -> Call:
+        name, said = super().call
+        return "cp", said
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return "sequence", self.modules, f"dim {self.dim} over {self.axis}, {self.method}"

@@ -1,0 +1,419 @@
+"""Attention of a split sequence: queries are free, keys add up; or both lie on one axis, and keys go round.
+
+A rank's queries see the keys piece by piece. The results of two pieces are put together by the log-sum-exp of their
+scores, so what a piece alone gives is pending over the axes that split keys and not queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import inf, prod
+from operator import getitem
+from typing import Any
+
+import torch
+
+from shardc.ir.attention import CALL, GRADIENT
+from shardc.ir.comm import WAIT
+from shardc.ir.layout import Digit, Digits, Layout, refine, strides
+from shardc.rules.loops import FREE, Loops
+from shardc.rules.notation import WHOLE
+from shardc.rules.positions import positions
+from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.spec import Dims, Routed, Spec
+
+aten, functional = torch.ops.aten, torch.ops._c10d_functional
+_QUERIES, _KEYS = "q", "k"
+_SPLITS = {
+    "gather": (frozenset({_QUERIES}),),
+    "ring": (frozenset({_QUERIES, _KEYS}),),
+    "heads": (frozenset("g"), frozenset("r"), frozenset("gr")),
+}
+_WAYS = {"gather": "gather", "ring": "send"}
+
+
+class _Heads:
+    """The dims of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` heads."""
+
+    def __init__(self, loops: Loops, *, backward: bool) -> None:
+        shapes = dict(zip(loops.names, loops.shapes, strict=True))
+        query, key, value = (shapes[name] for name in ("query", "key", "value"))
+        kind = "sum" if backward else FREE
+        b, g = loops.dim("b", query[0]), loops.dim("g", key[1])
+        h = (*g, *loops.dim("r", query[1] // key[1], kind))
+        q, k = loops.indexed(_QUERIES, query[2], kind), loops.indexed(_KEYS, key[2], "sum")
+        e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
+        self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
+        self.out, self.row = (b, h, q, f), (b, h, q)
+        # A piece of the keys takes its columns of a bias by itself.
+        every = (b, h, q, loops.dim("columns", shapes["bias"][-1], WHOLE) if "bias" in shapes else ())
+        self.bias: Dims = ()
+        if "bias" in shapes:
+            sizes = shapes["bias"]
+            self.bias = tuple(() if n == 1 else dims for n, dims in zip(sizes, every[-len(sizes) :], strict=True))
+
+    def operands(self, names: Sequence[str]) -> list[Dims]:
+        known = {"query": self.query, "key": self.key, "value": self.value, "logsumexp": self.row, "bias": self.bias}
+        return [known.get(name, self.out) for name in names]
+
+
+def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
+    """``spec``, in which keys and values may go round the ranks that have the queries."""
+    sizes = dict(spec.sizes)
+    if _QUERIES not in sizes or _KEYS not in sizes:
+        return spec
+    method = call["method"]
+    forms = _SPLITS.get(method, ())
+    routed = Routed(_QUERIES, _KEYS, moving=moving, trips=trips, way=_WAYS.get(method, "auto"),
+                    held=call["axis"] if forms else "", forms=forms)  # fmt: skip
+    return Spec(spec.operands, spec.results, spec.sizes, spec.reduce, spec.whole, spec.linear, aside=spec.aside,
+                indexed=spec.indexed, routed=routed)  # fmt: skip
+
+
+def _call(call: Call) -> Spec:
+    loops = Loops(call)
+    heads = _Heads(loops, backward=False)
+    # What is pending of the output is a sum, because each piece's share is known: the log-sum-exp never is.
+    spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], aside=[1])
+    return _routed(call, spec, (1, 2), 1)
+
+
+def _gradient(call: Call) -> Spec:
+    loops = Loops(call)
+    heads = _Heads(loops, backward=True)
+    spec = loops.spec(heads.operands(loops.names), [heads.query, heads.key, heads.value], linear=[{0}])
+    return _routed(call, spec, (2, 3), 2)
+
+
+# --- on one rank
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Keys that a rank's queries see at once.
+
+    Args:
+        take: of keys or values that this rank holds, those of the piece.
+        back: the gradient of a piece, as one of all keys or values that this rank holds; pieces' gradients add up.
+        bias: added to the scores; None for nothing.
+        causal: query i sees the keys up to i of the piece.
+        later: bool [], whether it sees the keys before i alone; None: it never is so.
+        blind: bool [..., q], which queries see none of it; None: all see some.
+    """
+
+    take: Callable[[Any], Any]
+    back: Callable[[Any], Any]
+    bias: Any = None
+    causal: bool = False
+    later: Any = None
+    blind: Any = None
+
+
+class _Sequence:
+    """The pieces of the keys, as one rank sees them."""
+
+    def __init__(self, local: Local) -> None:
+        self.local, self.run = local, local.builder.call
+        self.mesh = local.operands[0].mesh
+        self.query, self.key = local.operand_layout("query"), local.operand_layout("key")
+        split = self.key.dim_axes(2)
+        both = [axis for axis in self.query.dim_axes(2) if axis in split]
+        self.sent = tuple(sorted(both, key=self.mesh.order))
+        self.pending = tuple(sorted((axis for axis in split if axis not in both), key=self.mesh.order))
+        self.ranks, self.group = local.builder.group(self.sent) if self.sent else (1, "")
+        self.keys: int = local.call["keys"]
+        seen = local.true_size(2, self.query.shape[2])
+        # What fills the keys up stands behind all of them, where no causal query of the sequence sees it.
+        hides = local.call["causal"] and seen <= self.keys
+        self.whole = not split
+        self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
+
+    def pieces(self) -> Iterator[_Piece]:
+        stripes = self._stripes() if self.local.call["causal"] and not self.filled else None
+        for shift in range(self.ranks):
+            at = self._coordinates(shift)
+            come, go = partial(self._sent, shift=shift), partial(self._sent, shift=-shift)
+            if stripes is not None:
+                yield from self._striped(stripes, shift, at, come, go)
+                continue
+            bias, blind = self._bias(at, self.local.call["causal"])
+            yield _Piece(come, go, bias, blind=blind)
+
+    def _sent(self, x: Any, shift: int) -> Any:
+        """``x`` of the rank that is ``shift`` before this one on the axes over which keys go round."""
+        if shift == 0:
+            return x
+        to = [(rank + shift) % self.ranks for rank in range(self.ranks)]
+        x = self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
+
+    def _coordinates(self, shift: int) -> dict[str, Any]:
+        """By axis, the index of the rank that is ``shift`` before this one; none for this rank."""
+        if shift == 0:
+            return {}
+        linear = self.run(aten.sub.Tensor, self.local.builder.coordinate(self.sent), shift)
+        linear = self.run(aten.remainder.Scalar, linear, self.ranks)
+        out, below = {}, self.ranks
+        for axis in self.sent:
+            below //= self.mesh.size(axis)
+            index = linear if below == 1 else self.run(aten.div.Tensor_mode, linear, below, rounding_mode="floor")
+            out[axis] = self.run(aten.remainder.Scalar, index, self.mesh.size(axis))
+        return out
+
+    # --- a causal mask that every piece has by itself
+
+    def _stripes(self) -> Digits | None:
+        """The digits of the keys in front of those that split the queries and behind; None if there are no stripes.
+
+        Where the queries' axes are the minor digits, the elements that differ in these alone stand side by side. A
+        piece of the keys that is alike in them has one key in each such run, as the queries have.
+        """
+        digits = self.query.dims[2]
+        axes = [digit for digit in digits if digit.axis is not None]
+        if not axes or digits[len(digits) - len(axes) :] != tuple(axes) or self.pending:
+            return None
+        cuts = [prod(d.radix for d in axes[at:]) for at in range(len(axes) + 1)]
+        if self.key.shape[2] % cuts[0] and self.whole:
+            return tuple(Digit(d.radix) for d in axes)  # of keys that are whole, the last run may be shorter
+        fine = refine(self.mesh, self.key.dims[2], cuts)
+        if fine is None:
+            return None
+        minor = tuple(d for d, stride in zip(fine, strides(fine), strict=True) if stride < cuts[0])
+        if len(minor) != len(axes) or any(d.axis not in (None, a.axis) for d, a in zip(minor, axes, strict=True)):
+            return None
+        return minor
+
+    def _striped(
+        self, minor: Digits, shift: int, at: dict[str, Any], come: Callable[[Any], Any], go: Callable[[Any], Any]
+    ) -> Iterator[_Piece]:
+        axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
+        held = prod(d.radix for d in minor if d.axis is None)  # stripes of one rank
+        length = min(self.keys, self.key.shape[2]) if self.whole else self.key.local_shape[2]
+        for choice in product(*(range(d.radix) if d.axis is None else (None,) for d in minor)):
+            number = sum(
+                index * stride
+                for index, stride in zip((i for i in choice if i is not None), _below(minor), strict=True)
+            )  # fmt: skip
+            here, there, stride = None, None, prod(d.radix for d in minor)
+            for axis, index, digit in zip(axes, choice, minor, strict=True):
+                stride //= digit.radix
+                own = self.run(aten.mul.Tensor, self.local.builder.coordinate((axis,)), stride)
+                if index is None:
+                    term = self.run(aten.mul.Tensor, at[axis], stride) if axis in at else own
+                else:
+                    term = index * stride
+                here = own if here is None else self.run(aten.add.Tensor, here, own)
+                there = term if there is None else _add(self.run, there, term)
+            later = None
+            if not (shift == 0 and held == 1) and not (isinstance(there, int) and there == 0):
+                later = self.run(aten.squeeze.dim, self._before(here, there), 0)
+            take, back = partial(self._stripe, number, held, length), partial(self._unstripe, number, held, length)
+            if held == 1:
+                yield _Piece(come, go, None, True, later)
+            else:
+                yield _Piece(_then(come, take), _then(back, go), None, True, later)
+
+    def _before(self, here: Any, there: Any) -> Any:
+        compare = aten.lt.Scalar if isinstance(there, int) else aten.lt.Tensor
+        return self.run(compare, here, there)
+
+    def _stripe(self, number: int, held: int, length: int, x: Any) -> Any:
+        return self.run(aten.slice.Tensor, x, 2, number, length, held)
+
+    def _unstripe(self, number: int, held: int, length: int, x: Any) -> Any:
+        """``x``, of which element i goes to ``number + i * held``; zero elsewhere."""
+        b, g, n, e = self.local.builder.shape(x)
+        full = self.key.local_shape[2]
+        x = self.run(aten.unsqueeze.default, x, 3)
+        x = self.run(aten.constant_pad_nd.default, x, [0, 0, number, held - number - 1], 0.0)
+        x = self.run(aten.reshape.default, x, [b, g, n * held, e])
+        if n * held == full:
+            return x
+        if n * held > full:
+            return self.run(aten.slice.Tensor, x, 2, 0, full)
+        return self.run(aten.constant_pad_nd.default, x, [0, 0, 0, full - n * held], 0.0)
+
+    # --- a mask of places in the whole sequence
+
+    def _bias(self, at: dict[str, Any], causal: bool) -> tuple[Any, Any]:
+        """What is added to the scores of a piece, and which queries see none of it."""
+        call, run = self.local.call, self.run
+        bias = self.local.operand("bias")
+        dtype = call.operands[call.position("query") or 0].dtype
+        if bias is not None and not self.whole and call["bias"].shape[-1] > 1:
+            columns = positions(self.local, self.key, 2, None, at)
+            if self.key.shape[2] != self.keys:
+                columns = run(aten.clamp.default, columns, 0, self.keys - 1)
+            bias = run(aten.index_select.default, bias, len(call["bias"].shape) - 1, columns)
+        hidden = None
+        if causal or self.filled:
+            columns = positions(self.local, self.key, 2, None, at)
+            if causal:
+                rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
+                hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
+            if self.filled:
+                past = run(aten.unsqueeze.default, run(aten.ge.Scalar, columns, self.keys), 0)
+                hidden = past if hidden is None else run(aten.logical_or.default, hidden, past)
+        if hidden is not None:
+            hidden = run(aten.reshape.default, hidden, [1, 1, *self.local.builder.shape(hidden)])
+            mask = run(aten._to_copy.default, hidden, dtype=dtype)
+            mask = run(aten.where.ScalarOther, hidden, run(aten.full_like.default, mask, -inf), 0.0)
+            bias = mask if bias is None else run(aten.add.Tensor, bias, mask)
+        if bias is None or (self.whole and self.ranks == 1):
+            return bias, None
+        return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
+
+    def columns(self) -> int:
+        """How many keys of a piece are no filling, as the kernel has to know."""
+        return min(self.keys, self.key.local_shape[2]) if self.whole else self.key.local_shape[2]
+
+
+def _below(minor: Digits) -> list[int]:
+    """For each local digit, how many elements of the minor local ones it counts."""
+    sizes = [d.radix for d in minor if d.axis is None]
+    return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
+
+
+def _add(run: Callable[..., Any], one: Any, other: Any) -> Any:
+    if isinstance(one, int) and isinstance(other, int):
+        return one + other
+    return run(aten.add.Tensor, *((other, one) if isinstance(one, int) else (one, other)))
+
+
+def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: second(first(x))
+
+
+def _turned(local: Local, x: Any, later: Any, by: int) -> Any:
+    """``x``, [b, h, q, ...], with query i at the place of query i + ``by`` in a circle, where ``later`` holds."""
+    run, size = local.builder.call, local.builder.shape(x)[2]
+    shift = run(aten.mul.Scalar, run(aten._to_copy.default, later, dtype=torch.int64), by)
+    index = run(aten.sub.Tensor, run(aten.arange.default, size, dtype=torch.int64), shift)
+    return run(aten.index_select.default, x, 2, run(aten.remainder.Scalar, index, size))
+
+
+def _edge(local: Local, x: Any, later: Any, row: int, value: float) -> Any:
+    """``x``, with ``value`` for the query in ``row`` where ``later`` holds."""
+    run, shape = local.builder.call, local.builder.shape(x)
+    row = range(shape[2])[row]
+    at = run(aten.eq.Scalar, run(aten.arange.default, shape[2], dtype=torch.int64), row)
+    at = run(aten.logical_and.default, at, later)
+    at = run(aten.reshape.default, at, [shape[2], *[1] * (len(shape) - 3)])
+    return run(aten.where.self, at, run(aten.full_like.default, x, value), x)
+
+
+def _wide(local: Local, x: Any) -> Any:
+    """``x`` in a dtype to add up in."""
+    dtype = local.call.operands[0].dtype
+    few = dtype in (torch.float16, torch.bfloat16)
+    return local.builder.call(aten._to_copy.default, x, dtype=torch.float32) if few else x
+
+
+def _narrow(local: Local, x: Any) -> Any:
+    dtype = local.call.operands[0].dtype
+    few = dtype in (torch.float16, torch.bfloat16)
+    return local.builder.call(aten._to_copy.default, x, dtype=dtype) if few else x
+
+
+def _call_local(local: Local) -> Any:
+    run, sequence = local.builder.call, _Sequence(local)
+    scale, out, sums, blind, many = local.call["scale"], None, None, False, False
+    query, key, value = (local.operand(name) for name in ("query", "key", "value"))
+    for piece in sequence.pieces():
+        q = query if piece.later is None else _turned(local, query, piece.later, -1)
+        k, v = piece.take(key), piece.take(value)
+        keys = sequence.columns() if not piece.causal else local.builder.shape(k)[2]
+        made = run(CALL, q, k, v, piece.bias, piece.causal, scale, keys, "", "")
+        o, s = run(getitem, made, 0), run(getitem, made, 1)
+        if piece.later is not None:
+            o, s = (_turned(local, x, piece.later, 1) for x in (o, s))
+            s = _edge(local, s, piece.later, 0, -inf)
+        if piece.blind is not None:
+            blind = True
+            s = run(aten.where.self, piece.blind, run(aten.full_like.default, s, -inf), s)
+        if out is None:
+            out, sums = o, s
+            continue
+        many = True
+        together = run(aten.logaddexp.default, sums, s)
+        base = _seen(local, together) if blind else together
+        first, second = (
+            run(aten.mul.Tensor, _wide(local, x), run(aten.unsqueeze.default, _share(local, n, base), 3))
+            for x, n in ((out, sums), (o, s))
+        )
+        out, sums = run(aten.add.Tensor, first, second), together
+    if sequence.pending:
+        own, sums = sums, _all_sums(local, sums, sequence.pending)
+        base = _seen(local, sums) if blind else sums
+        share = run(aten.unsqueeze.default, _share(local, own, base), 3)
+        out, many = run(aten.mul.Tensor, _wide(local, out), share), True
+    if blind:
+        sums = _seen(local, sums)
+    return [_narrow(local, out) if many else out, sums]
+
+
+def _share(local: Local, part: Any, whole: Any) -> Any:
+    return local.builder.call(aten.exp.default, local.builder.call(aten.sub.Tensor, part, whole))
+
+
+def _seen(local: Local, sums: Any) -> Any:
+    """``sums`` with 0 for what sees nothing, as kernels have it."""
+    run = local.builder.call
+    nothing = run(aten.eq.Scalar, sums, -inf)
+    return run(aten.where.self, nothing, run(aten.full_like.default, sums, 0.0), sums)
+
+
+def _all_sums(local: Local, sums: Any, axes: tuple[str, ...]) -> Any:
+    """The log-sum-exp over the ranks of ``axes``."""
+    run, shape = local.builder.call, local.builder.shape(sums)
+    ranks, group = local.builder.group(axes)
+    sums = run(aten.clone.default, sums, memory_format=torch.contiguous_format)
+    every = run(WAIT, run(functional.all_gather_into_tensor.default, sums, ranks, group))
+    return run(aten.logsumexp.default, run(aten.reshape.default, every, [ranks, *shape]), [0])
+
+
+def _gradient_local(local: Local) -> Any:
+    run, sequence = local.builder.call, _Sequence(local)
+    scale = local.call["scale"]
+    grad, query, key, value, out, sums = (
+        local.operand(name) for name in ("grad", "query", "key", "value", "out", "logsumexp")
+    )
+    totals: list[Any] = [None, None, None]
+    count = 0
+    for piece in sequence.pieces():
+        rows = [grad, query, out, sums]
+        if piece.later is not None:  # the last row is now the first query, which sees nothing
+            rows = [_turned(local, x, piece.later, -1) for x in rows]
+            rows[0], rows[3] = _edge(local, rows[0], piece.later, -1, 0.0), _edge(local, rows[3], piece.later, -1, inf)
+        k, v = piece.take(key), piece.take(value)
+        keys = sequence.columns() if not piece.causal else local.builder.shape(k)[2]
+        made = run(GRADIENT, rows[0], rows[1], k, v, rows[2], rows[3], piece.bias, piece.causal, scale, keys, "", "")
+        dq, dk, dv = (run(getitem, made, at) for at in range(3))
+        if piece.later is not None:
+            dq = _turned(local, dq, piece.later, 1)
+        count += 1
+        each = (dq, piece.back(dk), piece.back(dv))
+        totals = [x if y is None else run(aten.add.Tensor, _wide(local, y), _wide(local, x))
+                  for x, y in zip(each, totals, strict=True)]  # fmt: skip
+    return [_narrow(local, x) for x in totals] if count > 1 else totals
+
+
+TABLE = table(
+    Rule(
+        "shardc_attention.call",
+        _call,
+        "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k: sum; or q and k over one axis, where keys go round",
+        _call_local,
+        opaque=True,
+    ),
+    Rule(
+        "shardc_attention.gradient",
+        _gradient,
+        "b (g r) q f, b (g r) q e, b g k e, b g k f, ... -> b (g r) q e, b g k e, b g k f    q k r: sum; or as forward",
+        _gradient_local,
+        opaque=True,
+    ),
+)
