@@ -14,8 +14,10 @@ from torch import Tensor
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_attention", "DEF")
-# keys: how many there are without filling, which stands behind them. method, axis: as `shardc.cp` has them.
-_HOW = "bool causal, float scale, int keys, str method, str axis"
+# keys: how many there are without filling, which stands behind them. axis, method: axes, with the
+# method of `shardc.cp` that each goes by. around:
+# where an axis splits queries and keys, the keys go round its ranks; else they are gathered.
+_HOW = "bool causal, float scale, int keys, str axis='', str method='', bool around=False"
 _library.define(f"call(Tensor query, Tensor key, Tensor value, Tensor? bias, {_HOW}) -> (Tensor, Tensor)")
 _library.define(
     "gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor? bias, "
@@ -27,7 +29,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 def call(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float, keys: int,
-    method: str = "", axis: str = "",
+    axis: str = "", method: str = "", around: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What queries see.
 
@@ -57,7 +59,7 @@ def call(
 
 def gradient(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None,
-    causal: bool, scale: float, keys: int, method: str = "", axis: str = "",
+    causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value; ``out`` and ``sums`` may be those of more keys than these."""
     whole = key.shape[2]

@@ -70,7 +70,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
         (
             # One form of each thing, before anything is decided.
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
-            Attention(mesh, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
+            Attention(mesh, cost, tuple(entry for entry in plan.plan.entries if isinstance(entry, Cp))),
             Canonicalize(),
             # What the plan says.
             Seed(mesh, plan.params, plan.inputs, frozenset(plan.pins), plan.regions),

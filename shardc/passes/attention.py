@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from operator import getitem
 from typing import Any
 
 from torch import fx
 
+from shardc.cost.pricing import Pricing
 from shardc.errors import PlanError
 from shardc.ir import attention
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import arguments_of
+from shardc.passes.calls import call_of
+from shardc.passes.choose import Work, passing_seconds
 from shardc.plan.entries import Cp
+from shardc.rules import spec_of
 
 _PREFIX, _BACKWARD = "aten._scaled_dot_product_", "_backward.default"
 
@@ -30,24 +36,29 @@ class Attention:
         PlanError: heads that the axis does not divide; a method for attention that no kernel computes.
 
     Args:
+        cost: says whether keys that a method may send in either way go round, or are gathered.
         entries: of the plan.
     """
 
     mesh: Mesh
+    cost: Pricing
     entries: tuple[Cp, ...] = ()
     name = "attention"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         kernels = [node for node in gm.graph.nodes if str(node.target).startswith(_PREFIX)]
         taken: set[Cp] = set()
-        for node in [one for one in kernels if self.entries and not str(one.target).endswith(_BACKWARD)]:
-            entry = next((e for e in reversed(self.entries) if e.says(ir.info(node).origin.module)), None)
+        for node in [one for one in kernels if not str(one.target).endswith(_BACKWARD)]:
+            module = ir.info(node).origin.module
+            entries = tuple({entry.axis: entry for entry in self.entries if entry.says(module)}.values())
             backward = [user for one in node.users for user in one.users if str(user.target).endswith(_BACKWARD)]
-            if entry is not None and all(map(_can_be, [node, *backward])):
-                self._check(node, entry)
-                taken.add(entry)
+            if entries and all(map(_can_be, [node, *backward])):
+                for entry in entries:
+                    self._check(node, entry)
+                taken.update(entries)
+                around = any(self._around(node, entry) for entry in entries)
                 for one in dict.fromkeys([*backward, node]):
-                    _replace(one, entry)
+                    _replace(one, entries, around)
         gm.graph.eliminate_dead_code()
         self._all_taken(gm.graph, taken)
         return gm
@@ -61,6 +72,20 @@ class Attention:
                 source=ir.info(node).origin.source or None,
                 fix='write method="ring" or method="gather", which leave heads as they are',
             )
+
+    def _around(self, node: fx.Node, entry: Cp) -> bool:
+        if entry.method != "auto" or self.mesh.size(entry.axis) == 1:
+            return entry.method == "ring"
+        call = call_of(node)
+        spec, work = spec_of(call), Work.of(call)
+        assert spec is not None
+        given = arguments_of(node)
+        sent = sum(prod(v.shape) * v.itemsize for v in (ir.value(given[name]) for name in ("key", "value")))
+        operations = spec.flops / self.mesh.ranks
+        computed = self.cost.compute_seconds(operations, 0, work.dtypes[0], work.attention)
+        axes, part = (entry.axis,), sent / self.mesh.ranks
+        gathered = passing_seconds(self.mesh, axes, part, None, self.cost)
+        return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _all_taken(self, graph: fx.Graph, taken: set[Cp]) -> None:
         """Raises PlanError for a method that nothing of the program goes by."""
@@ -90,11 +115,12 @@ def _bias(given: dict[str, Any]) -> Any:
     return given.get("attn_mask") if given.get("attn_bias") is None else given["attn_bias"]
 
 
-def _replace(node: fx.Node, entry: Cp) -> None:
+def _replace(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
     given, record = arguments_of(node), ir.info(node)
     query, key = given["query"], given["key"]
     scale = ir.value(query).shape[3] ** -0.5 if given.get("scale") is None else given["scale"]
-    how = (bool(given.get("is_causal")), scale, ir.value(key).shape[2], entry.method, entry.axis)
+    names = (",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries))
+    how = (bool(given.get("is_causal")), scale, ir.value(key).shape[2], *names, around)
     tensors = (query, key, given["value"])
     if "out" in given:
         grad = given.get("grad_out", given.get("grad_out_"))

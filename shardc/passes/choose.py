@@ -13,6 +13,7 @@ from shardc.cost import redistribute
 from shardc.cost.pricing import Pricing
 from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
 from shardc.ir.tally import wire_elements
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, strategies
@@ -142,10 +143,25 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
     over_axes = tuple(sorted(sent, key=mesh.order))
     if spec.routed.moving:
         part = sum(operands[at].local_numel * work.dtypes[at].itemsize for at in spec.routed.moving)
-        each = spec.routed.trips * cost.collective_seconds("permute_ranks", mesh, over_axes, part)
-        return max(computed, (ranks - 1) * each + computed / ranks)
+        trips, around = spec.routed.trips, spec.routed.around
+        return computed + trips * passing_seconds(mesh, over_axes, part, computed / trips if around else None, cost)
     wire = wire_elements("all_to_all", ranks, rows * spec.routed.elements) * work.dtypes[0].itemsize
     return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)
+
+
+def passing_seconds(
+    mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing
+) -> float:
+    """The time that an op of ``computed`` seconds waits until each rank has had the ``part`` bytes of all others.
+
+    Args:
+        computed: of the op on one rank, whose shares run while the next part comes; None: all are gathered before.
+    """
+    ranks = prod([mesh.size(axis) for axis in axes])
+    if computed is None:
+        return cost.collective_seconds("all_gather", mesh, axes, (ranks - 1) * part)
+    each = cost.collective_seconds("permute_ranks", mesh, axes, part)
+    return (ranks - 1) * max(each - computed / ranks, 0.0)
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:

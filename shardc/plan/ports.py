@@ -92,10 +92,12 @@ def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
     sequence = {axis: (dim, striped) for entry in plan.entries if entry.sequence for dim, axis, striped in [entry.sequence]}
     batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
     dims = [f"@({','.join(batch)})" if batch else "_", *["_"] * (len(shape) - 1)]
-    for axis in sorted(sequence, key=mesh.order):
-        dim, striped = sequence[axis]
-        if dim < len(shape) and shape[dim] > 1:
-            dims[dim] = f"(_ {mesh.size(axis)}@{axis})" if striped else f"@{axis}"
+    for dim in {dim for dim, _ in sequence.values() if dim < len(shape) and shape[dim] > 1}:
+        axes = [axis for axis in sorted(sequence, key=mesh.order) if sequence[axis][0] == dim]
+        pieces, stripes = ([axis for axis in axes if sequence[axis][1] is striped] for striped in (False, True))
+        dims[dim] = f"_@({','.join(pieces)})" if pieces else "_"
+        if stripes:
+            dims[dim] = f"({dims[dim]} {prod(map(mesh.size, stripes))}@({','.join(stripes)}))"
     return freeze(", ".join(dims))
 
 

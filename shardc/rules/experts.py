@@ -47,7 +47,8 @@ def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
         return spec
     way = "send" if call["way"] == "bounded" else call["way"]
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, held=call["held"], forms=forms))
+    held = ((call["held"], forms),) if call["held"] else ()
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, held=held))
 
 
 def _call(call: Call) -> Spec:

@@ -25,7 +25,7 @@ def positions(
     """int64 [n]: the global index along ``dim`` of each of the n elements that this rank holds.
 
     Args:
-        at: axis -> int64 [1], the index along it of the rank to ask for, where that is not this one.
+        at: axis -> a number or int64 [1], the index along it of the rank to ask for, where that is not this one.
     """
     call = local.builder.call
     out = None
@@ -35,7 +35,10 @@ def positions(
             step = call(aten.arange.start_step, 0, radix * stride, stride, dtype=torch.int64, device=device)
         else:
             index = at[axis] if at and axis in at else local.builder.coordinate((axis,))
-            step = call(aten.mul.Tensor, index, stride)
+            if isinstance(index, int):
+                step = call(aten.full.default, [1], index * stride, dtype=torch.int64, device=device)
+            else:
+                step = call(aten.mul.Tensor, index, stride)
         out = step if out is None else call(aten.add.Tensor, call(aten.unsqueeze.default, out, 1), step)
         out = call(aten.reshape.default, out, [-1])
     return call(aten.arange.default, 1, dtype=torch.int64, device=device) if out is None else out

@@ -27,12 +27,8 @@ from shardc.rules.spec import Dims, Routed, Spec
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _QUERIES, _KEYS = "q", "k"
-_SPLITS = {
-    "gather": (frozenset({_QUERIES}),),
-    "ring": (frozenset({_QUERIES, _KEYS}),),
-    "heads": (frozenset("g"), frozenset("r"), frozenset("gr")),
-}
-_WAYS = {"gather": "gather", "ring": "send"}
+_BOTH, _HEADS = (frozenset({_QUERIES, _KEYS}),), (frozenset("g"), frozenset("r"), frozenset("gr"))
+_SPLITS = {"gather": _BOTH, "ring": _BOTH, "heads": _HEADS, "auto": _BOTH + _HEADS}
 
 
 class _Heads:
@@ -65,10 +61,9 @@ def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec
     sizes = dict(spec.sizes)
     if _QUERIES not in sizes or _KEYS not in sizes:
         return spec
-    method = call["method"]
-    forms = _SPLITS.get(method, ())
-    routed = Routed(_QUERIES, _KEYS, moving=moving, trips=trips, way=_WAYS.get(method, "auto"),
-                    held=call["axis"] if forms else "", forms=forms)  # fmt: skip
+    methods = zip(call["axis"].split(","), call["method"].split(","), strict=True)
+    held = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
+    routed = Routed(_QUERIES, _KEYS, moving=moving, trips=trips, around=call["around"], held=held)
     return Spec(spec.operands, spec.results, spec.sizes, spec.reduce, spec.whole, spec.linear, aside=spec.aside,
                 indexed=spec.indexed, routed=routed)  # fmt: skip
 
@@ -96,8 +91,9 @@ class _Piece:
     """Keys that a rank's queries see at once.
 
     Args:
-        take: of keys or values that this rank holds, those of the piece.
-        back: the gradient of a piece, as one of all keys or values that this rank holds; pieces' gradients add up.
+        take: of keys or values, those of the piece.
+        back: the gradient of the piece, as one of all that the rank holds from which they came.
+        source: where that rank stands among those whose keys are gathered; else 0.
         bias: added to the scores; None for nothing.
         causal: query i sees the keys up to i of the piece.
         later: bool [], whether it sees the keys before i alone; None: it never is so.
@@ -106,6 +102,7 @@ class _Piece:
 
     take: Callable[[Any], Any]
     back: Callable[[Any], Any]
+    source: int = 0
     bias: Any = None
     causal: bool = False
     later: Any = None
@@ -124,6 +121,7 @@ class _Sequence:
         self.sent = tuple(sorted(both, key=self.mesh.order))
         self.pending = tuple(sorted((axis for axis in split if axis not in both), key=self.mesh.order))
         self.ranks, self.group = local.builder.group(self.sent) if self.sent else (1, "")
+        self.gathers = bool(self.sent) and not local.call["around"]
         self.keys: int = local.call["keys"]
         seen = local.true_size(2, self.query.shape[2])
         # What fills the keys up stands behind all of them, where no causal query of the sequence sees it.
@@ -133,26 +131,84 @@ class _Sequence:
 
     def pieces(self) -> Iterator[_Piece]:
         stripes = self._stripes() if self.local.call["causal"] and not self.filled else None
-        for shift in range(self.ranks):
-            at = self._coordinates(shift)
-            come, go = partial(self._sent, shift=shift), partial(self._sent, shift=-shift)
-            if stripes is not None:
-                yield from self._striped(stripes, shift, at, come, go)
-                continue
-            bias, blind = self._bias(at, self.local.call["causal"])
-            yield _Piece(come, go, bias, blind=blind)
+        if self.gathers and stripes is None:
+            bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
+            yield _Piece(self._in_a_row, self._by_source, 0, bias, blind=blind)
+            return
+        for number in range(self.ranks):
+            at = self._coordinates(number)
+            if self.gathers:
+                come, go = partial(self._of_source, number), _same
+            else:
+                come, go = partial(self._sent, shift=number), partial(self._sent, shift=-number)
+            if stripes is None:
+                bias, blind = self._bias([at])
+                yield _Piece(come, go, number, bias, blind=blind)
+            else:
+                yield from self._striped(stripes, number, at, come, go)
+
+    def reached(self, *tensors: Any) -> list[Any]:
+        """Keys and values as pieces are taken of them: those of all ranks, [ranks, b, g, k, e], where they are gathered."""
+        if not self.gathers:
+            return list(tensors)
+        started = [
+            self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
+            for x in tensors
+        ]  # fmt: skip
+        shapes = [self.local.builder.shape(x) for x in tensors]
+        return [self.run(aten.reshape.default, self.run(WAIT, x), [self.ranks, *shape])
+                for x, shape in zip(started, shapes, strict=True)]  # fmt: skip
+
+    def total(self, parts: list[tuple[int, Any]]) -> Any:
+        """The gradient of this rank's keys or values, of those of pieces by where these came from."""
+        if not self.gathers:
+            return _sum(self.local, [x for _, x in parts])
+        if len(parts) == 1:
+            every = parts[0][1]
+        else:
+            sums = [_sum(self.local, [x for at, x in parts if at == source]) for source in range(self.ranks)]
+            every = self.run(aten.stack.default, [_narrow(self.local, x) for x in sums])
+        shape = self.local.builder.shape(every)
+        every = self.run(aten.reshape.default, every, [shape[0] * shape[1], *shape[2:]])
+        every = self._packed(every)
+        return self.run(WAIT, self.run(functional.reduce_scatter_tensor.default, every, "sum", self.ranks, self.group))
+
+    def _packed(self, x: Any) -> Any:
+        return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def _of_source(self, source: int, x: Any) -> Any:
+        return self.run(aten.select.int, x, 0, source)
+
+    def _in_a_row(self, x: Any) -> Any:
+        """What ranks hold, one behind the other: [b, g, ranks * k, e]."""
+        n, b, g, k, e = self.local.builder.shape(x)
+        return self.run(aten.reshape.default, self.run(aten.permute.default, x, [1, 2, 0, 3, 4]), [b, g, n * k, e])
+
+    def _by_source(self, x: Any) -> Any:
+        b, g, k, e = self.local.builder.shape(x)
+        x = self.run(aten.reshape.default, x, [b, g, self.ranks, k // self.ranks, e])
+        return self.run(aten.permute.default, x, [2, 0, 1, 3, 4])
 
     def _sent(self, x: Any, shift: int) -> Any:
         """``x`` of the rank that is ``shift`` before this one on the axes over which keys go round."""
         if shift == 0:
             return x
         to = [(rank + shift) % self.ranks for rank in range(self.ranks)]
-        x = self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
+        x = self._packed(x)
         return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
 
-    def _coordinates(self, shift: int) -> dict[str, Any]:
-        """By axis, the index of the rank that is ``shift`` before this one; none for this rank."""
-        if shift == 0:
+    def _coordinates(self, number: int) -> dict[str, Any]:
+        """By axis, the index of a rank: by its number where keys are gathered, else of that ``number`` before this one.
+
+        None for this rank.
+        """
+        if self.gathers:
+            out, below = {}, self.ranks
+            for axis in self.sent:
+                below //= self.mesh.size(axis)
+                out[axis] = number // below % self.mesh.size(axis)
+            return out
+        if (shift := number) == 0:
             return {}
         linear = self.run(aten.sub.Tensor, self.local.builder.coordinate(self.sent), shift)
         linear = self.run(aten.remainder.Scalar, linear, self.ranks)
@@ -187,7 +243,7 @@ class _Sequence:
         return minor
 
     def _striped(
-        self, minor: Digits, shift: int, at: dict[str, Any], come: Callable[[Any], Any], go: Callable[[Any], Any]
+        self, minor: Digits, source: int, at: dict[str, Any], come: Callable[[Any], Any], go: Callable[[Any], Any]
     ) -> Iterator[_Piece]:
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
         held = prod(d.radix for d in minor if d.axis is None)  # stripes of one rank
@@ -202,19 +258,20 @@ class _Sequence:
                 stride //= digit.radix
                 own = self.run(aten.mul.Tensor, self.local.builder.coordinate((axis,)), stride)
                 if index is None:
-                    term = self.run(aten.mul.Tensor, at[axis], stride) if axis in at else own
+                    term = _times(self.run, at[axis], stride) if axis in at else own
                 else:
                     term = index * stride
                 here = own if here is None else self.run(aten.add.Tensor, here, own)
                 there = term if there is None else _add(self.run, there, term)
             later = None
-            if not (shift == 0 and held == 1) and not (isinstance(there, int) and there == 0):
+            own_piece = not self.gathers and source == 0 and held == 1
+            if not own_piece and not (isinstance(there, int) and there == 0):
                 later = self.run(aten.squeeze.dim, self._before(here, there), 0)
             take, back = partial(self._stripe, number, held, length), partial(self._unstripe, number, held, length)
             if held == 1:
-                yield _Piece(come, go, None, True, later)
+                yield _Piece(come, go, source, None, True, later)
             else:
-                yield _Piece(_then(come, take), _then(back, go), None, True, later)
+                yield _Piece(_then(come, take), _then(back, go), source, None, True, later)
 
     def _before(self, here: Any, there: Any) -> Any:
         compare = aten.lt.Scalar if isinstance(there, int) else aten.lt.Tensor
@@ -238,19 +295,20 @@ class _Sequence:
 
     # --- a mask of places in the whole sequence
 
-    def _bias(self, at: dict[str, Any], causal: bool) -> tuple[Any, Any]:
-        """What is added to the scores of a piece, and which queries see none of it."""
+    def _bias(self, ranks: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
+        """What is added to the scores of a piece that ``ranks`` hold, and which queries see none of it."""
         call, run = self.local.call, self.run
+        causal = call["causal"]
         bias = self.local.operand("bias")
         dtype = call.operands[call.position("query") or 0].dtype
         if bias is not None and not self.whole and call["bias"].shape[-1] > 1:
-            columns = positions(self.local, self.key, 2, None, at)
+            columns = self._places(ranks)
             if self.key.shape[2] != self.keys:
                 columns = run(aten.clamp.default, columns, 0, self.keys - 1)
             bias = run(aten.index_select.default, bias, len(call["bias"].shape) - 1, columns)
         hidden = None
         if causal or self.filled:
-            columns = positions(self.local, self.key, 2, None, at)
+            columns = self._places(ranks)
             if causal:
                 rows = run(aten.unsqueeze.default, positions(self.local, self.query, 2, None), 1)
                 hidden = run(aten.gt.Tensor, run(aten.unsqueeze.default, columns, 0), rows)
@@ -262,13 +320,18 @@ class _Sequence:
             mask = run(aten._to_copy.default, hidden, dtype=dtype)
             mask = run(aten.where.ScalarOther, hidden, run(aten.full_like.default, mask, -inf), 0.0)
             bias = mask if bias is None else run(aten.add.Tensor, bias, mask)
-        if bias is None or (self.whole and self.ranks == 1):
+        if bias is None or self.whole or (self.gathers and not self.pending):
             return bias, None
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
 
+    def _places(self, ranks: Sequence[dict[str, Any]]) -> Any:
+        every = [positions(self.local, self.key, 2, None, at) for at in ranks]
+        return every[0] if len(every) == 1 else self.run(aten.cat.default, every)
+
     def columns(self) -> int:
         """How many keys of a piece are no filling, as the kernel has to know."""
-        return min(self.keys, self.key.local_shape[2]) if self.whole else self.key.local_shape[2]
+        held = self.key.local_shape[2]
+        return min(self.keys, held) if self.whole else held * self.ranks if self.gathers else held
 
 
 def _below(minor: Digits) -> list[int]:
@@ -281,6 +344,24 @@ def _add(run: Callable[..., Any], one: Any, other: Any) -> Any:
     if isinstance(one, int) and isinstance(other, int):
         return one + other
     return run(aten.add.Tensor, *((other, one) if isinstance(one, int) else (one, other)))
+
+
+def _times(run: Callable[..., Any], one: Any, by: int) -> Any:
+    return one * by if isinstance(one, int) else run(aten.mul.Tensor, one, by)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _sum(local: Local, parts: list[Any]) -> Any:
+    """The sum, in a dtype to add up in if there are several."""
+    if len(parts) == 1:
+        return parts[0]
+    total = _wide(local, parts[0])
+    for x in parts[1:]:
+        total = local.builder.call(aten.add.Tensor, total, _wide(local, x))
+    return total
 
 
 def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -321,12 +402,13 @@ def _narrow(local: Local, x: Any) -> Any:
 def _call_local(local: Local) -> Any:
     run, sequence = local.builder.call, _Sequence(local)
     scale, out, sums, blind, many = local.call["scale"], None, None, False, False
-    query, key, value = (local.operand(name) for name in ("query", "key", "value"))
+    query = local.operand("query")
+    key, value = sequence.reached(local.operand("key"), local.operand("value"))
     for piece in sequence.pieces():
         q = query if piece.later is None else _turned(local, query, piece.later, -1)
         k, v = piece.take(key), piece.take(value)
         keys = sequence.columns() if not piece.causal else local.builder.shape(k)[2]
-        made = run(CALL, q, k, v, piece.bias, piece.causal, scale, keys, "", "")
+        made = run(CALL, q, k, v, piece.bias, piece.causal, scale, keys)
         o, s = run(getitem, made, 0), run(getitem, made, 1)
         if piece.later is not None:
             o, s = (_turned(local, x, piece.later, 1) for x in (o, s))
@@ -378,11 +460,11 @@ def _all_sums(local: Local, sums: Any, axes: tuple[str, ...]) -> Any:
 def _gradient_local(local: Local) -> Any:
     run, sequence = local.builder.call, _Sequence(local)
     scale = local.call["scale"]
-    grad, query, key, value, out, sums = (
-        local.operand(name) for name in ("grad", "query", "key", "value", "out", "logsumexp")
-    )
-    totals: list[Any] = [None, None, None]
-    count = 0
+    grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
+    key, value = sequence.reached(local.operand("key"), local.operand("value"))
+    rows_total: list[Any] = []
+    keys_total: list[tuple[int, Any]] = []
+    values_total: list[tuple[int, Any]] = []
     for piece in sequence.pieces():
         rows = [grad, query, out, sums]
         if piece.later is not None:  # the last row is now the first query, which sees nothing
@@ -390,15 +472,15 @@ def _gradient_local(local: Local) -> Any:
             rows[0], rows[3] = _edge(local, rows[0], piece.later, -1, 0.0), _edge(local, rows[3], piece.later, -1, inf)
         k, v = piece.take(key), piece.take(value)
         keys = sequence.columns() if not piece.causal else local.builder.shape(k)[2]
-        made = run(GRADIENT, rows[0], rows[1], k, v, rows[2], rows[3], piece.bias, piece.causal, scale, keys, "", "")
+        made = run(GRADIENT, rows[0], rows[1], k, v, rows[2], rows[3], piece.bias, piece.causal, scale, keys)
         dq, dk, dv = (run(getitem, made, at) for at in range(3))
         if piece.later is not None:
             dq = _turned(local, dq, piece.later, 1)
-        count += 1
-        each = (dq, piece.back(dk), piece.back(dv))
-        totals = [x if y is None else run(aten.add.Tensor, _wide(local, y), _wide(local, x))
-                  for x, y in zip(each, totals, strict=True)]  # fmt: skip
-    return [_narrow(local, x) for x in totals] if count > 1 else totals
+        rows_total.append(dq)
+        keys_total.append((piece.source, piece.back(dk)))
+        values_total.append((piece.source, piece.back(dv)))
+    made = [_sum(local, rows_total), sequence.total(keys_total), sequence.total(values_total)]
+    return [_narrow(local, x) for x in made] if len(rows_total) > 1 else made
 
 
 TABLE = table(

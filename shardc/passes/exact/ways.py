@@ -110,8 +110,7 @@ class Closure:
         """Those in which rows travel as is asked for, if there are any."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
-        held = self.axis if spec.routed.held == self.axis else ""
-        return [way for way in ways if as_said(spec, dict(way.factors), held)] or ways
+        return [way for way in ways if as_said(spec, dict(way.factors), (self.axis,))] or ways
 
     def _major(self, length: int, size: int) -> Digits:
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))
