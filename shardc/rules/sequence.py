@@ -237,7 +237,10 @@ class _Sequence:
         fine = refine(self.mesh, self.key.dims[2], cuts)
         if fine is None:
             return None
-        minor = tuple(d for d, stride in zip(fine, strides(fine), strict=True) if stride < cuts[0])
+        by_stride = list(zip(fine, strides(fine), strict=True))
+        minor = tuple(d for d, stride in by_stride if stride < cuts[0])
+        if any(d.axis is not None for d, stride in by_stride if stride >= cuts[0]):
+            return None
         if len(minor) != len(axes) or any(d.axis not in (None, a.axis) for d, a in zip(minor, axes, strict=True)):
             return None
         return minor

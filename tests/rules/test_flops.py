@@ -35,7 +35,7 @@ def counted(sample: Sample) -> tuple[int, int]:
 
 
 # What torch's counter does not know.
-OTHERS = ("for_cpu", "shardc_recurrent", "shardc_experts", "_int_mm")
+OTHERS = ("for_cpu", "shardc_recurrent", "shardc_experts", "shardc_attention", "_int_mm")
 
 
 @pytest.mark.parametrize("op", [op for op in DENSE if not any(other in op for other in OTHERS)])
@@ -52,6 +52,14 @@ def test_attention_on_a_cpu_counts_its_products(op: str, products: int) -> None:
         query, key = (x.shape for x in sample.args[bool(op) :][:2])
         batch, heads, rows, width = query
         assert ours == products * 2 * batch * heads * rows * key[2] * width
+
+
+@pytest.mark.parametrize(("op", "products"), [("call", 2), ("gradient", 5)])
+def test_attention_of_a_sequence_counts_the_same(op: str, products: int) -> None:
+    for sample in samples(f"shardc_attention.{op}"):
+        query, key = (x.shape for x in sample.args[int(op == "gradient") :][:2])
+        batch, heads, rows, width = query
+        assert counted(sample)[0] == products * 2 * batch * heads * rows * key[2] * width
 
 
 @pytest.mark.parametrize("op", ["steps", "steps_backward"])

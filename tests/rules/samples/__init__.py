@@ -6,6 +6,7 @@ from shardc.rules import contraction, convolution, reduction
 from shardc.rules.attention import TABLE as ATTENTION
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
+from shardc.rules.sequence import TABLE as SEQUENCE
 from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
 
 
@@ -15,6 +16,8 @@ def samples(op: str) -> list[Sample]:
         return list(pointwise.samples(op))
     if op in ATTENTION:
         return list(attention.samples(op))
+    if op in SEQUENCE:
+        return list(attention.of_a_sequence(op))
     if op in convolution.TABLE and any(word in op for word in ("pool", "pad", "upsample")):
         return list(windows.samples(op))
     for family in (contraction, reduction, convolution):

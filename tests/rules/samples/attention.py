@@ -45,6 +45,26 @@ def _on_cpu(kernel: str, backward: bool, draw: Draw) -> Iterator[Sample]:
         yield Sample(gradient, (draw.normal(*out.shape), q, k, v, out, lse, 0.0, causal), masked)
 
 
+def of_a_sequence(op: str) -> Iterator[Sample]:
+    """Samples of attention that knows places: with keys behind which there is filling, gathered and going round."""
+    draw, backward = Draw(op), op.endswith("gradient")
+    ops: Any = torch.ops.shardc_attention
+    for around in (False, True):
+        for heads, groups, causal, mask in CASES:
+            for keys in (KEYS, KEYS - 1):
+                q, k = draw.normal(BATCH, heads, KEYS, WIDTH), draw.normal(BATCH, groups, KEYS, WIDTH)
+                v = draw.normal(*k.shape)
+                bias = None if mask is None else draw.normal(*mask[:-1], keys)
+                if bias is not None:
+                    bias[..., 1, :] = float("-inf")  # a query that sees nothing
+                said = (bias, causal, 0.5, keys, "", "", around)
+                if not backward:
+                    yield Sample(ops.call.default, (q, k, v, *said))
+                    continue
+                out, sums = ops.call.default(q, k, v, *said)
+                yield Sample(ops.gradient.default, (draw.normal(*out.shape), q, k, v, out, sums, *said))
+
+
 def _on_gpu(kernel: str, backward: bool, draw: Draw) -> Iterator[Sample]:
     """In bfloat16, which all of these kernels take; backward is a function of any output and log-sum-exp."""
     heads, length, width = 4, 32, 16
