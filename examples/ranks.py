@@ -22,6 +22,7 @@ PLANS = {
     "tp": lambda: llama_tp("tp"),
     "tp+sp": lambda: llama_tp("tp", sequence=True),
     "fsdp+tp": lambda: shardc.fsdp("dp", level=3) | llama_tp("tp"),
+    "fsdp+cp": lambda: shardc.fsdp(("dp", "cp"), level=3) | shardc.cp("cp"),
 }
 
 
@@ -30,8 +31,8 @@ def default_mesh(plan: str, ranks: int) -> str:
     few = 2 if ranks % 2 == 0 else 1
     if plan == "hsdp":
         return f"rep={few},dp={ranks // few}"
-    if plan == "fsdp+tp":
-        return f"dp={ranks // few},tp={few}"
+    if plan in ("fsdp+tp", "fsdp+cp"):
+        return f"dp={ranks // few},{plan[-2:]}={few}"
     return f"tp={ranks}" if plan.startswith("tp") else f"dp={ranks}"
 
 

@@ -17,7 +17,11 @@ c10d = torch.ops._c10d_functional
 
 
 def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Splits a joint graph by AOTAutograd's min-cut: little is saved, cheap ops run again in backward."""
+    """Splits a joint graph by AOTAutograd's min-cut: little is saved, cheap ops run again in backward.
+
+    ``joint`` stays as it is: what an inference takes of it must not depend on whether it was cut before.
+    """
+    joint = fx.GraphModule(joint, joint.graph)  # the min-cut gives its module a graph without repeated ops
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
