@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import fx
 
 from shardc.cost.pricing import Pricing
-from shardc.errors import PlanError
+from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import attention
 from shardc.ir import graph as ir
 from shardc.ir.graph import Value
@@ -33,7 +35,10 @@ class Attention:
     gradient of.
 
     Raises:
-        PlanError: heads that the axis does not divide; a method for attention that no kernel computes.
+        PlanError: heads that the axis does not divide; a method, and no attention that it could be about.
+
+    Warns:
+        ShardcWarning: a method, and attention that is written out, of which it says nothing.
 
     Args:
         cost: says whether keys that a method may send in either way go round, or are gathered.
@@ -46,7 +51,7 @@ class Attention:
     name = "attention"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        kernels = [node for node in gm.graph.nodes if str(node.target).startswith(_PREFIX)]
+        kernels = [node for node in gm.graph.nodes if _is_kernel(node)]
         taken: set[Cp] = set()
         for node in [one for one in kernels if not str(one.target).endswith(_BACKWARD)]:
             module = ir.info(node).origin.module
@@ -88,20 +93,28 @@ class Attention:
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _all_taken(self, graph: fx.Graph, taken: set[Cp]) -> None:
-        """Raises PlanError for a method that nothing of the program goes by."""
+        """Warns of a method that does not apply, since attention is written out; raises PlanError if there is none."""
         for entry in self.entries:
             if entry.method not in ("ring", "heads") or entry in taken or self.mesh.size(entry.axis) == 1:
                 continue
-            written = [n for n in graph.nodes if "_softmax" in str(n.target) or str(n.target).startswith(_PREFIX)]
+            written = [n for n in graph.nodes if n.target is torch.ops.aten.bmm.default or _is_kernel(n)]
             first = next((n for n in written if entry.says(ir.info(n).origin.module)), None)
-            what = "no attention is computed there" if first is None else f"it is computed by {first.target}"
-            raise PlanError(
-                f"method {entry.method!r} needs attention that a kernel without dropout computes, and {what}",
+            fix = 'use scaled_dot_product_attention (attn_implementation="sdpa") without dropout'
+            if first is None:
+                raise PlanError(f"no attention is computed in {entry.modules!r}", plan_entry=str(entry), fix=fix)
+            record = ir.info(first)
+            text = f"method {entry.method!r} is not applied: {record.name} ({first.target}) is of attention that"
+            error = PlanError(
+                f"{text} drops out, or is written out; its keys are gathered, or what else is cheapest",
                 plan_entry=str(entry),
-                source=None if first is None else ir.info(first).origin.source or None,
-                fix='write method="gather", which needs none, or use scaled_dot_product_attention'
-                ' (attn_implementation="sdpa")',
+                source=record.origin.source or None,
+                fix=fix,
             )
+            warnings.warn(str(error), ShardcWarning, stacklevel=2)
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    return str(node.target).startswith(_PREFIX)
 
 
 def _can_be(node: fx.Node) -> bool:
