@@ -1,4 +1,4 @@
-"""What runs again in backward instead of being kept: the model's checkpoint regions, with some of their collectives."""
+"""What runs again in backward instead of being kept: checkpoint regions of the model, and keys of a split sequence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.attention import CALL
 from shardc.ir.comm import WAIT
 from shardc.ir.host import move_kind
 from shardc.ir.tally import arguments_of, collective_kind
@@ -16,9 +17,9 @@ _LARGE = ("all_gather", "all_to_all")
 
 
 def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
-    """The forward nodes of checkpoint regions that backward computes again.
+    """The forward nodes that backward computes again: of checkpoint regions, and what brings keys to a rank's queries.
 
-    Not among them are what is used behind its region, as by eager checkpoints, kernels that draw random numbers of
+    Kept, the keys and values of all ranks would take the memory that splitting the sequence saves. Not among them are what is used behind its region, as by eager checkpoints, kernels that draw random numbers of
     their own, which would be others, and moves between host and device.
 
     Args:
@@ -39,7 +40,23 @@ def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
             repeated = not _leaves(node, region) and not _draws(node)
         if repeated:
             again.add(node)
-    return again
+    return again | (_bringing_keys(graph) if collectives != "keep" else set())
+
+
+def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
+    """What stands between a rank's own keys and values and an attention, if it sends them."""
+    found: set[fx.Node] = set()
+    for call in graph.find_nodes(op="call_function", target=CALL):
+        for node in call.args[1:3]:
+            chain = []
+            while isinstance(node, fx.Node) and len(node.all_input_nodes) == 1:
+                chain.append(node)
+                if collective_kind(node) in ("all_gather", "permute_ranks"):
+                    packed = node.args[0]
+                    found.update(chain + ([packed] if packed.target is torch.ops.aten.clone.default else []))
+                    break
+                node = node.args[0]
+    return found
 
 
 def _region(node: fx.Node) -> int:

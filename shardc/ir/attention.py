@@ -16,8 +16,8 @@ aten = torch.ops.aten
 _library = torch.library.Library("shardc_attention", "DEF")
 # keys: how many there are without filling, which stands behind them. axis, method: axes, with the
 # method of `shardc.cp` that each goes by. around:
-# where an axis splits queries and keys, the keys go round its ranks; else they are gathered.
-_HOW = "bool causal, float scale, int keys, str axis='', str method='', bool around=False"
+# where an axis splits queries and keys, the keys go round its ranks; else they are gathered. later: of a piece alone.
+_HOW = "bool causal, float scale, int keys, str axis='', str method='', bool around=False, Tensor? later=None"
 _library.define(f"call(Tensor query, Tensor key, Tensor value, Tensor? bias, {_HOW}) -> (Tensor, Tensor)")
 _library.define(
     "gradient(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, Tensor? bias, "
@@ -30,6 +30,7 @@ _HALF = (torch.float16, torch.bfloat16)
 def call(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, causal: bool, scale: float, keys: int,
     axis: str = "", method: str = "", around: bool = False,
+    later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What queries see.
 
@@ -38,10 +39,14 @@ def call(
         key, value: [b, g, k, e] and [b, g, k, f]; h is a multiple of g.
         bias: added to the scores: [b, h, q, k], or what broadcasts to it.
         causal: the query at place i sees the keys up to place i.
+        later: bool []: if it holds, the query at place i sees the keys before place i alone.
 
     Returns:
-        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]: 0 of one that sees nothing.
+        [b, h, q, f], and the log-sum-exp of each query's scores, [b, h, q]: 0 of one that sees nothing, but -inf if
+        that is because of ``later``.
     """
+    if later is not None:
+        return _call_later(query, key, value, bias, scale, keys, later)
     key, value, bias = _true(key, value, bias, keys)
     if query.device.type == "cpu":
         out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -60,8 +65,11 @@ def call(
 def gradient(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None,
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
+    later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value; ``out`` and ``sums`` may be those of more keys than these."""
+    if later is not None:
+        return _gradient_later(grad, query, key, value, out, sums, bias, scale, keys, later)
     whole = key.shape[2]
     key, value, bias = _true(key, value, bias, keys)
     if query.device.type == "cpu":
@@ -79,6 +87,55 @@ def gradient(
     dq, *rest = made
     dk, dv = (x if x.shape[2] == whole else torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[2])) for x in rest)
     return _by_place(dq), _by_place(dk), _by_place(dv)
+
+
+def _call_later(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, keys: int, later: Tensor
+) -> tuple[Tensor, Tensor]:
+    if later.device.type == "cpu":  # reading it waits for nothing
+        if not later:
+            return call(query, key, value, bias, True, scale, keys)
+        out, sums = _fake_call(query, key, value)
+        out[:, :, 0], sums[:, :, 0] = 0, -torch.inf
+        if query.shape[2] > 1:
+            out[:, :, 1:], sums[:, :, 1:] = call(query[:, :, 1:], key, value, bias, True, scale, keys)
+        return out, sums
+    out, sums = call(_turned(query, later, -1), key, value, bias, True, scale, keys)
+    out, sums = _turned(out, later, 1), _turned(sums, later, 1)
+    return out, torch.where(_at(sums, 0) & later, -torch.inf, sums)
+
+
+def _gradient_later(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None,
+    scale: float, keys: int, later: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = [grad, query, out, sums]
+    if later.device.type == "cpu":
+        if not later:
+            return gradient(grad, query, key, value, out, sums, bias, True, scale, keys)
+        dq, dk, dv = _fake_gradient(grad, query, key, value)
+        if query.shape[2] == 1:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        dq[:, :, 0] = 0
+        grad, query, out, sums = (x[:, :, 1:] for x in rows)
+        dq[:, :, 1:], dk, dv = gradient(grad, query, key, value, out, sums, bias, True, scale, keys)
+        return dq, dk, dv
+    grad, query, out, sums = (_turned(x, later, -1) for x in rows)
+    last = _at(sums, -1) & later  # the first query, which sees nothing
+    grad = torch.where(last.unsqueeze(-1), 0, grad)
+    dq, dk, dv = gradient(grad, query, key, value, out, torch.where(last, torch.inf, sums), bias, True, scale, keys)
+    return _turned(dq, later, 1), dk, dv
+
+
+def _turned(x: Tensor, later: Tensor, by: int) -> Tensor:
+    """``x``, [b, h, q, ...], with query i at the place of query i + ``by`` in a circle, where ``later`` holds."""
+    return _by_place(torch.where(later, x.roll(by, 2), x))
+
+
+def _at(sums: Tensor, row: int) -> Tensor:
+    """bool [q]: which query is the one in ``row``."""
+    places = torch.arange(sums.shape[2], device=sums.device)
+    return places == row % sums.shape[2]
 
 
 def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:

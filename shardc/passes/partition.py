@@ -69,7 +69,7 @@ class Partition:
                 continue
             origin = ir.info(node).origin
             if node in again:
-                self.recompute(node, origin.region)
+                self.recompute(node, origin.region or _GATHERS)
             elif _is_collective(node) or (origin.region and origin.phase == "forward"):
                 self.save(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]

@@ -108,6 +108,10 @@ class _Piece:
     later: Any = None
     blind: Any = None
 
+    @property
+    def when(self) -> dict[str, Any]:
+        return {} if self.later is None else {"later": self.later}
+
 
 class _Sequence:
     """The pieces of the keys, as one rank sees them."""
@@ -130,7 +134,11 @@ class _Sequence:
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
     def pieces(self) -> Iterator[_Piece]:
-        stripes = self._stripes() if self.local.call["causal"] and not self.filled else None
+        causal = self.local.call["causal"]
+        if self.whole and not self.query.dim_axes(2):
+            yield _Piece(_same, _same, bias=self.local.operand("bias"), causal=causal)
+            return
+        stripes = self._stripes() if causal and not self.filled else None
         if self.gathers and stripes is None:
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
             yield _Piece(self._in_a_row, self._by_source, 0, bias, blind=blind)
@@ -331,11 +339,6 @@ class _Sequence:
         every = [positions(self.local, self.key, 2, None, at) for at in ranks]
         return every[0] if len(every) == 1 else self.run(aten.cat.default, every)
 
-    def columns(self) -> int:
-        """How many keys of a piece are no filling, as the kernel has to know."""
-        held = self.key.local_shape[2]
-        return min(self.keys, held) if self.whole else held * self.ranks if self.gathers else held
-
 
 def _below(minor: Digits) -> list[int]:
     """For each local digit, how many elements of the minor local ones it counts."""
@@ -371,24 +374,6 @@ def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable
     return lambda x: second(first(x))
 
 
-def _turned(local: Local, x: Any, later: Any, by: int) -> Any:
-    """``x``, [b, h, q, ...], with query i at the place of query i + ``by`` in a circle, where ``later`` holds."""
-    run, size = local.builder.call, local.builder.shape(x)[2]
-    shift = run(aten.mul.Scalar, run(aten._to_copy.default, later, dtype=torch.int64), by)
-    index = run(aten.sub.Tensor, run(aten.arange.default, size, dtype=torch.int64), shift)
-    return run(aten.index_select.default, x, 2, run(aten.remainder.Scalar, index, size))
-
-
-def _edge(local: Local, x: Any, later: Any, row: int, value: float) -> Any:
-    """``x``, with ``value`` for the query in ``row`` where ``later`` holds."""
-    run, shape = local.builder.call, local.builder.shape(x)
-    row = range(shape[2])[row]
-    at = run(aten.eq.Scalar, run(aten.arange.default, shape[2], dtype=torch.int64), row)
-    at = run(aten.logical_and.default, at, later)
-    at = run(aten.reshape.default, at, [shape[2], *[1] * (len(shape) - 3)])
-    return run(aten.where.self, at, run(aten.full_like.default, x, value), x)
-
-
 def _wide(local: Local, x: Any) -> Any:
     """``x`` in a dtype to add up in."""
     dtype = local.call.operands[0].dtype
@@ -408,14 +393,10 @@ def _call_local(local: Local) -> Any:
     query = local.operand("query")
     key, value = sequence.reached(local.operand("key"), local.operand("value"))
     for piece in sequence.pieces():
-        q = query if piece.later is None else _turned(local, query, piece.later, -1)
         k, v = piece.take(key), piece.take(value)
-        keys = sequence.columns() if not piece.causal else local.builder.shape(k)[2]
-        made = run(CALL, q, k, v, piece.bias, piece.causal, scale, keys)
+        keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
+        made = run(CALL, query, k, v, piece.bias, piece.causal, scale, keys, **piece.when)
         o, s = run(getitem, made, 0), run(getitem, made, 1)
-        if piece.later is not None:
-            o, s = (_turned(local, x, piece.later, 1) for x in (o, s))
-            s = _edge(local, s, piece.later, 0, -inf)
         if piece.blind is not None:
             blind = True
             s = run(aten.where.self, piece.blind, run(aten.full_like.default, s, -inf), s)
@@ -469,16 +450,10 @@ def _gradient_local(local: Local) -> Any:
     keys_total: list[tuple[int, Any]] = []
     values_total: list[tuple[int, Any]] = []
     for piece in sequence.pieces():
-        rows = [grad, query, out, sums]
-        if piece.later is not None:  # the last row is now the first query, which sees nothing
-            rows = [_turned(local, x, piece.later, -1) for x in rows]
-            rows[0], rows[3] = _edge(local, rows[0], piece.later, -1, 0.0), _edge(local, rows[3], piece.later, -1, inf)
         k, v = piece.take(key), piece.take(value)
-        keys = sequence.columns() if not piece.causal else local.builder.shape(k)[2]
-        made = run(GRADIENT, rows[0], rows[1], k, v, rows[2], rows[3], piece.bias, piece.causal, scale, keys)
+        keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
+        made = run(GRADIENT, grad, query, k, v, out, sums, piece.bias, piece.causal, scale, keys, **piece.when)
         dq, dk, dv = (run(getitem, made, at) for at in range(3))
-        if piece.later is not None:
-            dq = _turned(local, dq, piece.later, 1)
         rows_total.append(dq)
         keys_total.append((piece.source, piece.back(dk)))
         values_total.append((piece.source, piece.back(dv)))

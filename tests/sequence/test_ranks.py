@@ -1,0 +1,81 @@
+"""A split sequence on real ranks: training equals one device."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import shardc
+from shardc.ir.mesh import Mesh
+from tests.models.alike import relative
+from tests.ranks import device_mesh, run_ranks
+from tests.sequence.models import batch, build
+
+METHODS = ("gather", "ring", "heads")
+
+
+def trains(
+    mesh: Mesh, name: str, method: str, backend: str, dtype: torch.dtype = torch.float32, limit: float = 1e-4,
+    length: int = 8,
+) -> None:  # fmt: skip
+    """Two steps of SGD, of batches with padding where the model knows it."""
+    model, theirs = build(name).to(dtype), build(name).to(dtype)
+    plan = shardc.fsdp(mesh.axes) | shardc.cp("cp", method=method)
+    module = shardc.compile(theirs, device_mesh(mesh), plan, backend=backend)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, module)]
+    for turn in range(2):
+        given = {key: x.roll(turn, 0) for key, x in batch(4, length, padding=name != "own").items()}
+        loss = model(**given)["loss"]
+        made = module(**module.shard_inputs(**given)[1])["loss"]
+        assert relative(made.detach(), loss.detach()) < limit
+        loss.backward()
+        made.backward()
+        for (key, mine), other in zip(module.named_parameters(), model.parameters(), strict=True):
+            assert relative(mine.grad.full_tensor(), other.grad, 1e-3) < limit * 10, key
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def shards_inputs() -> None:
+    """Each rank's part of the sequence: one element in two, or one piece."""
+    tokens = torch.arange(16).view(2, 8)
+    for order, expected in (("striped", slice(None, None, 2)), ("contiguous", slice(0, 4))):
+        plan = shardc.cp("cp", order=order)
+        module = shardc.compile(build("own").float(), device_mesh(Mesh(cp=2)), plan, backend="eager")
+        first, _ = module.shard_inputs(tokens, tokens)
+        if torch.distributed.get_rank() == 0:
+            assert torch.equal(first, tokens[:, expected]), order
+
+
+def test_two_ranks() -> None:
+    run_ranks(
+        2,
+        *(partial(trains, Mesh(cp=2), "own", method, "eager") for method in METHODS),
+        partial(trains, Mesh(cp=2), "own", "ring", "eager", length=9),
+        partial(trains, Mesh(cp=2), "own", "ring", "eager", torch.bfloat16, 0.05),
+        partial(trains, Mesh(cp=2), "own", "ring", "inductor"),
+        shards_inputs,
+    )
+
+
+@pytest.mark.slow
+def test_lowered_by_inductor() -> None:
+    run_ranks(
+        2,
+        *(partial(trains, Mesh(cp=2), "own", method, "inductor", dtype, limit)
+          for method in METHODS for dtype, limit in ((torch.float32, 1e-4), (torch.bfloat16, 0.05))),
+        *(partial(trains, Mesh(cp=2), "llama", method, "inductor") for method in METHODS),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_four_ranks() -> None:
+    run_ranks(
+        4,
+        *(partial(trains, Mesh(dp=2, cp=2), "own", method, "inductor") for method in METHODS),
+        partial(trains, Mesh(cp=4), "own", "ring", "eager", length=10),
+        partial(trains, Mesh(cp=4), "mistral", "heads", "eager"),
+    )
