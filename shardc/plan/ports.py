@@ -76,6 +76,13 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
     """
     said = _said(plan, "inputs", [name for name, _ in inputs])
     cause = " | ".join(str(entry) for entry in plan.entries if entry.batch)
+    for entry in plan.entries:
+        if entry.sequence is not None and not any(len(shape) > entry.sequence[0] for _, shape in inputs):
+            raise PlanError(
+                f"no input has a dim {entry.sequence[0]}, which would be the sequence",
+                plan_entry=str(entry),
+                fix="write dim= with the dim of the inputs that is the sequence",
+            )
     out = []
     for (name, shape), wanted in zip(inputs, said, strict=True):
         if wanted is not None:

@@ -53,6 +53,7 @@ class _Heads:
 
     def operands(self, names: Sequence[str]) -> list[Dims]:
         known = {"query": self.query, "key": self.key, "value": self.value, "logsumexp": self.row, "bias": self.bias}
+        known["later"] = ()
         return [known.get(name, self.out) for name in names]
 
 

@@ -302,7 +302,8 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
                 if axis is not None:
                     options.setdefault(axis, []).append(("split", (factor, at)))
     if spec.flops:
-        lost = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}.difference(bound)
+        lost = {axis for layout in operands for axis in layout.bound if axis in mesh.axes}
+        lost.difference_update(split_part(axis)[0] for axis in bound)
         for axis in sorted(lost, key=mesh.order):
             size = mesh.size(axis)
             fresh = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
