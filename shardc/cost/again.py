@@ -19,8 +19,9 @@ _LARGE = ("all_gather", "all_to_all")
 def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
     """The forward nodes that backward computes again: of checkpoint regions, and what brings keys to a rank's queries.
 
-    Kept, the keys and values of all ranks would take the memory that splitting the sequence saves. Not among them are what is used behind its region, as by eager checkpoints, kernels that draw random numbers of
-    their own, which would be others, and moves between host and device.
+    Kept, the keys and values of all ranks would take the memory that splitting the sequence saves. Not among them are
+    what is used behind its region, as by eager checkpoints, kernels that draw random numbers of their own, which would
+    be others, and moves between host and device.
 
     Args:
         graph: a localized joint graph.

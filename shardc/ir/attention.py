@@ -186,7 +186,8 @@ def _by_place(x: Tensor) -> Tensor:
 def _fake_call(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     b, h, q, _e = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    return query.new_empty(b, q, h, value.shape[3]).transpose(1, 2), query.new_empty(b, q, h, dtype=wide).transpose(1, 2)
+    out, sums = query.new_empty(b, q, h, value.shape[3]), query.new_empty(b, q, h, dtype=wide)
+    return out.transpose(1, 2), sums.transpose(1, 2)
 
 
 def _fake_gradient(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:

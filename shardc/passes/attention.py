@@ -16,7 +16,6 @@ from shardc.cost.pricing import Pricing
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import attention
 from shardc.ir import graph as ir
-from shardc.ir.graph import Value
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import arguments_of
 from shardc.passes.calls import call_of
@@ -145,7 +144,8 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
     node.kwargs = {}
     vals = fx.map_arg(node.args, lambda x: x.meta["val"])
     node.meta["val"] = tuple(node.target(*vals))
-    made = tuple(ir.value_of(x) for x in node.meta["val"][:count])
+    made = ir.value_of(node.meta["val"][:count])
+    assert isinstance(made, tuple)
     ir.set_info(node, replace(record, value=made))
     for user in node.users:
         at = user.args[1]

@@ -149,9 +149,7 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
     return computed + 2 * cost.collective_seconds("all_to_all", mesh, over_axes, wire / 2)
 
 
-def passing_seconds(
-    mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing
-) -> float:
+def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing) -> float:
     """The time that an op of ``computed`` seconds waits until each rank has had the ``part`` bytes of all others.
 
     Args:

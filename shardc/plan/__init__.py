@@ -1,7 +1,7 @@
 """Plans: frozen, composable values that say where a model's tensors lie on a mesh."""
 
-from shardc.plan.constructors import ddp as ddp
 from shardc.plan.constructors import cp as cp
+from shardc.plan.constructors import ddp as ddp
 from shardc.plan.constructors import ep as ep
 from shardc.plan.constructors import fsdp as fsdp
 from shardc.plan.constructors import hsdp as hsdp

@@ -112,7 +112,7 @@ def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto",
             "gather": keys and values are gathered.
             "ring": each rank's keys and values go to one rank after the other, and what queries see of each is put
             together as they come. No rank ever holds all of them.
-            "heads": an all-to-all splits heads in place of the sequence, and another brings the sequence back (Ulysses).
+            "heads": an all-to-all splits heads in place of the sequence, and another brings it back (Ulysses).
             "auto": the cheapest, by the cost model, for each attention.
         modules: a glob of the modules whose attention this is about; of several entries the last that matches holds.
         order: "striped": rank r holds the elements r, r + n, r + 2n, ... of the sequence. Under a causal mask, ranks

@@ -96,7 +96,8 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 
 def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
     """Dim 0 split over the batch axes, and the sequence's dim over those that are the sequence's."""
-    sequence = {axis: (dim, striped) for entry in plan.entries if entry.sequence for dim, axis, striped in [entry.sequence]}
+    said = [entry.sequence for entry in plan.entries if entry.sequence is not None]
+    sequence = {axis: (dim, striped) for dim, axis, striped in said}
     batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
     dims = [f"@({','.join(batch)})" if batch else "_", *["_"] * (len(shape) - 1)]
     for dim in {dim for dim, _ in sequence.values() if dim < len(shape) and shape[dim] > 1}:

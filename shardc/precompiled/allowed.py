@@ -37,8 +37,9 @@ _VALUES = {"Tensor", "int", "SymInt", "float", "bool", "number", "Scalar", "Scal
            "MemoryFormat", "SymBool", "SymFloat", "Generator", "Any"}  # fmt: skip
 # Arguments that are text, and what it is about: none is a path, code or a message.
 _WORDS = {
-    "api_name", "approximate", "axis", "body", "cell", "device", "driver", "equation", "group_name", "held", "indexing",
-    "interpolation", "method", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op", "rounding_mode", "side", "UPLO",
+    "api_name", "approximate", "axis", "body", "cell", "device", "driver", "equation", "group_name", "held",
+    "indexing", "interpolation", "method", "mode", "norm", "ord", "over", "padding", "reduce", "reduce_op",
+    "rounding_mode", "side", "UPLO",
 }  # fmt: skip
 _CHECK: Any = torch.ops.aten._linalg_check_errors.default  # the one op without a result
 _WORD = re.compile(r"[\w:,.> -]{0,200}", re.ASCII)

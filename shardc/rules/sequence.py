@@ -18,7 +18,7 @@ import torch
 
 from shardc.ir.attention import CALL, GRADIENT
 from shardc.ir.comm import WAIT
-from shardc.ir.layout import Digit, Digits, Layout, refine, strides
+from shardc.ir.layout import Digit, Digits, refine, strides
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import positions
@@ -157,7 +157,7 @@ class _Sequence:
                 yield from self._striped(stripes, number, at, come, go)
 
     def reached(self, *tensors: Any) -> list[Any]:
-        """Keys and values as pieces are taken of them: those of all ranks, [ranks, b, g, k, e], where they are gathered."""
+        """Keys and values as pieces are taken of them: where they are gathered, [ranks, b, g, k, e]."""
         if not self.gathers:
             return list(tensors)
         started = [
@@ -466,7 +466,7 @@ TABLE = table(
     Rule(
         "shardc_attention.call",
         _call,
-        "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k: sum; or q and k over one axis, where keys go round",
+        "b (g r) q e, b g k e, b g k f -> b (g r) q f, b (g r) q    k: sum; or q and k on one axis",
         _call_local,
         opaque=True,
     ),

@@ -171,7 +171,7 @@ def test_the_command_names_the_stage(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (code, err) == (1, "") and "seed is the first that does not, at %layers.0.relu: " in out
     code, out, err = command(capsys, "bisect", target, "--passes", "0:3")
     assert (code, err) == (0, "") and [line.split()[0] for line in out.splitlines()[1:4]] == [
-        "capture", "experts", "canonicalize"
+        "capture", "experts", "attention"
     ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from tests.ir.verifying import LOCAL, STEPS, caught, edited, lines, mutated, run
 LEGAL = {
     "capture": "tag",
     "experts": "tag",
+    "attention": "tag",
     "canonicalize": "tag",
     "seed": "pad reshard tag unpad",
     "pad": "pad reshard tag unpad",

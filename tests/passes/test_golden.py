@@ -94,6 +94,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mlp_direct": lambda: mlp({"dp": 2}, shardc.fsdp("dp"), direct=True),
     "mixture_send": lambda: mixture("send"),
     "mixture_gather": lambda: mixture("gather"),
+    "llama_ring": lambda: decoder(llama, {"cp": 2}, shardc.cp("cp", method="ring")),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
     "llama_fsdp": lambda: decoder(llama, {"dp": 2}, shardc.fsdp("dp")),
@@ -117,6 +118,7 @@ SHOWN = {
     "mlp_direct": ["plan_memory"],
     "mixture_send": ["experts", "propagate", "localize"],
     "mixture_gather": ["reshard", "localize"],
+    "llama_ring": ["attention", "propagate", "localize"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "simplify", "collectives"],
     "llama_fsdp": ["schedule", "schedule.backward"],
@@ -138,6 +140,7 @@ def test_text(case: str, stage: str) -> None:
 # Where a pass that has nothing to do in the first case has something to do.
 DOES = {
     "experts": "mixture_send",
+    "attention": "llama_ring",
     "pad": "mlp_uneven_batch",
     "objective": "mlp_without_loss",
     "precision": "mlp_fsdp_bf16",

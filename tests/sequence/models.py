@@ -37,8 +37,9 @@ class Own(nn.Module):
     """Positions that are added, two layers of attention and a loss of each token."""
 
     def __init__(
-        self, causal: bool = True, heads: int = 4, groups: int = 2, dropout: float = 0.0, width: int = 16, layers: int = 2
-    ) -> None:
+        self, causal: bool = True, heads: int = 4, groups: int = 2, dropout: float = 0.0, width: int = 16,
+        layers: int = 2,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, width), nn.Linear(width, VOCAB)
         self.layers = nn.ModuleList([Attention(width, heads, groups, causal, dropout) for _ in range(layers)])

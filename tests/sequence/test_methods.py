@@ -93,10 +93,10 @@ def test_exactly_chosen(method: str) -> None:
 @pytest.mark.filterwarnings("ignore::shardc.ShardcWarning")
 def test_with_dropout(method: str) -> None:
     """Draws are the mesh's own: the same on one rank and on several."""
-    one, several = (
-        shardc.Simulation(shardc.compile(build("own", dropout=0.3), shardc.Mesh(cp=n), plan({}, method), backend="eager"))
-        for n in (1, 2)
+    made = (
+        shardc.compile(build("own", dropout=0.3), shardc.Mesh(cp=n), plan({}, method), backend="eager") for n in (1, 2)
     )
+    one, several = map(shardc.Simulation, made)
     with in_float64():
         torch.manual_seed(3)
         expected = one(**batch())["loss"]
