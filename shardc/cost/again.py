@@ -14,6 +14,7 @@ from shardc.ir.tally import arguments_of, collective_kind
 CHOICES = ("auto", "keep", "recompute")
 # What keeps more bytes on a rank than it sends: (n-1)/n of them. Reductions send as much as they keep, or more.
 _LARGE = ("all_gather", "all_to_all")
+_PACKS = (torch.ops.aten.clone.default, torch.ops.aten.cat.default)  # what makes a message
 
 
 def runs_again(graph: fx.Graph, collectives: str) -> set[fx.Node]:
@@ -54,7 +55,7 @@ def _bringing_keys(graph: fx.Graph) -> set[fx.Node]:
                 chain.append(node)
                 if collective_kind(node) in ("all_gather", "permute_ranks"):
                     packed = node.args[0]
-                    found.update(chain + ([packed] if packed.target is torch.ops.aten.clone.default else []))
+                    found.update(chain + ([packed] if packed.target in _PACKS else []))
                     break
                 node = node.args[0]
     return found

@@ -16,6 +16,7 @@ from shardc.cost.pricing import Pricing
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import attention
 from shardc.ir import graph as ir
+from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import arguments_of
 from shardc.passes.calls import call_of
@@ -52,6 +53,7 @@ class Attention:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         kernels = [node for node in gm.graph.nodes if _is_kernel(node)]
         taken: set[Cp] = set()
+        names = NameScope.of(gm.graph)
         for node in [one for one in kernels if not str(one.target).endswith(_BACKWARD)]:
             module = ir.info(node).origin.module
             entries = tuple({entry.axis: entry for entry in self.entries if entry.says(module)}.values())
@@ -62,7 +64,7 @@ class Attention:
                 taken.update(entries)
                 around = any(self._around(node, entry) for entry in entries)
                 for one in dict.fromkeys([*backward, node]):
-                    _replace(one, entries, around)
+                    _replace(one, entries, around, names)
         gm.graph.eliminate_dead_code()
         self._all_taken(gm.graph, taken)
         return gm
@@ -127,12 +129,12 @@ def _bias(given: dict[str, Any]) -> Any:
     return given.get("attn_mask") if given.get("attn_bias") is None else given["attn_bias"]
 
 
-def _replace(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
-    given, record = arguments_of(node), ir.info(node)
+def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
+    given, record, old = arguments_of(node), ir.info(node), node.target
     query, key = given["query"], given["key"]
     scale = ir.value(query).shape[3] ** -0.5 if given.get("scale") is None else given["scale"]
-    names = (",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries))
-    how = (bool(given.get("is_causal")), scale, ir.value(key).shape[2], *names, around)
+    said = (",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries))
+    how = (bool(given.get("is_causal")), scale, ir.value(key).shape[2], *said, around)
     tensors = (query, key, given["value"])
     if "out" in given:
         grad = given.get("grad_out", given.get("grad_out_"))
@@ -146,7 +148,8 @@ def _replace(node: fx.Node, entries: Sequence[Cp], around: bool) -> None:
     node.meta["val"] = tuple(node.target(*vals))
     made = ir.value_of(node.meta["val"][:count])
     assert isinstance(made, tuple)
-    ir.set_info(node, replace(record, value=made))
+    plain = record.name.replace(str(old).removeprefix("aten.").removesuffix(".default"), "attention")
+    ir.set_info(node, replace(record, name=names.fresh(plain), value=made))
     for user in node.users:
         at = user.args[1]
         if user.target is getitem and at < count:

@@ -127,6 +127,7 @@ class _Sequence:
         self.pending = tuple(sorted((axis for axis in split if axis not in both), key=self.mesh.order))
         self.ranks, self.group = local.builder.group(self.sent) if self.sent else (1, "")
         self.gathers = bool(self.sent) and not local.call["around"]
+        self.packed: Any = None  # what lies as messages do
         self.keys: int = local.call["keys"]
         seen = local.true_size(2, self.query.shape[2])
         # What fills the keys up stands behind all of them, where no causal query of the sequence sees it.
@@ -156,17 +157,29 @@ class _Sequence:
             else:
                 yield from self._striped(stripes, number, at, come, go)
 
-    def reached(self, *tensors: Any) -> list[Any]:
-        """Keys and values as pieces are taken of them: where they are gathered, [ranks, b, g, k, e]."""
-        if not self.gathers:
-            return list(tensors)
-        started = [
-            self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
-            for x in tensors
-        ]  # fmt: skip
-        shapes = [self.local.builder.shape(x) for x in tensors]
-        return [self.run(aten.reshape.default, self.run(WAIT, x), [self.ranks, *shape])
-                for x, shape in zip(started, shapes, strict=True)]  # fmt: skip
+    def joined(self, key: Any, value: Any) -> list[Any]:
+        """Both as one tensor, [2 b, g, k, e], where they are sent and can be: one message for two."""
+        shape = self.local.builder.shape
+        if not self.sent or shape(key)[1:] != shape(value)[1:]:
+            return [key, value]
+        self.packed = self.run(aten.cat.default, [key, value])
+        return [self.packed]
+
+    def parted(self, tensors: list[Any]) -> list[Any]:
+        """Key and value of what `joined` made, or of pieces of it."""
+        if len(tensors) == 2:
+            return tensors
+        half = self.local.builder.shape(tensors[0])[0] // 2
+        return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
+
+    def reached(self, tensors: list[Any]) -> list[Any]:
+        """What pieces are taken of: where keys are gathered, [ranks, b, g, k, e]."""
+        out = []
+        for x in tensors if self.gathers else ():
+            started = self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
+            shape = [self.ranks, *self.local.builder.shape(x)]
+            out.append(self.run(aten.reshape.default, self.run(WAIT, started), shape))
+        return out or tensors
 
     def total(self, parts: list[tuple[int, Any]]) -> Any:
         """The gradient of this rank's keys or values, of those of pieces by where these came from."""
@@ -183,6 +196,8 @@ class _Sequence:
         return self.run(WAIT, self.run(functional.reduce_scatter_tensor.default, every, "sum", self.ranks, self.group))
 
     def _packed(self, x: Any) -> Any:
+        if x is self.packed:
+            return x
         return self.run(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def _of_source(self, source: int, x: Any) -> Any:
@@ -225,7 +240,8 @@ class _Sequence:
         for axis in self.sent:
             below //= self.mesh.size(axis)
             index = linear if below == 1 else self.run(aten.div.Tensor_mode, linear, below, rounding_mode="floor")
-            out[axis] = self.run(aten.remainder.Scalar, index, self.mesh.size(axis))
+            last = index if axis == self.sent[0] else self.run(aten.remainder.Scalar, index, self.mesh.size(axis))
+            out[axis] = last
         return out
 
     # --- a causal mask that every piece has by itself
@@ -268,7 +284,7 @@ class _Sequence:
             here, there, stride = None, None, prod(d.radix for d in minor)
             for axis, index, digit in zip(axes, choice, minor, strict=True):
                 stride //= digit.radix
-                own = self.run(aten.mul.Tensor, self.local.builder.coordinate((axis,)), stride)
+                own = _times(self.run, self.local.builder.coordinate((axis,)), stride)
                 if index is None:
                     term = _times(self.run, at[axis], stride) if axis in at else own
                 else:
@@ -354,7 +370,7 @@ def _add(run: Callable[..., Any], one: Any, other: Any) -> Any:
 
 
 def _times(run: Callable[..., Any], one: Any, by: int) -> Any:
-    return one * by if isinstance(one, int) else run(aten.mul.Tensor, one, by)
+    return one * by if isinstance(one, int) else one if by == 1 else run(aten.mul.Tensor, one, by)
 
 
 def _same(x: Any) -> Any:
@@ -392,9 +408,9 @@ def _call_local(local: Local) -> Any:
     run, sequence = local.builder.call, _Sequence(local)
     scale, out, sums, blind, many = local.call["scale"], None, None, False, False
     query = local.operand("query")
-    key, value = sequence.reached(local.operand("key"), local.operand("value"))
+    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     for piece in sequence.pieces():
-        k, v = piece.take(key), piece.take(value)
+        k, v = sequence.parted([piece.take(x) for x in reached])
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
         made = run(CALL, query, k, v, piece.bias, piece.causal, scale, keys, **piece.when)
         o, s = run(getitem, made, 0), run(getitem, made, 1)
@@ -446,19 +462,20 @@ def _gradient_local(local: Local) -> Any:
     run, sequence = local.builder.call, _Sequence(local)
     scale = local.call["scale"]
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
-    key, value = sequence.reached(local.operand("key"), local.operand("value"))
+    reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     rows_total: list[Any] = []
-    keys_total: list[tuple[int, Any]] = []
-    values_total: list[tuple[int, Any]] = []
+    sources: list[int] = []
+    keys_total: list[list[Any]] = []
     for piece in sequence.pieces():
-        k, v = piece.take(key), piece.take(value)
+        k, v = sequence.parted([piece.take(x) for x in reached])
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
         made = run(GRADIENT, grad, query, k, v, out, sums, piece.bias, piece.causal, scale, keys, **piece.when)
         dq, dk, dv = (run(getitem, made, at) for at in range(3))
         rows_total.append(dq)
-        keys_total.append((piece.source, piece.back(dk)))
-        values_total.append((piece.source, piece.back(dv)))
-    made = [_sum(local, rows_total), sequence.total(keys_total), sequence.total(values_total)]
+        sources.append(piece.source)
+        keys_total.append([piece.back(x) for x in sequence.joined(dk, dv)])
+    each = [sequence.total(list(zip(sources, parts, strict=True))) for parts in zip(*keys_total, strict=True)]
+    made = [_sum(local, rows_total), *sequence.parted(each)]
     return [_narrow(local, x) for x in made] if len(rows_total) > 1 else made
 
 

@@ -16,7 +16,12 @@ _LOOK = frozenset(
         "aten.adaptive_max_pool3d_backward.default",
     }
 )
-_KNOWN = frozenset({"aten", "prims", "_c10d_functional", "c10d_functional", "shardc", "shardc_random", "shardc_region"})
+_KNOWN = frozenset(
+    {
+        "aten", "prims", "_c10d_functional", "c10d_functional", "shardc", "shardc_random", "shardc_region",
+        "shardc_attention",
+    }
+)  # fmt: skip
 
 
 def looks(target: Any) -> bool:
