@@ -39,6 +39,23 @@ def trains(
             optimizer.zero_grad()
 
 
+def keeps(method: str) -> None:
+    """What forward leaves for backward is what was predicted, and a fourth of what one rank alone keeps, or somewhat more."""
+    from benchmarks.sequence import left_for_backward
+
+    given, plan = batch(2, 512), shardc.cp("cp", method=method)
+    found = []
+    for where in (Mesh(cp=1), device_mesh(Mesh(cp=4))):
+        module = shardc.compile(build("own", width=32, layers=4).float(), where, plan, backend="eager")
+        memory = module.lower(**given).schedule("cpu").memory
+        found.append(max(sample.held[4] for sample in memory.samples))
+    mine = module.shard_inputs(**given)[1]
+    kept = left_for_backward(module, lambda: module(**mine)["loss"])
+    assert abs(kept / found[1] - 1) < 0.1, (kept, found)
+    more = 1.4 if method == "heads" else 1.01  # what attention gives is kept as heads and as sequence
+    assert found[1] < more * found[0] / 4, found
+
+
 def shards_inputs() -> None:
     """Each rank's part of the sequence: one element in two, or one piece."""
     tokens = torch.arange(16).view(2, 8)
@@ -77,5 +94,6 @@ def test_four_ranks() -> None:
         4,
         *(partial(trains, Mesh(dp=2, cp=2), "own", method, "inductor") for method in METHODS),
         partial(trains, Mesh(cp=4), "own", "ring", "eager", length=10),
+        *(partial(keeps, method) for method in METHODS),
         partial(trains, Mesh(cp=4), "mistral", "heads", "eager"),
     )
