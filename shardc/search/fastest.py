@@ -12,13 +12,14 @@ from math import inf
 
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
+from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.exact.open import Free, OpenChoice
 from shardc.passes.options import Options
 from shardc.passes.unfold_names import NotPeriodic
-from shardc.plan.constructors import ddp, fsdp
+from shardc.plan.constructors import cp, ddp, fsdp
 from shardc.plan.entries import Fsdp
 from shardc.plan.placed import ParamPlan, Placed
 from shardc.plan.value import Plan
@@ -260,6 +261,9 @@ class Search:
             whole |= ddp(axis)
         yield "ddp", whole
         yield "fsdp", fsdp(tuple(axes)) if axes else whole
+        graph = self.opened.captured.graph.graph
+        for axis in axes if any(n.op == "call_function" and is_attention(n.target) for n in graph.nodes) else ():
+            yield "fsdp and cp", fsdp(tuple(axes)) | cp(axis)
         for axis in axes:
             rest = tuple(a for a in axes if a != axis)
             try:

@@ -18,6 +18,7 @@ from shardc.ir.mesh import Mesh
 from shardc.search.meshes import meshes_of
 from shardc.search.result import Found, Trial
 from tests.ranks import device_mesh, run_ranks
+from tests.sequence.models import Own
 
 LARGE = torch.empty(4096, 512, device="meta")
 SMALL = torch.empty(16, 8, device="meta")
@@ -249,3 +250,12 @@ def choose_exactly() -> None:
 
 def test_ranks_take_one_plan() -> None:
     run_ranks(2, partial(train, "1GB"), cannot, differ, choose_exactly)
+
+
+def test_a_sequence_is_split_where_there_is_no_batch() -> None:
+    """One long sequence: its attention is causal, and no other form lets all ranks see a part of the queries."""
+    with torch.device("meta"):
+        model = Own(width=512, heads=8, groups=8)
+        ids = torch.empty(1, 8192, dtype=torch.int64)
+    found = shardc.find_plan(model, Mesh(dp=4), input_ids=ids, labels=ids)
+    assert "cp(" in str(found.plan)

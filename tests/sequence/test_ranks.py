@@ -40,7 +40,7 @@ def trains(
 
 
 def keeps(method: str) -> None:
-    """What forward leaves for backward is what was predicted, and a fourth of what one rank alone keeps, or somewhat more."""
+    """What forward leaves for backward is what was predicted, and about a fourth of what one rank alone keeps."""
     from benchmarks.sequence import left_for_backward
 
     given, plan = batch(2, 512), shardc.cp("cp", method=method)
