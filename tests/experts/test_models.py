@@ -77,6 +77,12 @@ def test_models_however_routed(name: str, how: str) -> None:
             trains_alike(partial(routed, name, how), batch(), mesh, plan(name, mesh, way))
 
 
+def test_gradients_in_one_bucket_with_what_goes_on() -> None:
+    """The terms of the tokens' gradients are reduced together with those of parameters, which only leave."""
+    mesh, way = {"ep": 2, "tp": 2}, {"way": "gather"}
+    trains_alike(partial(build, "qwen3-moe"), batch(), mesh, plan("qwen3-moe", mesh, way))
+
+
 def test_one_token() -> None:
     """Which every rank takes, and computes for its own experts."""
     one = batch(1, 1)
