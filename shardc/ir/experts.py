@@ -67,16 +67,19 @@ def experts_in(graph: fx.Graph) -> list[str]:
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
-    """``index``; `noting` hears of it.
+    """``index``; `noting` hears of it. Choices of no expert, which fill up a batch, go to all of them evenly.
 
     Args:
+        index: [t, k], ``experts`` where it is a choice of none.
         experts: how many there are in all.
         over: the group of ranks that have other tokens, "" if all have the same.
     """
     if _noted is not None:
         chosen = index.flatten()
-        _noted.append((index.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen)), over))
-    return index.clone()
+        counts = index.new_zeros(experts + 1).scatter_add(0, chosen, torch.ones_like(chosen))
+        _noted.append((counts[:experts], over))
+    evenly = torch.arange(index.numel(), device=index.device).remainder(experts).view(index.shape)
+    return torch.where(index < experts, index, evenly)
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
