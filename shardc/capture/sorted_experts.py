@@ -5,6 +5,7 @@ Modules are known by what they hold and by all that their code reads; torchtitan
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
 from types import CodeType
@@ -17,18 +18,22 @@ from torch import Tensor, nn
 from shardc.ir import marks
 
 _WEIGHTS = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"))
-_COUNTS = ("num_tokens_per_expert", "num_tokens_per_expert_E")
+_COUNTS = (["num_tokens_per_expert"], ["num_tokens_per_expert_E"])
+_PRODUCTS = tuple(("silu", first, other, last) for first, last, other in _WEIGHTS)
 # Code that reads anything besides these may do something else, and is left as it is.
-_LAYER = {"router", "expert_bias", "tokens_per_expert", "reorderer", "experts", "score_before_experts", "shared_experts"}
+_LAYER = {
+    "router", "expert_bias", "tokens_per_expert", "reorderer", "experts", "score_before_experts", "shared_experts",
+}  # fmt: skip
 _TENSORS = {
     "torch", "float32", "no_grad", "shape", "dtype", "add_", "view", "reshape", "expand", "gather", "to", "zeros_like",
-    "scatter_add",
+    "scatter_add", "top_k", "zeros", "device", "bmm", "float", "squeeze", "sum", "isinstance", "DTensor", "device_mesh",
+    "ndim", "mesh_dim_names", "to_local", "Partial",
 }  # fmt: skip
 _EXPERTS = {
     *_WEIGHTS[0], *_WEIGHTS[1], "F", "silu", "use_grouped_mm", "_run_experts_for_loop", "_run_experts_grouped_mm",
     "indices_padding_wrapper", "isinstance", "DTensor", "to_local", "device_mesh", "mesh_dim_names", "torch", "split",
-    "shape", "sum", "tolist", "enumerate", "int", "matmul", "transpose", "append", "cat", "vstack", "new_zeros", "cumsum",
-    "int32", "_grouped_mm", "bfloat16", "type_as",
+    "shape", "sum", "tolist", "enumerate", "int", "matmul", "transpose", "append", "cat", "vstack", "new_zeros",
+    "cumsum", "int32", "_grouped_mm", "bfloat16", "type_as",
 }  # fmt: skip
 
 
@@ -47,39 +52,53 @@ def other_forms(model: nn.Module) -> tuple[tuple[Any, str, Any], ...]:
 
 def _name(module: nn.Module) -> str | None:
     """The method by which ``module`` computes experts of sorted rows, if it does."""
-    if _weights(module) is not None:
-        for name in ("forward", "_experts_forward"):
-            method = getattr(type(module), name, None)
-            if inspect.isfunction(method) and method.__code__.co_varnames[2 : method.__code__.co_argcount] in (
-                (counts,) for counts in _COUNTS
-            ):
-                return name if "silu" in _reads(method) <= _EXPERTS else None
+    for name in ("forward", "_experts_forward") if _weights(module) else ():
+        method = getattr(type(module), name, None)
+        if inspect.isfunction(method) and list(inspect.signature(method).parameters)[2:] in _COUNTS:
+            products = [products for each in _functions(method) if (products := _products(each))]
+            known = bool(products) and all(names in _PRODUCTS for names in products)
+            return name if known and _reads(method) <= _EXPERTS else None
     return None
 
 
-def _weights(module: nn.Module) -> list[Tensor] | None:
+def _weights(module: nn.Module) -> list[Tensor]:
+    """The weights of all experts, none if ``module`` holds no such."""
     for names in _WEIGHTS:
-        made = [getattr(module, name, None) for name in names]
-        if all(isinstance(x, Tensor) and x.dim() == 3 for x in made):
-            return made  # type: ignore[return-value]
-    return None
+        held = [x for name in names if isinstance(x := getattr(module, name, None), Tensor) and x.dim() == 3]
+        if len(held) == len(names):
+            return held
+    return []
+
+
+def _functions(function: Any) -> list[Any]:
+    """``function``, and those of weights that it names."""
+    if not inspect.isfunction(function):
+        return []
+    others = (function.__globals__.get(name) for name in function.__code__.co_names)
+    return [function, *(x for x in others if inspect.isfunction(x) and x.__code__.co_varnames[:3] in _WEIGHTS)]
 
 
 def _reads(function: Any) -> set[str]:
-    """The names that ``function`` reads, and those that the functions of weights read that it names."""
-    if not inspect.isfunction(function):
-        return set()
-    codes: list[CodeType] = [function.__code__]
+    """The names that are read by ``function`` and by those of weights that it names."""
+    codes: list[CodeType] = [each.__code__ for each in _functions(function)]
     names: set[str] = set()
     while codes:
         code = codes.pop()
         names.update(code.co_names, code.co_freevars)
         codes += [x for x in code.co_consts if isinstance(x, CodeType)]
-    for name in tuple(names):
-        other = function.__globals__.get(name)
-        if inspect.isfunction(other) and other is not function and other.__code__.co_varnames[:1] in (("w1",), ("w1_EFD",)):
-            names |= _reads(other)
     return names
+
+
+def _products(function: Any) -> tuple[str, ...]:
+    """The order in which ``function`` applies the activation and weights, if it does."""
+    used: list[str] = []
+    for each in dis.get_instructions(function):
+        if each.opname.startswith("LOAD_FAST"):
+            loaded = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            used += [name for name in loaded if name in (*_WEIGHTS[0], *_WEIGHTS[1])]
+        elif each.opname.startswith("LOAD") and each.argval == "silu":
+            used.append("silu")
+    return tuple(used) if "silu" in used else ()
 
 
 def _expert(module: Any, scaled_before: bool) -> Callable[..., Tensor]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import shardc
 from shardc.capture import sorted_experts
@@ -26,10 +29,27 @@ def test_layers(mesh: dict[str, int], way: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_experts_in_a_layer_of_other_code(way: dict[str, object]) -> None:
-    forms = {form[:2] for form in sorted_experts.other_forms(build(OtherMoE))}
-    assert forms == {(GroupedExperts, "forward")} and (MoE, "forward") in {
-        form[:2] for form in sorted_experts.other_forms(build())
-    }
     mesh = {"dp": 2, "ep": 2}
     plan = shardc.fsdp(tuple(mesh)) | shardc.ep("ep", "*.experts", **way)
     trains_alike(partial(build, OtherMoE), batch(), mesh, plan)
+
+
+class Turned(GroupedExperts):
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        w1, w2, w3 = self.w1[0], self.w2[0], self.w3[0]
+        return (F.silu(x @ w3.transpose(0, 1)) * (x @ w1.transpose(0, 1))) @ w2.transpose(0, 1)
+
+
+class Clamped(GroupedExperts):
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        w1, w2, w3 = self.w1[0], self.w2[0], self.w3[0]
+        return (F.silu(x @ w1.transpose(0, 1)) * torch.clamp(x @ w3.transpose(0, 1), 0)) @ w2.transpose(0, 1)
+
+
+def test_code_that_is_another_is_left_as_it_is() -> None:
+    def replaced(model: torch.nn.Module) -> set[object]:
+        return {kind for kind, *_ in sorted_experts.other_forms(model)}
+
+    assert replaced(build()) == {MoE, GroupedExperts} and replaced(build(OtherMoE)) == {GroupedExperts}
+    assert replaced(GroupedExperts(4, 4, 2)) == {GroupedExperts}
+    assert replaced(Turned(4, 4, 2)) == replaced(Clamped(4, 4, 2)) == set()
