@@ -98,3 +98,13 @@ def test_plans_that_models_carry(name: str) -> None:
     local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
     inner = 12 if name == "qwen3-moe" else 24
     assert local and all(f"[48,{inner}]" in line for line in local)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_inner_features_with_gates_between_them_and_a_bias_behind(way: dict[str, object]) -> None:
+    split = {"gate_up_proj": "_@ep, _, _@tp", "gate_up_proj_bias": "_@ep, _@tp", "down_proj": "_@ep, _@tp, _"}
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "*.experts", **way)
+    plan |= shardc.Plan(params={f"*.experts.{name}": layout for name, layout in split.items()})
+    sim = trains_alike(partial(build, "gpt-oss"), batch(), {"ep": 2, "tp": 2}, plan)
+    local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
+    assert local and all("f64[48,12])" in line for line in local)
