@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from shardc.errors import InputError
 from shardc.ir.bodies import body_of
 from shardc.ir.graph import info
+from shardc.ir.grouped import suits
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
@@ -161,6 +162,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
+    """The rows to compute at once, int64 [n], and which of them are for this rank's experts, bool [n, 1].
+
+    The host waits for their number where there is room for many more than are expected.
+    """
+    rows = take.shape[0] if take.shape[0] <= 2 * expected else int(ends[-1])
+    return take[:rows], torch.arange(rows, device=take.device).unsqueeze(1) < ends[-1]
+
+
 def _run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
 ) -> list[Tensor]:
@@ -180,6 +190,14 @@ def _run(
     it, start = body_of(body), 0
     saved = [x.new_empty(take.shape[0], *one.shape, dtype=one.dtype) for one in it.saved]
     made = x.new_zeros(x.shape[0], *it.result.shape, dtype=_wide(it.result.dtype))
+    if it.grouped_forward is not None and suits(x, params):
+        at, live = _live(take, ends, expected)
+        n = at.shape[0]
+        out, *kept = it.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
+        for place, one in zip(saved, kept, strict=True):
+            place[:n] = one
+        made.index_add_(0, at, torch.where(live, out, 0).to(made.dtype))
+        return [made.to(it.result.dtype), *saved]
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             at = take[start:end]
@@ -198,6 +216,19 @@ def _run_gradient(
     it, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, made = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
+    if it.grouped_backward is not None and suits(x, params):
+        at, live = _live(take, ends, expected)
+        n = at.shape[0]
+        values = (grad[at], x[at], scale[:n], *params, *(one[:n] for one in saved))
+        drows, ds, *rest = it.grouped_backward(ends.to(torch.int32), n, *values)
+        if drows is not None:
+            dx.index_add_(0, at, torch.where(live, drows, 0).to(dx.dtype))
+        if ds is not None:
+            dscale[:n] = torch.where(live, ds, 0)
+        some = _counts(ends) > 0  # a kernel may leave the gradient of an expert without rows as it is
+        made = [torch.zeros_like(p) if one is None else torch.where(some.view(-1, *[1] * (p.dim() - 1)), one, 0)
+                for p, one in zip(params, rest, strict=True)]  # fmt: skip
+        return [dx.to(x.dtype), dscale, *made]
     for expert, end in enumerate(ends.tolist()):
         if end == start:
             for one in made:
