@@ -18,6 +18,13 @@ def _run_experts_for_loop(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts:
     return torch.cat(made)
 
 
+def _run_experts_grouped_mm(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
+    inner = F.silu(torch._grouped_mm(x.bfloat16(), w1.bfloat16().transpose(-2, -1), offs=ends))
+    inner = inner * torch._grouped_mm(x.bfloat16(), w3.bfloat16().transpose(-2, -1), offs=ends)
+    return torch._grouped_mm(inner, w2.bfloat16().transpose(-2, -1), offs=ends).type_as(x)
+
+
 class GroupedExperts(nn.Module):
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
         super().__init__()
@@ -27,7 +34,8 @@ class GroupedExperts(nn.Module):
         self.use_grouped_mm = False
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        return _run_experts_for_loop(self.w1, self.w2, self.w3, x, num_tokens_per_expert)
+        run_experts_fn = _run_experts_grouped_mm if self.use_grouped_mm else _run_experts_for_loop
+        return run_experts_fn(self.w1, self.w2, self.w3, x, num_tokens_per_expert)
 
 
 def counted(chosen: Tensor, experts: int) -> Tensor:
@@ -92,10 +100,10 @@ class OtherMoE(MoE):
 
 
 class Decoder(nn.Module):
-    def __init__(self, layer: type[MoE] = MoE) -> None:
+    def __init__(self, layer: type[MoE] = MoE, hidden_dim: int = 12) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
-        self.layers = nn.ModuleList(layer(16, 12, before=at == 0, shared=at == 1) for at in range(2))
+        self.layers = nn.ModuleList(layer(16, hidden_dim, before=at == 0, shared=at == 1) for at in range(2))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         x = self.embed(input_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor
 
 import shardc
 from shardc.capture import sorted_experts
+from shardc.ir import bodies
 from tests.experts.alike import trains_alike
 from tests.experts.models import batch
-from tests.experts.sorted_rows import GroupedExperts, MoE, OtherMoE, build
+from tests.experts.sorted_rows import Decoder, GroupedExperts, MoE, OtherMoE, build
 from tests.experts.test_models import WAYS
+from tests.models.alike import relative
 
 MESHES = ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2})
 
@@ -32,6 +35,23 @@ def test_experts_in_a_layer_of_other_code(way: dict[str, object]) -> None:
     mesh = {"dp": 2, "ep": 2}
     plan = shardc.fsdp(tuple(mesh)) | shardc.ep("ep", "*.experts", **way)
     trains_alike(partial(build, OtherMoE), batch(), mesh, plan)
+
+
+def test_grouped_products_are_in_bf16() -> None:
+    torch.manual_seed(0)
+    model = Decoder(hidden_dim=16)
+    for layer in model.layers:
+        layer.experts.use_grouped_mm = True
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "*.experts")
+    sim = shardc.Simulation(shardc.compile(copy.deepcopy(model), shardc.Mesh(ep=2), plan, backend="eager"))
+    loss = model(**batch())["loss"]
+    loss.backward()
+    assert relative(sim(**batch())["loss"], loss.detach()) < 1e-3
+    sim.backward()
+    for name, param in model.named_parameters():
+        assert relative(sim.grad(name), param.grad, 1e-3) < 0.03, name
+    (name, *_) = bodies.bodies_in(sim.state.program_for((), batch()).whole("localize"))
+    assert {one.dtype for one in bodies.body_of(name).saved} == {torch.bfloat16}
 
 
 class Turned(GroupedExperts):
