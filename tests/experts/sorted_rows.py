@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.experts.models import VOCAB
-
 
 def _run_experts_for_loop(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     sizes = counts.tolist()
@@ -100,9 +98,9 @@ class OtherMoE(MoE):
 
 
 class Decoder(nn.Module):
-    def __init__(self, layer: type[MoE] = MoE, hidden_dim: int = 12) -> None:
+    def __init__(self, layer: type[MoE] = MoE, hidden_dim: int = 12, vocab: int = 64) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.embed, self.head = nn.Embedding(vocab, 16), nn.Linear(16, vocab)
         self.layers = nn.ModuleList(layer(16, hidden_dim, before=at == 0, shared=at == 1) for at in range(2))
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ ROUTING = ("as they are", "to one", "to few", "equal")
 def plan(name: str, mesh: dict[str, int], way: dict[str, object]) -> shardc.Plan:
     data = tuple(axis for axis in mesh if axis != "tp")
     out = shardc.fsdp(data) | shardc.ep("ep", experts_of(name), **way)
-    if "tp" in mesh and name not in ("own", "deepseek-v3"):
+    if "tp" in mesh and name not in ("own", "sorted", "deepseek-v3"):
         out |= shardc.tp("tp", **ATTENTION)
     return out
 
