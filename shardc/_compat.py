@@ -30,7 +30,7 @@ DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic``
 
 
 def grouped_mm(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
-    """Products of groups of rows (public from torch 2.12 on).
+    """Products of groups of rows, by the public function where this torch has it.
 
     Args:
         one: [r, k] with ``other`` [e, k, n], a matrix for each group; or [k, r] with [r, n], whose groups are summed.
