@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -26,6 +27,21 @@ LazyGraphModule = _LazyGraphModule  # makes its code when it is first called or 
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
 COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original
 DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
+
+
+def grouped_mm(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
+    """Products of groups of rows, by the public function where this torch has it.
+
+    Args:
+        one: [r, k] with ``other`` [e, k, n], a matrix for each group; or [k, r] with [r, n], whose groups are summed.
+        ends: int32 [e]: where each group's rows end.
+
+    Returns:
+        [r, n] or [e, k, n].
+    """
+    function: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    made: Tensor = function(one, other, offs=ends)
+    return made
 
 
 def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
-from shardc.capture import experts
+from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import PREFIX
 from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
@@ -177,7 +177,8 @@ def record_calls(
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(_faked(root, mode, device, dtypes))
-        stack.enter_context(experts.in_their_place(experts.other_forms()))
+        forms = (*experts.other_forms(), *sorted_experts.other_forms(root))
+        stack.enter_context(experts.in_their_place(forms))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
         stack.enter_context(mode)

@@ -122,7 +122,10 @@ def _nll_loss_backward(
 def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, step: int) -> Tensor:
     dim %= grad.ndim
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
-    if step != 1:  # each element in front of the zeros that were stepped over
+    if step != 1:  # each element among the zeros that were stepped over
+        if before < step and grad.shape[dim] * step == sizes[dim]:
+            apart = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
+            return aten.view.default(apart, sizes)
         apart = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, 0, step - 1)
         grad = aten.view.default(apart, [*grad.shape[:dim], grad.shape[dim] * step, *grad.shape[dim + 1 :]])
         if (room := sizes[dim] - before) < grad.shape[dim]:

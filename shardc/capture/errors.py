@@ -96,8 +96,10 @@ def capture_error(
                 source=users_own(stack) or None,
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
+    stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     for form, what, fix in _KNOWN:
         if re.search(form, text):
+            fix += _ROWS if stacked and "_local_scalar_dense" in form else ""
             return CaptureError(f"{type(model).__name__} {what}", source=users_own(stack) or None, fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
@@ -114,16 +116,15 @@ def capture_error(
         )
     why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
-    stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=users_own(stack) or None,
-        fix=hint[1].strip() if hint else _ROWS if "aten.nonzero" in text and stacked else _SIZES,
+        fix=hint[1].strip() if hint else _SIZES + (_ROWS if "aten.nonzero" in text and stacked else ""),
     )
 
 
 _SIZES = "write this line with tensor operations whose shapes do not depend on values"
-_ROWS = f"{_SIZES}; if rows go to experts here, write one expert as a function under @shardc.experts"
+_ROWS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
 
 
 def _layer_drops(model: nn.Module) -> list[str]:

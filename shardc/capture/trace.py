@@ -24,6 +24,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
@@ -199,6 +200,7 @@ def trace(
         stack.enter_context(torch._dynamo.config.patch(_settings()))
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
+        stack.enter_context(experts.in_their_place(sorted_experts.other_forms(root)))
         stack.enter_context(without_raising())
         with mode:
             fakes = [fake(name, x) for name, x in named]

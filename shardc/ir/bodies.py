@@ -16,6 +16,7 @@ from torch import fx
 
 from shardc.errors import RuleError, TextError
 from shardc.ir import grammar
+from shardc.ir.grouped import grouped
 from shardc.ir.layout import Layout
 
 aten = torch.ops.aten
@@ -77,6 +78,16 @@ class Body:
         rows, scale, *params = _outputs(graph)
         made = [_product(graph, x, _place(graph, f"into{at}")) for at, x in enumerate(params)]
         return _run(graph, (rows, scale, *made))
+
+    @cached_property
+    def grouped_forward(self) -> Callable[..., Any] | None:
+        """``forward`` for the rows of all experts at once, if it has such a form (`shardc.ir.grouped`)."""
+        return grouped(self.forward, 1 + len(self.saved))
+
+    @cached_property
+    def grouped_backward(self) -> Callable[..., Any] | None:
+        """``backward`` in the same way."""
+        return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; `from_json` reads it."""

@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from shardc.errors import InputError
 from shardc.ir.bodies import body_of
 from shardc.ir.graph import info
+from shardc.ir.grouped import suits
 
 aten = torch.ops.aten
 _library = torch.library.Library("shardc_experts", "DEF")
@@ -67,16 +68,19 @@ def experts_in(graph: fx.Graph) -> list[str]:
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
-    """``index``; `noting` hears of it.
+    """``index``; `noting` hears of it. Choices of no expert, which fill up a batch, go to all of them evenly.
 
     Args:
+        index: [t, k], ``experts`` where it is a choice of none.
         experts: how many there are in all.
         over: the group of ranks that have other tokens, "" if all have the same.
     """
     if _noted is not None:
         chosen = index.flatten()
-        _noted.append((index.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen)), over))
-    return index.clone()
+        counts = index.new_zeros(experts + 1).scatter_add(0, chosen, torch.ones_like(chosen))
+        _noted.append((counts[:experts], over))
+    evenly = torch.arange(index.numel(), device=index.device).remainder(experts).view(index.shape)
+    return torch.where(index < experts, index, evenly)
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
@@ -158,6 +162,15 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
+def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
+    """The rows to compute at once, int64 [n], and which of them are for this rank's experts, bool [n, 1].
+
+    The host waits for their number where there is room for many more than are expected.
+    """
+    rows = take.shape[0] if take.shape[0] <= 2 * expected else int(ends[-1])
+    return take[:rows], torch.arange(rows, device=take.device).unsqueeze(1) < ends[-1]
+
+
 def _run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
 ) -> list[Tensor]:
@@ -177,6 +190,14 @@ def _run(
     it, start = body_of(body), 0
     saved = [x.new_empty(take.shape[0], *one.shape, dtype=one.dtype) for one in it.saved]
     made = x.new_zeros(x.shape[0], *it.result.shape, dtype=_wide(it.result.dtype))
+    if it.grouped_forward is not None and suits(x, params):
+        at, live = _live(take, ends, expected)
+        n = at.shape[0]
+        out, *kept = it.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
+        for place, one in zip(saved, kept, strict=True):
+            place[:n] = one
+        made.index_add_(0, at, torch.where(live, out, 0).to(made.dtype))
+        return [made.to(it.result.dtype), *saved]
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             at = take[start:end]
@@ -195,6 +216,19 @@ def _run_gradient(
     it, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, made = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
+    if it.grouped_backward is not None and suits(x, params):
+        at, live = _live(take, ends, expected)
+        n = at.shape[0]
+        values = (grad[at], x[at], scale[:n], *params, *(one[:n] for one in saved))
+        drows, ds, *rest = it.grouped_backward(ends.to(torch.int32), n, *values)
+        if drows is not None:
+            dx.index_add_(0, at, torch.where(live, drows, 0).to(dx.dtype))
+        if ds is not None:
+            dscale[:n] = torch.where(live, ds, 0)
+        some = _counts(ends) > 0  # a kernel may leave the gradient of an expert without rows as it is
+        made = [torch.zeros_like(p) if one is None else torch.where(some.view(-1, *[1] * (p.dim() - 1)), one, 0)
+                for p, one in zip(params, rest, strict=True)]  # fmt: skip
+        return [dx.to(x.dtype), dscale, *made]
     for expert, end in enumerate(ends.tolist()):
         if end == start:
             for one in made:

@@ -221,7 +221,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
 # How the names end of what each rank keeps of a gathered parameter for backward, and of what is gathered from that.
 KEPT, REGATHERED = ".kept", ".regathered"
 ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
-# On an op of which an operand is padded, from ``pad`` on: the sizes of its first operand without that.
+# On an op of which an operand is padded, from ``pad`` on: the sizes of all operands' dims without that.
 TRUE_SIZES = "shardc_true_sizes"
 # On the output node of a backward half: placeholder's name -> role of the parameter, buffer or input that it is or that
 # it was gathered, moved or cast from.

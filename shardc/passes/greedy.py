@@ -161,7 +161,8 @@ class _Sweep:
         if self.problem.strict:
             raise RuleError(text, source=record.origin.source, fix="shardc.register_rule(op, ...) or strict=False")
         if moved:
-            warnings.warn(ShardcWarning(f"{text}\n  source: {record.origin.source}"), stacklevel=2)
+            fix = "\n  fix: write one expert as a function under @shardc.experts" if "grouped_mm" in text else ""
+            warnings.warn(ShardcWarning(f"{text}\n  source: {record.origin.source}{fix}"), stacklevel=2)
 
     # --- what the outside wants
 

@@ -151,14 +151,25 @@ def _shard(body: Body, params: tuple[Layout, ...]) -> Body:
     if body.backward is not None:
         given |= {f"saved{at}": layout for at, layout in enumerate(kept)}
         backward, layouts = _localized(body.backward, given, mesh)
+        made = _results(backward)
         for at, node in enumerate(_results(body.backward)):
             if node is not None:
-                term = Layout.whole(mesh, ir.value(node).shape).with_partial(over)
-                _check(layouts[node][0], term if at < 2 else params[at - 2])
+                one = params[at - 2] if at > 1 else Layout.whole(mesh, ir.value(node).shape)
+                made[at] = _term(made[at], layouts[node][0], one, [axis for axis in over if axis not in one.bound])
+        ir.output_node(backward).args = (tuple(made),)
     rows = tuple(PerRow(layout.local_shape[1:], one.dtype) for layout, one in zip(kept, body.saved, strict=True))
     ranks = prod(mesh.size(axis) for axis in over)
     flops = (body.flops[0] // ranks, body.flops[1] // ranks)
     return Body(forward, backward, body.result, rows, flops)
+
+
+def _term(node: fx.Node, have: Layout, one: Layout, axes: Sequence[str]) -> fx.Node:
+    """``node`` as a term over ``axes`` of what lies as ``one``; each rank gives its share of what all have."""
+    if not axes or have != one:
+        _check(have, one.with_partial(axes))
+        return node
+    with node.graph.inserting_before(ir.output_node(node.graph)):
+        return node.graph.call_function(aten.div.Scalar, (node, prod(one.mesh.size(axis) for axis in axes)))
 
 
 def _check(have: Layout, want: Layout) -> None:
@@ -206,17 +217,35 @@ def _node(
     else:
         if spec is not None and node.target.overloadpacket is aten.sum:  # of terms it is a term
             spec = replace(spec, linear=(frozenset({0}),))
+        given = env
+        if node.target is aten.add.Tensor and any(layout.partial for layout in operands):
+            given, operands = _added(node, env, operands, builder)
         found = "no rule" if spec is None or rule is None else infer(spec, operands)
         if isinstance(found, str) or spec is None or rule is None:
             raise _Whole(f"{node.target}: {found}")
         made, sizes = found, {n: _rows_of(node) for n in node.all_input_nodes if ir.info(n).value is None}
-        args, kwargs = (fx.map_arg(x, lambda n: sizes.get(n) or env[n]) for x in (node.args, node.kwargs))
+        args, kwargs = (fx.map_arg(x, lambda n: sizes.get(n) or given[n]) for x in (node.args, node.kwargs))
         builder.size = (next((env[n] for n in sizes), None), _places(node, sizes))
         env[node] = rule.localize(Local(builder, call, spec, operands, made, args, kwargs))
         builder.size = (None, frozenset())
     if len(made) == 1:
         builder.shapes[env[node]] = made[0].local_shape
     return made
+
+
+def _added(
+    node: fx.Node, env: dict[fx.Node, fx.Node], operands: tuple[Layout, ...], builder: _Builder
+) -> tuple[dict[fx.Node, fx.Node], tuple[Layout, ...]]:
+    """Operands of an add of a term and of what is no term, as a bias: each rank adds its share of that."""
+    axes = [axis for axis, _ in next(layout.partial for layout in operands if layout.partial)]
+    ranks = prod(operands[0].mesh.size(axis) for axis in axes)
+    given, layouts = dict(env), []
+    for x, layout in zip(operands_of(node), operands, strict=True):
+        if not layout.axes:
+            given[x], layout = builder.call(aten.div.Scalar, env[x], ranks), layout.with_partial(axes)
+            builder.shapes[given[x]] = layout.local_shape
+        layouts.append(layout)
+    return given, tuple(layouts)
 
 
 def _mapped(arguments: Any, env: Mapping[fx.Node, fx.Node]) -> Any:

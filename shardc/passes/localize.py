@@ -97,7 +97,7 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
-    """The size of ``dim`` of the first operand of ``node`` without what `Pad` grew it by to ``size``."""
+    """The size of ``dim`` of the operands of ``node`` without what `Pad` grew it by to ``size``."""
     sizes = node.meta.get(ir.TRUE_SIZES)
     return size if sizes is None else sizes[dim]
 

@@ -277,6 +277,8 @@ class _Padder(Forms):
         elementwise = spec.moves or find_rule(call.target) in pointwise.TABLE.values()
         if not fills and not value.dtype.is_floating_point and not elementwise:
             fills = {0}  # it may be an index
+        if spec.routed is not None and not value.dtype.is_floating_point:
+            fills = {spec.size(spec.routed.owners)}  # no expert is chosen
         filling = next(iter(fills), None)
         assert len(fills) <= 1, f"{call.name} reduces in two ways"
         return self.at(x, padding, filling)
@@ -301,7 +303,7 @@ class _Padder(Forms):
         made = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(made, fx.Node) and made.op == "call_function":
             ir.set_info(made, replace(ir.info(made), name=self.record.name))
-            made.meta[ir.TRUE_SIZES] = tuple(elements(runs) for runs in grown[0])
+            made.meta[ir.TRUE_SIZES] = tuple(elements(runs) for one in grown for runs in one)
         return made
 
 

@@ -113,20 +113,21 @@ def _drain(
     for node in reversed(graph.nodes):
         if node in level and (is_start(node) or any(user in going_on for user in node.users)):
             going_on.add(node)
-    every = [node for node in starts if waits_of(node) and all(wait in level for wait in waits_of(node))]
+    tails = {node: [wait for wait in waits_of(node) if wait in level] for node in starts}  # others of a bucket are used
+    every = [node for node in starts if tails[node]]
     # What gathers inputs is started ahead of its use already.
-    every = [node for node in every if going_on.isdisjoint(waits_of(node)) or not _always_ready(node, free)]
+    every = [node for node in every if going_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
     for turn in sorted({level.get(node, 0) for node in every}):
         drained = sorted((node for node in every if level.get(node, 0) == turn), key=wished.__getitem__)
         behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first so many
         for at, node in enumerate(drained):
             later, end = len(drained), float(len(graph.nodes) + turn)
-            if going_on.issuperset(waits_of(node)):
+            if going_on.issuperset(tails[node]):
                 later, end = at + 1, end - 0.5
             elif limit >= 0:  # the first with which there is more on its way
                 later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
             place = wished[drained[later]] + 0.1 if later < len(drained) else end
-            work = waits_of(node)
+            work = list(tails[node])
             while work:
                 tail = work.pop()
                 wished[tail] = place

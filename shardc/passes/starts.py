@@ -47,7 +47,7 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
     level: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node in out:
-            behind = [level.get(x, 0) + is_start(x) for x in node.all_input_nodes if x in out]
+            behind = [level.get(x, 0) + is_start(x) for x in node.all_input_nodes if x in out or is_start(x)]
             if any(behind):
                 level[node] = max(behind)
     return level

@@ -148,7 +148,9 @@ def _rows(local: Local) -> _Rows:
     mesh = local.operands[0].mesh
     split = sorted(local.operand_layout("index").dim_axes(0), key=mesh.order)
     over = local.builder.group(tuple(split))[1] if split else ""
-    experts_in_all = local.call.operands[local.call.position("params") or 0].shape[0]
+    first = local.call.position("params") or 0
+    dims = sum(len(operand.shape) for operand in local.call.operands[:first])
+    experts_in_all = local.true_size(dims, local.call.operands[first].shape[0])
     index = call(experts.NOTED, index, experts_in_all, over)
     key, mine, ranks, own = _keys(local, sent, index)
     tokens, choices = local.builder.shape(index)

@@ -104,7 +104,7 @@ class Local:
         operands: layouts of the operands (flattened as in `Call.operands`).
         results: layouts of the results.
         args, kwargs: the call's arguments with local tensors in place of `Value`s.
-        true_size: (dim of the first operand, its size) -> its size without what it was padded by.
+        true_size: (dim, counted through all operands, its size) -> its size without what it was padded by.
     """
 
     builder: Builder

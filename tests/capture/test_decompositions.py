@@ -72,6 +72,7 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.slice_backward.default, (draw(4, 2, 6), [4, 5, 6], 1, 1, 2**63 - 1, 2), {}),
     (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 6], -1, 2, 4, 1), {}),
     (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 8], -1, 0, 6, 4), {}),
+    (aten.slice_backward.default, (draw(4, 5, 2), [4, 5, 8], -1, 3, 8, 4), {}),
     (aten.select_backward.default, (draw(4, 6), [4, 5, 6], 1, -2), {}),
     (aten.full_like.default, (x, 2.5), {}),
     (aten.full_like.default, (x, 2), {"dtype": torch.int64}),

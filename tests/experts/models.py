@@ -10,6 +10,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import shardc
+from tests.experts.sorted_rows import Decoder
 
 VOCAB, LENGTH = 64, 6
 DECODER = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "head_dim": 4}
@@ -80,7 +81,7 @@ class Own(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "qwen3-moe": qwen3_moe, "mixtral": mixtral, "deepseek-v3": deepseek_v3, "olmoe": olmoe, "gpt-oss": gpt_oss,
-    "llama4": llama4, "own": Own,
+    "llama4": llama4, "own": Own, "sorted": Decoder,
 }  # fmt: skip
 EXPERTS = {"llama4": "*.feed_forward.experts", "own": "experts"}
 
@@ -129,7 +130,7 @@ def route(model: nn.Module, how: str) -> None:
 
 
 def is_router(name: str) -> bool:
-    return name.endswith(("mlp.gate.weight", "router.weight"))
+    return name.endswith(("mlp.gate.weight", "router.weight", "router.gate.weight"))
 
 
 __all__ = ["MODELS", "batch", "build", "experts_of", "route"]

@@ -36,6 +36,24 @@ class Loop(Layer):
         return out.sum()
 
 
+class Sorted(Layer):
+    """Rows of other experts than `shardc.capture.sorted_experts` knows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, chosen = self.choices(x)
+        sizes = chosen.flatten().bincount(minlength=4).tolist()
+        rows = x[chosen.flatten().argsort() // 2].split(sizes)
+        return torch.cat([one @ self.weight[at] for at, one in enumerate(rows)]).sum()
+
+
+class Grouped(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        _, chosen = self.choices(x)
+        ends = torch.nn.functional.one_hot(chosen.flatten(), 4).sum(0).cumsum(0).to(torch.int32)
+        rows = x[chosen.flatten().argsort() // 2]
+        return torch._grouped_mm(rows.bfloat16(), self.weight.bfloat16(), offs=ends).float().sum()
+
+
 class Given(Layer):
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -66,10 +84,17 @@ def captured(model: nn.Module) -> None:
     shardc.compile(model, shardc.Mesh(ep=2), shardc.ddp("ep"), backend="eager").lower(X)
 
 
-def test_loops_over_experts_are_told_what_to_write() -> None:
+@pytest.mark.parametrize("kind", [Loop, Sorted])
+def test_loops_over_experts_are_told_what_to_write(kind: type[Layer]) -> None:
     with pytest.raises(CaptureError, match="under @shardc.experts") as caught:
-        captured(Loop())
+        captured(kind())
     assert "test_bad_input.py:" in str(caught.value)
+
+
+def test_grouped_products_are_told_what_to_write() -> None:
+    with pytest.warns(shardc.ShardcWarning, match="grouped_mm.*\n.*test_bad_input.py.*\n.*under @shardc.experts"):
+        plan = shardc.Plan(params={"weight": "_@ep, _, _"})
+        shardc.compile(Grouped(), shardc.Mesh(ep=2), plan, backend="eager").lower(X)
 
 
 @pytest.mark.parametrize("function", [over_tokens, less_their_mean])

@@ -20,7 +20,7 @@ ROUTING = ("as they are", "to one", "to few", "equal")
 def plan(name: str, mesh: dict[str, int], way: dict[str, object]) -> shardc.Plan:
     data = tuple(axis for axis in mesh if axis != "tp")
     out = shardc.fsdp(data) | shardc.ep("ep", experts_of(name), **way)
-    if "tp" in mesh and name not in ("own", "deepseek-v3"):
+    if "tp" in mesh and name not in ("own", "sorted", "deepseek-v3"):
         out |= shardc.tp("tp", **ATTENTION)
     return out
 
@@ -77,6 +77,12 @@ def test_models_however_routed(name: str, how: str) -> None:
             trains_alike(partial(routed, name, how), batch(), mesh, plan(name, mesh, way))
 
 
+def test_gradients_in_one_bucket_with_what_goes_on() -> None:
+    """The terms of the tokens' gradients are reduced together with those of parameters, which only leave."""
+    mesh, way = {"ep": 2, "tp": 2}, {"way": "gather"}
+    trains_alike(partial(build, "qwen3-moe"), batch(), mesh, plan("qwen3-moe", mesh, way))
+
+
 def test_one_token() -> None:
     """Which every rank takes, and computes for its own experts."""
     one = batch(1, 1)
@@ -92,3 +98,13 @@ def test_plans_that_models_carry(name: str) -> None:
     local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
     inner = 12 if name == "qwen3-moe" else 24
     assert local and all(f"[48,{inner}]" in line for line in local)
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_inner_features_with_gates_between_them_and_a_bias_behind(way: dict[str, object]) -> None:
+    split = {"gate_up_proj": "_@ep, _, _@tp", "gate_up_proj_bias": "_@ep, _@tp", "down_proj": "_@ep, _@tp, _"}
+    plan = shardc.fsdp("ep") | shardc.ep("ep", "*.experts", **way)
+    plan |= shardc.Plan(params={f"*.experts.{name}": layout for name, layout in split.items()})
+    sim = trains_alike(partial(build, "gpt-oss"), batch(), {"ep": 2, "tp": 2}, plan)
+    local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
+    assert local and all("f64[48,12])" in line for line in local)

@@ -48,11 +48,13 @@ def trains(
     assert held and set(held.values()) <= {4, 2}, f"experts are split over ep: {held}"
 
 
-def counts_tokens(mesh: Mesh, way: str) -> None:
-    """Every rank reads the same, which is what one device's router chooses."""
-    model = build("own", torch.float32)
-    module = shardc.compile(build("own", torch.float32), device_mesh(mesh), plan(mesh, "own", way=way), backend="eager")
-    given = batch(8)
+def counts_tokens(mesh: Mesh, way: str, rows: int = 8) -> None:
+    """Every rank reads the same, which is what one device's router chooses; also of rows that ranks do not divide."""
+    model, options = build("own", torch.float32), shardc.Options(uneven=True)
+    module = shardc.compile(
+        build("own", torch.float32), device_mesh(mesh), plan(mesh, "own", way=way), backend="eager", options=options
+    )
+    given = batch(rows)
     module(**module.shard_inputs(**given)[1])
     x = model.embed(given["input_ids"]).flatten(0, 1)
     expected = model.router(x).softmax(-1).topk(2).indices.flatten().bincount(minlength=8)
@@ -117,7 +119,7 @@ def test_two_ranks() -> None:
         partial(trains, EP2, "qwen3-moe", {}, "eager"),
         *(partial(in_low_precision, EP2, way) for way in ways),
         partial(overflows, EP2),
-        *(partial(counts_tokens, EP2, way) for way in ("send", "gather")),
+        *(partial(counts_tokens, EP2, way, rows) for way in ("send", "gather") for rows in (8, 5)),
         *(
             partial(sends_rows, counts)
             for counts in (((1, 2), (2, 1)), ((1, 1), (1, 0)), ((0, 3), (0, 0)), ((0, 0), (0, 0)))
@@ -131,9 +133,15 @@ def test_lowered_by_inductor() -> None:
     run_ranks(
         2,
         *(partial(trains, EP2, "qwen3-moe", way, "inductor") for way in ways),
-        partial(trains, EP2, "gpt-oss", {}, "inductor"),
+        *(partial(trains, EP2, name, {}, "inductor") for name in ("gpt-oss", "sorted")),
         partial(trains, EP2, "mixtral", {"way": "send"}, "inductor", torch.bfloat16, 0.05),
     )
+
+
+@pytest.mark.slow
+def test_three_ranks() -> None:
+    """Neither eight experts nor the tokens divide."""
+    run_ranks(3, *(partial(counts_tokens, Mesh(ep=3), way, 4) for way in ("send", "gather")))
 
 
 @pytest.mark.slow
@@ -145,6 +153,7 @@ def test_four_ranks() -> None:
         partial(trains, Mesh(ep=4), "deepseek-v3", {"way": "send"}, "eager"),
         partial(overflows, DP2EP2),
         *(partial(counts_tokens, DP2EP2, way) for way in ("send", "gather")),
+        *(partial(counts_tokens, Mesh(ep=4), "send", rows) for rows in (5, 3)),
     )
 
 
