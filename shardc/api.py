@@ -150,6 +150,7 @@ def compile(
             groups if backend == "inductor" else None,
             DynamicDims(dynamic or {}),
             runs=groups is not None,
+            warns=found is None,  # a search has weighed it, and warns of an axis that it leaves unused
         ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,

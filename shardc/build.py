@@ -34,6 +34,7 @@ from shardc.plan.value import Plan
 from shardc.precompiled import Identity, Store, load
 from shardc.precompiled.identity import described
 from shardc.program import Program, Source
+from shardc.report.repeated import wasted
 from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.signature import Signature
@@ -56,8 +57,9 @@ class Build:
         groups: Groups | None,
         dynamic: DynamicDims,
         runs: bool = False,
+        warns: bool = True,
     ) -> None:
-        self.runs = runs
+        self.runs, self.warns = runs, warns
         self.groups, self.known = groups, known
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
@@ -94,9 +96,21 @@ class Build:
             program = build_folded(asked, make)
         else:
             program = make(build_joint(asked, captured), None)
+        self._warn_repeated(program)
         if self.options.dump:
             program.write_stages(self.options.dump)
         return program
+
+    def _warn_repeated(self, program: Program) -> None:
+        """Warns once for a module of work that its ranks repeat."""
+        if not self.warns:
+            return
+        counts = {} if program.folded is None else {"counts": program.folded.times}
+        layouts = {name: param.compute for name, param in self.params.items()}
+        said = wasted(program.joint.work, self.mesh, layouts, **counts)
+        if said is not None:
+            self.warns = False
+            warnings.warn(ShardcWarning(str(said)), stacklevel=3)
 
     def _identity(
         self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, code: bool = True
@@ -204,7 +218,16 @@ class Build:
             made = [x.new_empty(tuple(next(given))) if isinstance(x, Tensor) else x for x in leaves]
             params = resolve_params(self.plan, mesh, *self.known)
             build = Build(
-                self.plan, mesh, params, self.known, self.device, self.loss, self.options, None, DynamicDims({})
+                self.plan,
+                mesh,
+                params,
+                self.known,
+                self.device,
+                self.loss,
+                self.options,
+                None,
+                DynamicDims({}),
+                warns=False,
             )
             new_args, new_kwargs = pytree.tree_unflatten(made, spec)
             return build(template, new_args, new_kwargs, with_loss)

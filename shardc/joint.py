@@ -25,6 +25,7 @@ from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Policies
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
+from shardc.report.repeated import Dense, dense
 
 CUT = passes.Partition.name
 
@@ -39,6 +40,19 @@ class Kept(passes.Hook):
         self.graphs[stage + self.suffix] = ir.copied(gm.graph)
 
 
+class Work(passes.Hook):
+    """Counts the dense ops of a rank, and over which axes ranks compute the same."""
+
+    ops: tuple[Dense, ...] = ()
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def after(self, stage: str, gm: fx.GraphModule) -> None:
+        if stage == passes.Collectives.name and self.mesh.ranks > 1:
+            self.ops = tuple(op for _, op in dense(gm.graph, self.mesh))
+
+
 @dataclass(frozen=True)
 class Joint:
     """A model's joint graph at local shapes, and what it came of.
@@ -49,6 +63,7 @@ class Joint:
         pipeline: the passes, of which those in front of the cut have run.
         local: the joint graph at local shapes.
         kept: the graph after each stage so far, or as it was captured alone.
+        work: the dense ops of a rank.
     """
 
     bound: BoundPlan
@@ -57,6 +72,7 @@ class Joint:
     pipeline: passes.Pipeline
     local: fx.GraphModule
     kept: dict[str, fx.Graph]
+    work: tuple[Dense, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -149,9 +165,9 @@ def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
     looking: list[passes.Hook] = [*([Verify(mesh)] if options.verify else ()), *options.hooks]
     for hook in (kept := Kept(graphs), *looking):
         hook.after("capture", captured.graph)
-    hooks = [kept, *looking] if asked.keep_stages else looking
+    hooks = [*([kept] if asked.keep_stages else ()), (work := Work(mesh)), *looking]
     local = pipeline.until(CUT).run(captured.graph, *hooks)
-    return Joint(bound, options, captured, pipeline, local, graphs)
+    return Joint(bound, options, captured, pipeline, local, graphs, work.ops)
 
 
 def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:

@@ -91,11 +91,11 @@ class Folded:
 
     def model_flops(self, graph: fx.Graph) -> int:
         """As `shardc.report.schedule.model_flops`, of the whole model."""
-        return sum(self._times(node) * flops_of(node) for node in graph.nodes if node.op == "call_function")
+        dense = [node for node in graph.nodes if node.op == "call_function"]
+        return sum(self.times(ir.info(node).name) * flops_of(node) for node in dense)
 
-    def _times(self, node: fx.Node) -> int:
-        """How many blocks of the whole model ``node`` stands for."""
-        name = ir.info(node).name
+    def times(self, name: str) -> int:
+        """How many nodes of the whole model the one of that name stands for."""
         return 1 + sum(unfold.missing for unfold in self.unfolds if name in unfold.block_names)
 
 

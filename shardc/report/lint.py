@@ -15,11 +15,11 @@ from typing import Any
 from torch import fx
 
 from shardc.cost.hardware import Route, price, route
-from shardc.cost.kernels import flops_of
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.report.export import layers_of
 from shardc.report.prediction import HOST, Collective, Run, grouped
+from shardc.report.repeated import dense
 from shardc.report.schedule import Schedule
 
 SEVERITIES = ("high", "medium", "low")
@@ -235,18 +235,13 @@ def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
 
 def replicated_work(subject: Subject) -> Iterator[Finding]:
     """A matrix product that several ranks do alike."""
-    schedule = subject.schedule
-    for node in subject.graph.nodes:
-        whole = flops_of(node) if node.op == "call_function" else 0
-        run = subject.runs.get(ir.info(node).name) if whole else None
-        if run is None:
-            continue
-        extra = run.kernel.flops - whole / schedule.mesh.ranks
-        if extra > REPLICATED_SHARE * schedule.flops:
-            origin, times = ir.info(node).origin, run.kernel.flops * schedule.mesh.ranks / whole
+    for node, op in dense(subject.graph, subject.schedule.mesh):
+        times = prod(op.times.values())
+        run = subject.runs.get(op.name) if times > 1 else None
+        if run is not None and run.kernel.flops * (1 - 1 / times) > REPLICATED_SHARE * subject.schedule.flops:
             yield subject.finding(
-                "replicated-work", (ir.info(node).name, origin.module, origin.source),
-                run.seconds * extra / run.kernel.flops, 0, f"done {times:g} times over, alike on different ranks",
+                "replicated-work", (op.name, op.module, ir.info(node).origin.source), run.seconds * (1 - 1 / times),
+                0, f"done {times} times over {', '.join(op.times)}, alike on different ranks",
                 "split its weight (tp, colwise or rowwise) or its input over the idle axis",
             )  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_parameters_that_stay_whole() -> None:
 def test_work_that_ranks_repeat() -> None:
     """Nothing is split over tp: each product, forward and backward, is done twice."""
     names = {f.subject: f.message for f in found(shardc.fsdp("dp"), dp=2, tp=2) if f.rule == "replicated-work"}
-    assert len(names) == 6 and set(names.values()) == {"done 2 times over, alike on different ranks"}
+    assert len(names) == 6 and set(names.values()) == {"done 2 times over tp, alike on different ranks"}
     plan = shardc.fsdp("dp") | shardc.tp("tp", colwise=["up"], rowwise=["down"])
     assert of_rule(found(plan, dp=2, tp=2), "replicated-work") == []
 

@@ -1,0 +1,154 @@
+"""Repeated: dense ops that several ranks compute alike, by the mesh axes over which they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from torch import fx
+
+from shardc.cost.kernels import flops_of
+from shardc.errors import PlanError
+from shardc.ir import graph as ir
+from shardc.ir import ops
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh, split_part
+from shardc.report.export import layers_of
+
+SHARE = 0.05  # of a rank's operations: from here on `shardc.compile` warns, as `lint` calls such a cost high
+LEAST = 10**9  # operations of a rank and step below which it says nothing: they take well under a second anywhere
+NAMED = 3  # modules in a warning
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A dense op on one rank.
+
+    Args:
+        name, module: of the op.
+        flops: of a rank.
+        bytes: that a rank reads and writes.
+        times: by axis, how many ranks along it compute the same.
+        gathered: activations that were gathered over these axes for it: axis, name, bytes that a rank receives.
+    """
+
+    name: str
+    module: str
+    flops: int
+    bytes: int
+    times: dict[str, int]
+    gathered: tuple[tuple[str, str, int], ...] = ()
+
+
+def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
+    """The dense ops of a global graph whose layouts agree; what no operand or result is split over is repeated."""
+    for node in graph.nodes:
+        if node.op == "call_function" and (whole := flops_of(node)):
+            values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
+            parts = {axis for value in values if value.layout for axis in value.layout.bound}
+            done = {axis: prod(mesh.size(p) for p in parts if split_part(p)[0] == axis) for axis in mesh.axes}
+            done = {axis: min(ranks, mesh.size(axis)) for axis, ranks in done.items()}
+            times = {axis: mesh.size(axis) // ranks for axis, ranks in done.items() if mesh.size(axis) > ranks}
+            gathered = [found for x in node.all_input_nodes for found in _gathers(x) if found[0] in times]
+            record, flops = ir.info(node), whole // prod(done.values())
+            nbytes = sum(map(_local, values))
+            yield node, Dense(record.name, record.origin.module, flops, nbytes, times, tuple(gathered))
+
+
+def _local(value: ir.Value) -> int:
+    """Bytes on one rank."""
+    layout = value.layout
+    return value.nbytes if layout is None else value.nbytes // prod(map(layout.mesh.size, layout.bound))
+
+
+def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
+    """The gathers by which ``node``, or what it is a view of, came to be whole; not those of parameters."""
+    found = []
+    while node.op == "call_function" and len(node.all_input_nodes) == 1 and not isinstance(ir.info(node).value, tuple):
+        (source,) = node.all_input_nodes
+        if node.target is ops.all_gather:
+            received = _local(ir.value(node)) - _local(ir.value(source))
+            over = node.kwargs["axis"]
+            axes = {split_part(axis)[0] for axis in ([over] if isinstance(over, str) else over)}
+            found += [(axis, ir.info(node).name, received) for axis in axes]
+        node = source
+    role = ir.info(node).role
+    if role is None or role.kind == "input":
+        yield from found
+
+
+@dataclass
+class _Axis:
+    """What is repeated over one axis, of a rank and step."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    within: float = 0.0  # operations of the ops that are repeated
+    modules: dict[str, float] = field(default_factory=dict)
+    gathered: dict[str, int] = field(default_factory=dict)  # bytes by name
+
+
+def wasted(
+    ops: Iterable[Dense], mesh: Mesh, params: Mapping[str, Layout], counts: Callable[[str], int] = lambda name: 1
+) -> PlanError | None:
+    """What to say of work that ranks repeat, where it is worth a word.
+
+    Args:
+        params: how the model's parameters lie where ops use them.
+        counts: how many ops one stands for, by its name.
+    """
+    axes: dict[str, _Axis] = {}
+    total = 0
+    for op in ops:
+        count = counts(op.name)
+        total += count * op.flops
+        for axis, times in op.times.items():
+            found, extra = axes.setdefault(axis, _Axis()), count * (1 - 1 / times)
+            found.flops += extra * op.flops
+            found.bytes += extra * op.bytes
+            found.within += count * op.flops
+            module = layers_of(op.module)
+            found.modules[module] = found.modules.get(module, 0.0) + extra * op.flops
+            found.gathered |= {name: count * received for over, name, received in op.gathered if over == axis}
+    kept = {axis: of for axis, of in axes.items() if of.flops >= max(SHARE * total, LEAST)}
+    if not kept:
+        return None
+    ordered = sorted(kept, key=lambda axis: -kept[axis].flops)
+    what = "; ".join(_said(axis, kept[axis], mesh, total) for axis in ordered)
+    mends = [_mend(axis, kept[axis], total, params) for axis in ordered]
+    return PlanError(what, fix="; ".join(mends) + "; program.lint() lists the ops")
+
+
+def _said(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
+    who = "no op is split over it" if of.within >= total else f"no axis splits {_names(of.modules)} there"
+    gathered = f", for which {sum(of.gathered.values()):.2g} bytes are gathered over it" if of.gathered else ""
+    return (
+        f"the {mesh.size(axis)} ranks along axis {axis!r} of the mesh {mesh} compute the same: {of.flops:.2g} of the "
+        f"{total:.2g} operations of a rank and step are wasted ({of.flops / total:.0%}), and {of.bytes:.2g} bytes that "
+        f"they read and write{gathered}; {who}"
+    )
+
+
+def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str:
+    """The entry that would split what is repeated."""
+    if of.within >= total:
+        return f'add shardc.fsdp("{axis}"), which splits the batch over it, or leave the axis out of the mesh'
+    whole = {
+        layers_of(name) for name, layout in params.items() if axis not in {split_part(part)[0] for part in layout.axes}
+    }
+    modules = _largest(of.modules)
+    weights = ", ".join(f'"{module}"' for module in modules if f"{module}.weight" in whole)
+    if f"{modules[0]}.weight" in whole:
+        return f'add shardc.tp("{axis}", colwise=[{weights}]), or the same rowwise'
+    name = modules[0] or "the model"
+    return f"split what goes into {name} over {axis}, by tp of the linears before it or Plan(activations=...)"
+
+
+def _largest(modules: dict[str, float]) -> list[str]:
+    return sorted(modules, key=lambda module: -modules[module])[:NAMED]
+
+
+def _names(modules: dict[str, float]) -> str:
+    left = len(modules) - NAMED
+    return ", ".join(name or "the model" for name in _largest(modules)) + (f" and {left} more" if left > 0 else "")
