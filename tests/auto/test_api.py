@@ -252,10 +252,10 @@ def test_ranks_take_one_plan() -> None:
     run_ranks(2, partial(train, "1GB"), cannot, differ, choose_exactly)
 
 
-def test_a_sequence_is_split_where_there_is_no_batch() -> None:
-    """One long sequence: its attention is causal, and no other form lets all ranks see a part of the queries."""
+def test_a_split_sequence_is_tried_where_there_is_attention() -> None:
+    """With memory for it alone: one sequence has no batch to split, and whole activations do not fit."""
     with torch.device("meta"):
-        model = Own(width=512, heads=8, groups=8)
-        ids = torch.empty(1, 8192, dtype=torch.int64)
-    found = shardc.find_plan(model, Mesh(dp=4), input_ids=ids, labels=ids)
-    assert "cp(" in str(found.plan)
+        model = Own(width=512, heads=2, groups=2)
+        ids = torch.empty(1, 32768, dtype=torch.int64)
+    found = shardc.find_plan(model, Mesh(dp=4), input_ids=ids, labels=ids, memory="400MB")
+    assert "cp(" in str(found.plan), found.table()

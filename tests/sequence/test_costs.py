@@ -48,13 +48,13 @@ def test_bytes_are_those_of_the_page(method: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("method", KINDS)
 def test_what_is_kept_for_backward_falls_with_the_ranks(method: str) -> None:
-    """Beside tables of positions, which are small."""
+    """Beside tables of positions, which are small, and what attention gives, which is kept twice by heads."""
 
     def kept(ranks: int) -> int:
         samples = lowered(method, ranks, 512, layers=4).schedule("h100").memory.samples
         return max(sample.held[4] for sample in samples)
 
-    assert kept(4) < 1.1 * kept(1) / 4
+    assert kept(4) < (1.4 if method == "heads" else 1.1) * kept(1) / 4
 
 
 @pytest.mark.parametrize("method", [*KINDS, "auto"])
