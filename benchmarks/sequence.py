@@ -5,7 +5,8 @@
 
 Every row trains the same model on the same sequence (forward and backward, float32, gloo, one thread a rank). All
 rows are in memory at once and take turns step by step. Sent are the bytes that a rank's link carried; those of
-attention alone are what the program's own count says, and what docs/sequence.md says. Kept is what forward leaves for backward.
+attention alone are what the program's own count says, and what docs/sequence.md says. Kept is what forward leaves for
+backward.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, Kept
 from shardc.passes.check import VerifyHalf
+from shardc.passes.decompose import candidates
 from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.folded import Folded
 from shardc.plan.match import near_names
@@ -30,7 +31,7 @@ from shardc.precompiled import Identity, save_program
 from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
-from shardc.report.lint import Finding, lint
+from shardc.report.lint import Finding, in_pieces, lint
 from shardc.report.schedule import Schedule, build, model_flops, room_of_rows
 from shardc.report.tiles import Tiles
 from shardc.validate import near, typed
@@ -254,7 +255,9 @@ class Program(Executable):
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
         joint = self.schedule(hardware, stage="localize")
-        return lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
+        found = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
+        said = candidates(self.graph("settle"), self.pipeline[passes.Decompose])
+        return found + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in said]
 
     @typed()
     def save(self, directory: str | Path) -> list[Path]:

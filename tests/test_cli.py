@@ -169,8 +169,8 @@ BAD = {
         ["small_target.py:example", "--stage", "colectives"],
         "--stage colectives: no such stage; use one of capture, experts, attention, canonicalize, seed, pad, "
         "propagate, objective, precision, reshard, simplify, collectives, keep_part, localize, offload, settle, "
-        "partition, partition.backward, skip_regather, skip_regather.backward, bucket, bucket.backward, algorithms, "
-        "algorithms.backward, schedule, schedule.backward, plan_memory, plan_memory.backward",
+        "decompose, partition, partition.backward, skip_regather, skip_regather.backward, bucket, bucket.backward, "
+        "algorithms, algorithms.backward, schedule, schedule.backward, plan_memory, plan_memory.backward",
     ),
     "a name that no plan knows": (
         ["small_target.py:example", "--plan", 'fsdb("dp")'],

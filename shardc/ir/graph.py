@@ -226,6 +226,8 @@ TRUE_SIZES = "shardc_true_sizes"
 # On the output node of a backward half: placeholder's name -> role of the parameter, buffer or input that it is or that
 # it was gathered, moved or cast from.
 READS = "shardc_reads"
+# Key of a node's meta: which piece it is of a collective that `passes.decompose` has cut.
+PIECE = "shardc_piece"
 
 
 class NameScope:

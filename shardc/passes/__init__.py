@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from shardc.cost.hardware import CPU
 from shardc.cost.model import CostModel
+from shardc.cost.pricing import Pricing
 from shardc.cost.unshard import keep_within
 from shardc.passes.absent import Absent as Absent
 from shardc.passes.algorithms import Algorithms
@@ -19,6 +21,7 @@ from shardc.passes.attention import Attention as Attention
 from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
+from shardc.passes.decompose import Decompose as Decompose
 from shardc.passes.exact.chooser import Exact as Exact
 from shardc.passes.experts import Experts as Experts
 from shardc.passes.greedy import Greedy
@@ -48,6 +51,12 @@ from shardc.passes.simplify import Simplify as Simplify
 from shardc.passes.skip_regather import SkipRegather as SkipRegather
 from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Cp, Ep, Prefetch
+
+
+def computing(cost: Pricing, device: torch.device) -> Pricing:
+    """What says how long products take: ``cost``, but for a CPU and rates that nobody gave a description of one."""
+    given = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
+    return cost if given or device.type != "cpu" else CPU
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
@@ -99,6 +108,8 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             Offload(plan.on_host, fake_mode, device, plan.deferred.names),
             # All that a gradient goes through is there.
             Settle(),
+            # Its products and collectives are at local shapes; the cut then sees pieces as any other.
+            Decompose(mesh, None if cost == CostModel() else cost, computing(cost, device), options.decompose),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
             # The slices that backward gathers from are outputs now.

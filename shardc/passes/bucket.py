@@ -71,7 +71,7 @@ class Bucket:
         # What is reduced again on its way out waits for the last of its bucket: all of the first come before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
         for node in sorted(fusible, key=lambda node: level.get(node, 0)):
-            key = (node.target, ir.value(node).dtype, node.args[1:])
+            key = (node.target, ir.value(node).dtype, node.args[1:], node.meta.get(ir.PIECE))
             ready = -1.0
             for x in node.all_input_nodes:
                 if x in made_by:

@@ -13,7 +13,7 @@ from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
-from shardc.validate import Bytes, check_fields
+from shardc.validate import Bytes, Range, check_fields
 
 Size = Annotated[int | str, Bytes(-1)]
 
@@ -42,6 +42,9 @@ class Options:
             again in backward, "keep" keeps their results. "auto" runs those again whose result is larger than what a
             rank sends for it (gathers and all-to-alls), and keeps the results of the others (reductions).
         overlap: collectives overlap with compute; False waits for each where it starts.
+        decompose: cut collectives of activations and the products beside them in pieces, so that one is computed while
+            another travels: in so many, or "auto": as many as take least time by a ``cost`` that is given or measured.
+            1 is off.
         direct: collectives are messages straight between ranks (`shardc.ir.comm`), which is faster than gloo's own;
             None for real CPU ranks only.
         comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only. By kind:
@@ -74,6 +77,7 @@ class Options:
     memory_budget: Size = 0
     checkpoint_collectives: Annotated[str, Literal[CHOICES]] = "auto"
     overlap: bool = True
+    decompose: Annotated[int, Range(1, 64)] | Literal["auto"] = "auto"
     direct: bool | None = None
     comm: Literal["real", "none"] | Mapping[Literal["gather", "reduce"], Literal["real", "none"]] = "real"
     fold: bool | None = None

@@ -106,6 +106,14 @@ def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
     return sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.seconds, f.rule, f.subject))
 
 
+def in_pieces(name: str, module: str, source: str, pieces: int, reason: str) -> Finding:
+    """What `shardc.passes.decompose` decided of a collective, and why."""
+    message = f"cut in {pieces} pieces under its product: {reason}" if pieces > 1 else f"not cut in pieces: {reason}"
+    return Finding(
+        "product-in-pieces", "low", name, module, source, 0.0, 0, message, "say Options(decompose=) for another"
+    )
+
+
 # --- the rules
 
 

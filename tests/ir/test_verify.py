@@ -36,6 +36,7 @@ LEGAL = {
     "localize": "",
     "offload": "",
     "settle": "",
+    "decompose": "",
     "partition": "",
 }
 

@@ -43,6 +43,7 @@ SPECS: dict[str, tuple[Check, ...]] = {
     "localize": LOCAL,
     "offload": LOCAL,
     "settle": LOCAL,
+    "decompose": LOCAL,
     "partition": LOCAL,
 }
 # The stages whose passes move data and change no value: what was computed before is computed after.

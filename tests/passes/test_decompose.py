@@ -1,0 +1,145 @@
+"""Decompose: products and collectives in pieces give what they gave whole, and are cut where that takes less time."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardc
+from examples.models import llama
+from shardc import passes
+from shardc.cost.model import CostModel, Measured
+from shardc.ir.mesh import Mesh
+from shardc.passes.decompose import Candidate, candidates
+from tests.models.alike import relative
+from tests.ranks import device_mesh, run_ranks
+
+CONFIG = llama.LlamaConfig(64, 32, 2, heads=4, kv_heads=4, hidden=64)
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute_ranks")
+
+
+def link(bandwidth: float, latency: float = 1e-5) -> CostModel:
+    """Links that were measured, between ranks of a CPU."""
+    return CostModel(kinds=tuple(Measured(kind, 2, latency, bandwidth) for kind in KINDS))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    made = llama.Llama(CONFIG)
+    for module in made.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return made
+
+
+def batch(rows: int = 4, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(1))
+    return tokens, tokens.roll(-1, 1)
+
+
+def collectives(program: shardc.Program) -> int:
+    return len(re.findall(r"= _c10d_functional.(all|reduce)_", program.text("decompose")))
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+def test_in_pieces_it_is_the_same(mesh: dict[str, int], sequence: bool, pieces: int) -> None:
+    plan = llama.llama_tp("tp", sequence=sequence)
+    plan = shardc.fsdp("dp") | plan if "dp" in mesh else plan
+    alone, given = model().double(), batch()
+    expected = llama.loss(alone(given[0]), given[1])
+    expected.backward()
+    made = []
+    for count in (1, pieces):
+        options = shardc.Options(decompose=count)
+        module = shardc.compile(model().double(), Mesh(mesh), plan, loss=llama.loss, backend="eager", options=options)
+        made.append(collectives(module.lower(*given)))
+        sim = shardc.Simulation(module)
+        assert relative(sim(*given), expected.detach()) < 1e-9
+        sim.backward()
+        for name, param in alone.named_parameters():
+            assert relative(sim.grad(name), param.grad) < 1e-9, name
+    assert made[1] > made[0]
+
+
+def test_lengths_that_do_not_divide() -> None:
+    alone, given = model().double(), batch(3, 7)
+    plan = llama.llama_tp("tp", sequence=True)
+    options = shardc.Options(decompose=2)
+    module = shardc.compile(model().double(), Mesh(tp=2), plan, loss=llama.loss, backend="eager", options=options)
+    made = shardc.Simulation(module)(*given)
+    assert relative(made, llama.loss(alone(given[0]), given[1]).detach()) < 1e-9
+
+
+def decided(cost: CostModel, sequence: bool = True, **options: Any) -> list[Candidate]:
+    config = llama.LlamaConfig(512, 512, 1, heads=8, kv_heads=8, hidden=1024)
+    with torch.device("meta"):
+        large, tokens = llama.Llama(config), torch.empty(4, 256, dtype=torch.int64)
+    module = shardc.compile(
+        large, Mesh(tp=2), llama.llama_tp("tp", sequence=sequence), loss=llama.loss, backend="eager",
+        options=shardc.Options(cost=cost, **options),
+    )  # fmt: skip
+    program = module.lower(tokens, tokens)
+    return candidates(program.graph("settle"), program.pipeline[passes.Decompose])
+
+
+def test_it_is_decided_by_cost() -> None:
+    """Cut on a slow link; whole where messages cost more than they hide, or where nobody said what they cost."""
+    slow, fast, late = decided(link(1e8)), decided(link(1e11)), decided(link(1e9, latency=1e-2))
+    assert any(one.pieces > 1 for one in slow)
+    assert all(one.pieces == 1 for one in [*fast, *late])
+    assert all(re.fullmatch(r".* (us|beside it|divide)", one.reason) for one in [*slow, *fast, *late])
+    assert all("whole it takes" in one.reason for one in fast)
+    assert decided(CostModel()) == []
+
+
+def test_gradients_of_parameters_are_left_alone() -> None:
+    """They are hidden under the rest of backward, and no product waits for them."""
+    given = batch()
+    options = shardc.Options(decompose=2)
+    plain, cut = (
+        shardc.compile(model(), Mesh(dp=2), shardc.fsdp("dp"), loss=llama.loss, backend="eager", options=said)
+        for said in (shardc.Options(decompose=1), options)
+    )
+    assert plain.lower(*given).text("decompose") == cut.lower(*given).text("decompose")
+
+
+def trains(backend: str, pieces: int) -> None:
+    alone, given = model(), batch(4, 16)
+    expected = llama.loss(alone(given[0]), given[1])
+    expected.backward()
+    plan = llama.llama_tp("tp", sequence=True)
+    options = shardc.Options(decompose=pieces)
+    module = shardc.compile(model(), device_mesh(Mesh(tp=2)), plan, loss=llama.loss, backend=backend, options=options)
+    made = module(*module.shard_inputs(*given))
+    assert relative(made.detach(), expected.detach()) < 1e-5
+    made.backward()
+    for (name, mine), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
+        assert relative(mine.grad.full_tensor(), theirs.grad, 1e-3) < 1e-4, name
+
+
+def test_on_ranks() -> None:
+    run_ranks(2, partial(trains, "eager", 2), partial(trains, "inductor", 4))
+
+
+@pytest.mark.parametrize("value", [0, 65, "some", True])
+def test_bad_options(value: Any) -> None:
+    with pytest.raises(shardc.ShardcError, match="decompose"):
+        shardc.Options(decompose=value)
+
+
+def test_lint_says_why() -> None:
+    given = batch()
+    options = shardc.Options(cost=link(1e8))
+    plan = llama.llama_tp("tp", sequence=True)
+    program = shardc.compile(model(), Mesh(tp=2), plan, loss=llama.loss, options=options).lower(*given)
+    said = [finding for finding in program.lint() if finding.rule == "product-in-pieces"]
+    assert len(said) > 8 and {finding.message.split(":")[0] for finding in said} >= {"not cut in pieces"}
+    assert not [one for one in shardc.compile(model(), Mesh(tp=2), plan, loss=llama.loss).lower(*given).lint()
+                if one.rule == "product-in-pieces"]  # fmt: skip
