@@ -95,7 +95,7 @@ def test_it_is_decided_by_cost() -> None:
     assert any(one.pieces > 1 for one in slow)
     assert all(one.pieces == 1 for one in [*fast, *late])
     assert all(re.fullmatch(r".* (us|beside it|divide)", one.reason) for one in [*slow, *fast, *late])
-    assert all("whole it takes" in one.reason for one in fast)
+    assert all("whole it takes" in one.reason for one in fast if not one.reason.endswith("beside it"))
     assert decided(CostModel()) == []
 
 

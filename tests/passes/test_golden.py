@@ -36,14 +36,15 @@ def without_loss() -> shardc.Program:
     return shardc.compile(MLP(), shardc.Mesh(dp=2), shardc.fsdp("dp")).lower(torch.empty(16, 8))
 
 
-def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan) -> shardc.Program:
+def decoder(source: object, mesh: dict[str, int], plan: shardc.Plan, **said: Any) -> shardc.Program:
     """One block, at sizes at which every activation is worth splitting."""
     if source is llama:
         model = llama.Llama(llama.LlamaConfig(layers=1))
     else:
         model = gpt2.GPT2(gpt2.GPT2Config(layers=1))
     tokens = torch.empty(8, 16, dtype=torch.int64)
-    return shardc.compile(model, shardc.Mesh(mesh), plan, loss=llama.loss).lower(tokens, tokens)
+    options = shardc.Options(**said)
+    return shardc.compile(model, shardc.Mesh(mesh), plan, loss=llama.loss, options=options).lower(tokens, tokens)
 
 
 @shardc.experts
@@ -95,6 +96,7 @@ CASES: dict[str, Callable[[], shardc.Program]] = {
     "mixture_send": lambda: mixture("send"),
     "mixture_gather": lambda: mixture("gather"),
     "llama_ring": lambda: decoder(llama, {"cp": 2}, shardc.cp("cp", method="ring")),
+    "llama_pieces": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True), decompose=2),
     "llama_tp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp")),
     "llama_tp_sp": lambda: decoder(llama, {"tp": 2}, llama.llama_tp("tp", sequence=True)),
     "llama_fsdp": lambda: decoder(llama, {"dp": 2}, shardc.fsdp("dp")),
@@ -119,6 +121,7 @@ SHOWN = {
     "mixture_send": ["experts", "propagate", "localize"],
     "mixture_gather": ["reshard", "localize"],
     "llama_ring": ["attention", "propagate", "localize"],
+    "llama_pieces": ["decompose"],
     "llama_tp": ["collectives"],
     "llama_tp_sp": ["reshard", "simplify", "collectives"],
     "llama_fsdp": ["schedule", "schedule.backward"],
@@ -141,6 +144,7 @@ def test_text(case: str, stage: str) -> None:
 DOES = {
     "experts": "mixture_send",
     "attention": "llama_ring",
+    "decompose": "llama_pieces",
     "pad": "mlp_uneven_batch",
     "objective": "mlp_without_loss",
     "precision": "mlp_fsdp_bf16",
