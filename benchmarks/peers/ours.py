@@ -50,5 +50,17 @@ ROWS = (
     Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=3))),
     Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=2))),
     Row("shardc/tp", OURS, "tp", partial(_build, plan=llama_tp), whole_batch=True),
+    Row("shardc/tp/whole", OURS, "tp", partial(_build, plan=llama_tp, decompose=1), whole_batch=True),
+    Row("shardc/tp/4 pieces", OURS, "tp", partial(_build, plan=llama_tp, decompose=4), whole_batch=True),
     Row("shardc/tp+sp", OURS, "tp", partial(_build, plan=partial(llama_tp, sequence=True)), whole_batch=True),
+    *(
+        Row(
+            f"shardc/tp+sp/{name}",
+            OURS,
+            "tp",
+            partial(_build, plan=partial(llama_tp, sequence=True), decompose=n),
+            whole_batch=True,
+        )
+        for name, n in (("whole", 1), ("4 pieces", 4))
+    ),
 )

@@ -123,8 +123,8 @@ def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto",
         PlanError: an unknown method or order, a dim below 1; when the plan is used, no input with such a dim, heads
             that the axis does not divide, attention that cannot be split so.
 
-    >>> print(fsdp(("dp", "cp")) | cp("cp", method="ring"))
-    fsdp(("dp", "cp")) | cp("cp", method="ring")
+    >>> print(ddp("dp") | cp("cp", method="ring"))
+    ddp("dp") | cp("cp", method="ring")
     """
     (name,) = axis_names([axis], f"cp({axis!r})")
     return Plan.of([Cp(name, method, modules, order, dim)])

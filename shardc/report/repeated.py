@@ -69,8 +69,8 @@ def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
         (source,) = node.all_input_nodes
         if node.target is ops.all_gather:
             received = _local(ir.value(node)) - _local(ir.value(source))
-            over = node.kwargs["axis"]
-            axes = {split_part(axis)[0] for axis in ([over] if isinstance(over, str) else over)}
+            over = str(node.kwargs["axis"])
+            axes = {split_part(axis)[0] for axis in over.split(",")}
             found += [(axis, ir.info(node).name, received) for axis in axes]
         node = source
     role = ir.info(node).role

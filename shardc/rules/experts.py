@@ -16,8 +16,9 @@ from shardc.ir.layout import Layout, strides
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import coordinate
+from shardc.rules.routed import Routed
 from shardc.rules.rule import Call, Local, Rule, table
-from shardc.rules.spec import Dims, Routed, Spec
+from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
 _TOKENS, _EXPERTS, _INNER = "t", "e", "f"

@@ -14,8 +14,9 @@ from torch import Tensor
 from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Digits, Layout, canonical
 from shardc.ir.mesh import Mesh
+from shardc.rules.routed import Routed
 from shardc.rules.rule import Builder, Call, Local, Rule
-from shardc.rules.spec import Routed, Spec, Strategy, commute, infer, place, results_of
+from shardc.rules.spec import Spec, Strategy, commute, infer, place, results_of
 
 MOVED, COMPUTED = 1e-12, 1e-9  # largest relative error of data movement and of arithmetic in float64
 COARSER = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # in other dtypes

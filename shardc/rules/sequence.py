@@ -18,8 +18,9 @@ from shardc.ir.comm import WAIT
 from shardc.rules.key_pieces import Pieces, added, narrow, wide
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
+from shardc.rules.routed import Routed
 from shardc.rules.rule import Call, Local, Rule, table
-from shardc.rules.spec import Dims, Routed, Spec
+from shardc.rules.spec import Dims, Spec
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 _QUERIES, _KEYS = "q", "k"

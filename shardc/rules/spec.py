@@ -12,38 +12,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
-from math import gcd, prod
+from math import prod
 
 from shardc.errors import RuleError
 from shardc.ir.layout import Digit, Digits, Layout, canonical, cut_digits, refine, strides
 from shardc.ir.mesh import Mesh, split_part
+from shardc.rules.routed import Routed, as_held, as_said, in_part, routed_axes
 
 Factors = tuple[str, ...]
 Dims = tuple[Factors, ...]
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Two factors that one axis may split at once, since elements of one are sent to where the other's lie.
-
-    Args:
-        rows, owners: the factors.
-        elements: how many elements each row's way there and back takes, where rows are sent to their owners.
-        moving: operands that all ranks of the axis get, where owners are sent to all rows.
-        trips: how often each of these is sent.
-        around: they go from rank to rank, while what has come is computed with; else they are gathered.
-        way: "send": an axis that splits the owners splits the rows too; "gather": none does; "auto": as is cheapest.
-        held: by axis, the factors that it may split together: it splits some of these wherever it can.
-    """
-
-    rows: str
-    owners: str
-    elements: int = 0
-    moving: tuple[int, ...] = ()
-    trips: int = 1
-    around: bool = False
-    way: str = "auto"
-    held: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,16 +169,6 @@ def results_of(
     return tuple(out)
 
 
-def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
-    """The axes over which an op sends rows: they split both factors of its `Routed`."""
-    if spec.routed is None:
-        return frozenset()
-    rows, owners = (
-        {axis for _, axis in assignment.get(factor, ()) if axis} for factor in (spec.routed.rows, spec.routed.owners)
-    )
-    return frozenset(rows & owners)
-
-
 def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
     """The strategy that computes result ``index`` at ``layout`` directly, without partials; or None."""
     assignment = project(spec, spec.results[index], layout.without_partial())
@@ -288,7 +255,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     mesh = operands[0].mesh
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
     if spec.routed is not None:
-        proposals += _as_held(spec, mesh, spec.routed, proposals)
+        proposals += as_held(spec, mesh, spec.routed, proposals)
     bound = [axis for one in proposals for digits in one.values() for _, axis in digits if axis is not None]
     parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
     if any(len(cut) > 1 for cut in parts.values()):
@@ -335,26 +302,6 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
     yield from (strategy for strategy, fits in made.items() if fits or not fitting)
 
 
-def _as_held(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """How axes that are held may split factors, besides how operands have it."""
-    out: list[Assignment] = []
-    pair = (routed.rows, routed.owners)
-    for held, form in ((axis, form) for axis, forms in routed.held for form in forms):
-        if form == frozenset(pair):
-            for one, other in (pair, pair[::-1]) if spec.size(pair[0]) == spec.size(pair[1]) else ():
-                out += [{other: p[one]} for p in proposals if any(d.axis == held for d in p.get(one, ()))]
-            continue
-        left, fresh = held, {}
-        for factor in sorted(form & spec._size.keys()):
-            size = spec.size(factor)
-            if (part := gcd(size, mesh.size(left))) > 1:
-                mine, left = mesh.cut(left, part)
-                fresh[factor] = canonical(mesh, [Digit(part, mine), Digit(size // part)])
-        if mesh.size(left) == 1 and fresh.keys() == form:
-            out.append(fresh)
-    return list({str(one): one for one in out}.values())
-
-
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
@@ -377,7 +324,7 @@ def _strategy(
             return None
         assignment[factor] = merged
     pairs = [(axis, op) for axis, (op, _) in carried.items()]
-    if not commute(spec, assignment, pairs) or _in_part(spec, mesh, assignment):
+    if not commute(spec, assignment, pairs) or in_part(spec, mesh, assignment):
         return None
     layouts = []
     for at, dims in enumerate(spec.operands):
@@ -385,28 +332,6 @@ def _strategy(
         layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
     made = Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
     return made, as_said(spec, assignment, mesh.axes)
-
-
-def _in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
-    """Whether an axis splits both factors of a `Routed`, and one of them by a part of it only."""
-    if spec.routed is None:
-        return False
-    sides = (spec.routed.rows, spec.routed.owners)
-    rows, owners = ([axis for _, axis in assignment.get(factor, ()) if axis] for factor in sides)
-    return any(a != b and mesh.overlap(a, b) for a in rows for b in owners)
-
-
-def as_said(spec: Spec, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
-    """Whether an op's rows travel as is asked for, and each of ``axes`` that is held splits what it should."""
-    if (routed := spec.routed) is None:
-        return True
-    owners = {axis for _, axis in assignment.get(routed.owners, ()) if axis}
-    sent = routed_axes(spec, assignment)
-    for held, forms in routed.held:
-        split = {f for f, digits in assignment.items() for _, axis in digits if axis and split_part(axis)[0] == held}
-        if held in axes and split not in forms:
-            return False
-    return not (routed.way == "gather" and sent) and not (routed.way == "send" and owners - sent)
 
 
 def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:

@@ -188,8 +188,8 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_dump_stops_after_some_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     target = f"{ROOT / 'examples/models/mlp.py'}:example"
-    _, stopped, _ = command(capsys, "dump", target, "--passes", "0:4")
+    _, stopped, _ = command(capsys, "dump", target, "--passes", "0:5")
     _, named_stage, _ = command(capsys, "dump", target, "--stage", "seed")
     assert stopped == named_stage != ""
-    command(capsys, "dump", target, "--passes", "2:4", "--out", str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["02_canonicalize.txt", "03_seed.txt"]
+    command(capsys, "dump", target, "--passes", "3:5", "--out", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["03_canonicalize.txt", "04_seed.txt"]
