@@ -25,7 +25,7 @@ from shardc.report.export import plain
 TOLERANCE = 1e-9
 FLOOR = 1e-6  # what a tensor's largest element counts as at least
 GLOBAL = ("capture", "experts", "attention", "canonicalize", "seed", "pad")  # stages before layouts are chosen
-LOCAL = ("localize", "offload", "settle")  # stages at local shapes, before the cut
+LOCAL = ("localize", "offload", "settle", "decompose")  # stages at local shapes, before the cut
 SCALED = GLOBAL + ("propagate",)  # stages before the objective is in the graph
 
 

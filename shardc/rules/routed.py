@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from shardc.ir.layout import Digit, Digits, canonical
 from shardc.ir.mesh import Mesh, split_part
 
-if TYPE_CHECKING:
-    from shardc.rules.spec import Assignment, Spec
+Assignment = dict[str, Digits]  # factor -> its digits
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,17 @@ class Routed:
     held: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = ()
 
 
-def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
+class Loops(Protocol):
+    """A `shardc.rules.spec.Spec`, as far as it is asked here."""
+
+    @property
+    def routed(self) -> Routed | None: ...
+    @property
+    def sizes(self) -> tuple[tuple[str, int], ...]: ...
+    def size(self, factor: str) -> int: ...
+
+
+def routed_axes(spec: Loops, assignment: Mapping[str, Digits]) -> frozenset[str]:
     """The axes over which an op sends rows: they split both factors of its `Routed`."""
     if spec.routed is None:
         return frozenset()
@@ -48,7 +57,7 @@ def routed_axes(spec: Spec, assignment: Mapping[str, Digits]) -> frozenset[str]:
     return frozenset(rows & owners)
 
 
-def as_held(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
+def as_held(spec: Loops, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
     """How axes that are held may split factors, besides how operands have it."""
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
@@ -58,7 +67,7 @@ def as_held(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignme
                 out += [{other: p[one]} for p in proposals if any(d.axis == held for d in p.get(one, ()))]
             continue
         left, fresh = held, {}
-        for factor in sorted(form & spec._size.keys()):
+        for factor in sorted(form & dict(spec.sizes).keys()):
             size = spec.size(factor)
             if (part := gcd(size, mesh.size(left))) > 1:
                 mine, left = mesh.cut(left, part)
@@ -68,7 +77,7 @@ def as_held(spec: Spec, mesh: Mesh, routed: Routed, proposals: Sequence[Assignme
     return list({str(one): one for one in out}.values())
 
 
-def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
+def in_part(spec: Loops, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     """Whether an axis splits both factors of a `Routed`, and one of them by a part of it only."""
     if spec.routed is None:
         return False
@@ -77,7 +86,7 @@ def in_part(spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     return any(a != b and mesh.overlap(a, b) for a in rows for b in owners)
 
 
-def as_said(spec: Spec, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
+def as_said(spec: Loops, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
     """Whether an op's rows travel as is asked for, and each of ``axes`` that is held splits what it should."""
     if (routed := spec.routed) is None:
         return True

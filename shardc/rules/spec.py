@@ -17,7 +17,7 @@ from math import prod
 from shardc.errors import RuleError
 from shardc.ir.layout import Digit, Digits, Layout, canonical, cut_digits, refine, strides
 from shardc.ir.mesh import Mesh, split_part
-from shardc.rules.routed import Routed, as_held, as_said, in_part, routed_axes
+from shardc.rules.routed import Assignment, Routed, as_held, as_said, in_part, routed_axes
 
 Factors = tuple[str, ...]
 Dims = tuple[Factors, ...]
@@ -95,9 +95,6 @@ class Strategy:
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-
-
-Assignment = dict[str, Digits]  # factor -> its digits
 
 
 def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:

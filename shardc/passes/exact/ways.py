@@ -21,8 +21,8 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import spec_of
-from shardc.rules.routed import as_said
-from shardc.rules.spec import Assignment, Spec, carries, place, project, results_of
+from shardc.rules.routed import Assignment, as_said
+from shardc.rules.spec import Spec, carries, place, project, results_of
 
 Slot = tuple[fx.Node, int]  # one of the tensors that a node makes
 
