@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from shardc.cost.hardware import Hardware
 from shardc.cost.kernels import flops_of
 from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
@@ -120,8 +121,12 @@ class Decompose:
         operations = sum(map(flops_of, cut.products))
         computed = self.compute.compute_seconds(operations / count, moved / count, dtype)
         sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(cut.node, kind, ranks) / count)
+        busy = 0.0  # of a rank's own core where it sends: it starts messages, and is slower beside those on their way
+        if isinstance(self.cost, Hardware):
+            start = self.cost.start_seconds(ranks - 1)
+            busy = start + self.cost.share * (sent - start)
         copied = 0.0 if count == 1 else self.compute.copy_seconds(2 * cut.joined_bytes(count))
-        return computed + (count - 1) * max(computed, sent) + sent + copied
+        return computed + (count - 1) * max(computed + busy, sent) + sent + copied
 
 
 def _between_products(node: fx.Node, wait: fx.Node) -> bool:
@@ -151,8 +156,12 @@ class _Cut:
         self.products: list[fx.Node] = []
         self.stopped = "no matrix product is beside it"
         self.source: fx.Node = arguments_of(node)["input"]
-        self.size = ir.value(self.source).shape[-1] if ir.value(self.source).shape else 1
-        self._find()
+        shape = ir.value(self.source).shape
+        self.size = shape[-1] if shape else 1
+        if len(shape) > 1:
+            self._find()
+        else:  # ranks gather and scatter along the first dim
+            self.stopped = "its features are what the ranks split"
 
     def _find(self) -> None:
         raise NotImplementedError
