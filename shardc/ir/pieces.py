@@ -114,7 +114,7 @@ def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
 
 
 def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
-    """How the result of ``node`` is cut whose operands are cut as ``read`` says, the others in any way; None: it isn't."""
+    """How the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of pieces."""
     x, cut = next(iter(read.items()))
     for made in results(node, x, cut):
         need = operands(node, made)

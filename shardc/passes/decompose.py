@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -110,15 +110,16 @@ class Decompose:
         kind = collective_kind(node)
         assert kind is not None
         before, behind = cuts.beside(node)
-        nbytes, extra = wire_bytes(node, kind, ranks), 0.0
-        for x, part in (before | behind).items():  # what comes together again
+        beside = cuts.meanwhile(node, self._product)
+        times = []
+        for n in (1, cuts.count):
+            sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
+            made, read = (sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind))
+            times.append(self._run(made, beside, read, sent, ranks, n))
+        for x in before | behind:  # what comes together again
             if any(user not in cuts.cuts for user in x.users):
-                extra += part * self.compute.copy_seconds(2 * ir.value(x).nbytes)
-        return tuple(  # type: ignore[return-value]
-            self._run(self._computed(before, n), cuts.meanwhile(node, self._product), self._computed(behind, n),
-                      self.cost.collective_seconds(kind, self.mesh, axes, nbytes / n), ranks, n) + (extra if n > 1 else 0)
-            for n in (1, cuts.count)
-        )  # fmt: skip
+                times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.near[x]
+        return times[0], times[1]
 
     def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
         """When all is done if ``count`` pieces are computed, sent, and computed on, each of which takes so long."""
@@ -136,9 +137,6 @@ class Decompose:
             now = max(now, arrived) + behind + (busy if at < count - 1 else 0.0)
         return now
 
-    def _computed(self, products: dict[fx.Node, float], count: int) -> float:
-        return sum(part * self._product(node, count) for node, part in products.items())
-
     def _product(self, node: fx.Node, count: int = 1) -> float:
         """Seconds of one of ``count`` pieces of a product."""
         operations = flops_of(node)
@@ -146,13 +144,11 @@ class Decompose:
             return 0.0
         *_, x, weight = (x for x in node.all_input_nodes if ir.is_tensor(x))
         moved = [ir.value(node).nbytes / count if ir.is_tensor(node) else 0, ir.value(x).nbytes / count]
-        return self.compute.compute_seconds(
-            operations / count, sum(moved) + ir.value(weight).nbytes, ir.value(x).dtype
-        )
+        return self.compute.compute_seconds(operations / count, sum(moved) + ir.value(weight).nbytes, ir.value(x).dtype)
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Whether ``node`` is a collective of activations on their way: not of a parameter, and more is computed with it."""
+    """Whether ``node`` is a collective, not of a parameter, whose result more is computed with."""
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
@@ -177,6 +173,7 @@ class _Cuts:
     Attributes:
         count: pieces of each.
         cuts: how.
+        near: how many of the collectives in pieces a node is beside.
         stopped: why a collective is whole.
     """
 
@@ -184,19 +181,25 @@ class _Cuts:
         self.graph, self.count = graph, count
         self.place = {node: at for at, node in enumerate(graph.nodes)}
         self.stopped: dict[fx.Node, str] = {}
-        taken = [node for node in starts]
+        taken = list(starts)
         while True:
             self.cuts: dict[fx.Node, Cut] = {}
             self._mark(set(taken))
             self._prune()
-            alone = [node for node in taken if node in self.cuts and not any(map(self._has_product, self.beside(node)))]
+            near = {node: self.beside(node) for node in taken if node in self.cuts}
+            self.near = Counter(x for both in near.values() for x in both[0] | both[1])
+            alone = [
+                node
+                for node, (before, behind) in near.items()
+                if not any(x.target in PRODUCTS for x in before | behind)
+            ]
             self.stopped |= dict.fromkeys(alone, "no matrix product is beside it")
             if not alone:
                 break
             taken = [node for node in taken if node not in alone]
 
-    def beside(self, node: fx.Node) -> tuple[dict[fx.Node, float], dict[fx.Node, float]]:
-        """What is in pieces before a collective and behind it, each with its share for this one collective."""
+    def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What is in pieces before a collective and behind it, as far as the next one."""
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
@@ -207,19 +210,15 @@ class _Cuts:
         nodes = [one for one, at in self.place.items() if self.place[node] < at < first and one.op == "call_function"]
         return sum(seconds(one) for one in nodes if flops_of(one))
 
-    def _has_product(self, nodes: dict[fx.Node, float]) -> bool:
-        return any(node.target in PRODUCTS for node in nodes)
-
-    def _reached(self, node: fx.Node, up: bool) -> dict[fx.Node, float]:
-        """What is in pieces between ``node`` and the next collective."""
-        seen: dict[fx.Node, float] = {}
+    def _reached(self, node: fx.Node, up: bool) -> set[fx.Node]:
+        seen: set[fx.Node] = set()
         work = [node]
         while work:
             here = work.pop()
             for x in here.all_input_nodes if up else here.users:
                 end = x.target is WAIT if up else collective_kind(x) is not None
                 if x in self.cuts and x not in seen and not end:
-                    seen[x] = 1.0
+                    seen.add(x)
                     work.append(x)
         return seen
 
@@ -363,9 +362,7 @@ class _Rewritten:
         cut, target = self.cuts[node], node.target
         need = operands(node, cut)
         assert need is not None
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before)
-        )
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
         if target in VIEWS or target is aten.expand.default:
             target = aten.reshape.default if target in VIEWS else target
             args = (args[0], cut.shape(ir.value(node).shape))
