@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
 
 from shardc.ir.comm import WAIT
-from shardc.ir.graph import is_tensor, value
+from shardc.ir.graph import PIECE, NameScope, info, is_tensor, set_info, value, value_of
 from shardc.ir.tally import arguments_of, collective_kind
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ class Cut:
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
-Operands = dict[fx.Node, Cut | None]
+Operands = dict[fx.Node, Cut | None]  # None: all pieces take it whole
 
 
 def viewed(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
@@ -76,8 +77,9 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
         if kind == "all_gather":
             outer, rest = divmod(cut.outer, ranks)  # what is gathered has no ranks
             return None if rest else {first: replace(cut, outer=outer)}
-        scattered = replace(cut, outer=cut.outer * ranks)
-        return {"reduce_scatter": {first: scattered}, "all_reduce": {first: cut}}.get(kind)
+        if kind == "reduce_scatter":
+            return {first: replace(cut, outer=cut.outer * ranks)}
+        return {first: cut} if kind == "all_reduce" else None
     if target is WAIT:
         return {first: cut}
     if target in VIEWS:
@@ -91,7 +93,7 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
         swapped = [dim % len(given) for dim in node.args[1:]] or [0, len(given) - 1]
         return {first: replace(cut, dim=sum(swapped) - cut.dim if cut.dim in swapped else cut.dim)}
     if target in _SUMS:
-        gone = {dim % len(given) for dim in node.args[1]}
+        gone = {dim % len(given) for dim in node.args[1] or range(len(given))}
         kept = len(given) == len(shape)
         dim = cut.dim if kept else [dim for dim in range(len(given)) if dim not in gone][cut.dim]
         return None if dim in gone else {first: replace(cut, dim=dim)}
@@ -143,3 +145,119 @@ def _of_product(node: fx.Node, cut: Cut) -> Operands | None:
             return None
         found[one] = _broadcast(cut, value(one).shape, value(node).shape)
     return found
+
+
+def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
+    """Makes the nodes in ``cuts`` in pieces, all in as many, and puts those together that something else reads.
+
+    Nodes from one collective to the next are one stretch: it is made whole for one piece after another, so that the
+    first piece travels while the second is computed.
+
+    Args:
+        cuts: in the graph's order; `operands` of each says that it is made of pieces.
+    """
+    _Rewritten(graph, cuts).run()
+
+
+class _Rewritten:
+    def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
+        self.graph, self.cuts, self.count = graph, cuts, next(iter(cuts.values())).count
+        self.names = NameScope.of(graph)
+        self.pieces: dict[fx.Node, list[fx.Node]] = {}
+        self.joined: dict[fx.Node, fx.Node] = {}
+        self.parts: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
+        self.stretch: dict[fx.Node, Cut] = {}  # what is in pieces and not made yet, and
+        self.late: dict[fx.Node, None] = {}  # what needs that
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            read = node.all_input_nodes
+            if node in self.cuts:
+                need = operands(node, self.cuts[node])
+                assert need is not None
+                behind = [x for x in read if x in self.late]
+                behind += [x for x in read if x in self.stretch and (node.target is WAIT or need[x] != self.cuts[x])]
+                if behind:
+                    self._make(node)
+                self.stretch[node] = self.cuts[node]
+            elif node.op == "output":
+                self._make(node)
+                self._take_joined(node, node)
+            elif any(x in self.stretch or x in self.late for x in read):
+                self.late[node] = None
+            elif any(x in self.cuts for x in read):
+                self._take_joined(node, node)
+        for node in reversed(list(self.cuts)):
+            self.graph.erase_node(node)
+
+    def _make(self, before: fx.Node) -> None:
+        """Makes all pieces of the stretch, one piece after another, and then what needed them."""
+        for number in range(self.count):
+            for node in self.stretch:
+                self.pieces.setdefault(node, []).append(self._piece(node, number, before))
+        self.stretch.clear()
+        for node in self.late:
+            self._take_joined(node, before)
+            before.prepend(node)
+        self.late.clear()
+
+    def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
+        for x in node.all_input_nodes:
+            if x in self.cuts:
+                node.replace_input_with(x, self._join(x, before))
+
+    def _piece(self, node: fx.Node, number: int, before: fx.Node) -> fx.Node:
+        cut, target = self.cuts[node], node.target
+        need = operands(node, cut)
+        assert need is not None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
+        if target in VIEWS or target is aten.expand.default:
+            target = aten.reshape.default if target in VIEWS else target
+            args = (args[0], cut.shape(value(node).shape))
+        elif collective_kind(node):
+            x, *rest = args
+            if not x.meta["val"].is_contiguous():
+                x = self._emit(before, node, aten.clone.default, x, memory_format=torch.contiguous_format)
+            args = (x, *rest)
+        made = self._emit(before, node, target, *args, **kwargs)
+        if collective_kind(node):
+            made.meta[PIECE] = number
+        return made
+
+    def _operand(self, x: fx.Node, cut: Cut | None, number: int, before: fx.Node) -> fx.Node:
+        if cut is not None and self.cuts.get(x) == cut:
+            return self.pieces[x][number]
+        whole = self._join(x, before) if x in self.cuts else x
+        if cut is None:
+            return whole
+        if (x, cut, number) not in self.parts:
+            dim, low = cut.dim, number * cut.inner
+            shape = value(x).shape
+            if cut.outer > 1:
+                whole, dim = self._emit(before, x, aten.reshape.default, whole, cut.split(shape)), dim + 1
+            made = self._emit(before, x, aten.slice.Tensor, whole, dim, low, low + cut.inner)
+            if cut.outer > 1:
+                made = self._emit(before, x, aten.reshape.default, made, cut.shape(shape))
+            self.parts[x, cut, number] = made
+        return self.parts[x, cut, number]
+
+    def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
+        """The pieces of ``x`` put together."""
+        if x not in self.joined:
+            cut, pieces = self.cuts[x], self.pieces[x]
+            if cut.outer > 1:
+                each = cut.split(value(pieces[0]).shape)
+                pieces = [self._emit(before, x, aten.reshape.default, piece, each) for piece in pieces]
+            made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
+            if cut.outer > 1:
+                made = self._emit(before, x, aten.reshape.default, made, list(value(x).shape))
+            self.joined[x] = set_info(made, info(x))  # it takes the place, and the name
+        return self.joined[x]
+
+    def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(target, args, kwargs)
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+        made.meta["val"] = val
+        record = replace(info(like), name=self.names.fresh(f"{info(like).name}.piece"), role=None)
+        return set_info(made, replace(record, value=value_of(val)))

@@ -66,6 +66,11 @@ def sending(cost: Pricing, direct: bool) -> Pricing | None:
     return None if cost == CostModel() else cost
 
 
+def in_pieces(options: Options) -> bool:
+    """Whether collectives may be cut in pieces."""
+    return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
+
+
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
     """Every pass that a model goes through, in order; those behind ``partition`` run on each half.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -15,9 +14,8 @@ from shardc.cost.kernels import flops_of
 from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
-from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
-from shardc.ir.pieces import PRODUCTS, VIEWS, Cut, operands, through
+from shardc.ir.pieces import PRODUCTS, Cut, make_pieces, operands, through
 from shardc.ir.tally import arguments_of, collective_kind, group_of, wire_bytes
 
 aten = torch.ops.aten
@@ -81,7 +79,7 @@ class Decompose:
             count = chosen.count if chosen is not None and node in chosen.cuts else 1
             self.report(Candidate(record.name, record.origin.module, record.origin.source, count, reasons[node]))
         if chosen is not None and chosen.cuts:
-            _Rewritten(gm.graph, chosen).run()
+            make_pieces(gm.graph, chosen.cuts)
             gm.graph.lint()
             gm.recompile()
         return gm
@@ -127,7 +125,8 @@ class Decompose:
         if isinstance(self.cost, Hardware):  # a rank's own core sends: it starts messages, and is slower beside them
             start, share = self.cost.start_seconds(ranks - 1), self.cost.share
         busy = start + share * (sent - start)
-        now, link, there = 0.0, 0.0, []
+        now, link = 0.0, 0.0
+        there: list[float] = []
         for _ in range(count):
             now += before + (busy if there else 0.0)
             link = max(now, link) + sent
@@ -307,112 +306,6 @@ class _Cuts:
             ):
                 useful.add(node)
         self.cuts = {node: self.cuts[node] for node in self.graph.nodes if node in useful}
-
-
-class _Rewritten:
-    """A graph whose nodes are made in pieces as was decided."""
-
-    def __init__(self, graph: fx.Graph, decided: _Cuts) -> None:
-        self.graph, self.cuts, self.count = graph, decided.cuts, decided.count
-        self.names = NameScope.of(graph)
-        self.pieces: dict[fx.Node, list[fx.Node]] = {}
-        self.joined: dict[fx.Node, fx.Node] = {}
-        self.parts: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
-        self.stretch: dict[fx.Node, Cut] = {}  # what is in pieces and not made yet, and
-        self.late: dict[fx.Node, None] = {}  # what needs that
-
-    def run(self) -> None:
-        for node in list(self.graph.nodes):
-            read = node.all_input_nodes
-            if node in self.cuts:
-                need = operands(node, self.cuts[node])
-                assert need is not None
-                behind = [x for x in read if x in self.late]
-                behind += [x for x in read if x in self.stretch and (node.target is WAIT or need[x] != self.cuts[x])]
-                if behind:
-                    self._make(node)
-                self.stretch[node] = self.cuts[node]
-            elif node.op == "output":
-                self._make(node)
-                self._take_joined(node, node)
-            elif any(x in self.stretch or x in self.late for x in read):
-                self.late[node] = None
-            elif any(x in self.cuts for x in read):
-                self._take_joined(node, node)
-        for node in reversed(list(self.cuts)):
-            self.graph.erase_node(node)
-
-    def _make(self, before: fx.Node) -> None:
-        """Makes all pieces of the stretch, one piece after another, and then what needed them."""
-        for number in range(self.count):
-            for node in self.stretch:
-                self.pieces.setdefault(node, []).append(self._piece(node, number, before))
-        self.stretch.clear()
-        for node in self.late:
-            self._take_joined(node, before)
-            before.prepend(node)
-        self.late.clear()
-
-    def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
-        for x in node.all_input_nodes:
-            if x in self.cuts:
-                node.replace_input_with(x, self._join(x, before))
-
-    def _piece(self, node: fx.Node, number: int, before: fx.Node) -> fx.Node:
-        cut, target = self.cuts[node], node.target
-        need = operands(node, cut)
-        assert need is not None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
-        if target in VIEWS or target is aten.expand.default:
-            target = aten.reshape.default if target in VIEWS else target
-            args = (args[0], cut.shape(ir.value(node).shape))
-        elif collective_kind(node):
-            x, *rest = args
-            if not x.meta["val"].is_contiguous():
-                x = self._emit(before, node, aten.clone.default, x, memory_format=torch.contiguous_format)
-            args = (x, *rest)
-        made = self._emit(before, node, target, *args, **kwargs)
-        if collective_kind(node):
-            made.meta[ir.PIECE] = number
-        return made
-
-    def _operand(self, x: fx.Node, cut: Cut | None, number: int, before: fx.Node) -> fx.Node:
-        if cut is not None and self.cuts.get(x) == cut:
-            return self.pieces[x][number]
-        whole = self._join(x, before) if x in self.cuts else x
-        if cut is None:
-            return whole
-        if (x, cut, number) not in self.parts:
-            dim, low = cut.dim, number * cut.inner
-            shape = ir.value(x).shape
-            if cut.outer > 1:
-                whole, dim = self._emit(before, x, aten.reshape.default, whole, cut.split(shape)), dim + 1
-            made = self._emit(before, x, aten.slice.Tensor, whole, dim, low, low + cut.inner)
-            if cut.outer > 1:
-                made = self._emit(before, x, aten.reshape.default, made, cut.shape(shape))
-            self.parts[x, cut, number] = made
-        return self.parts[x, cut, number]
-
-    def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """The pieces of ``x`` put together."""
-        if x not in self.joined:
-            cut, pieces = self.cuts[x], self.pieces[x]
-            if cut.outer > 1:
-                each = cut.split(ir.value(pieces[0]).shape)
-                pieces = [self._emit(before, x, aten.reshape.default, piece, each) for piece in pieces]
-            made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
-            if cut.outer > 1:
-                made = self._emit(before, x, aten.reshape.default, made, list(ir.value(x).shape))
-            self.joined[x] = ir.set_info(made, ir.info(x))  # it takes the place, and the name
-        return self.joined[x]
-
-    def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(before):
-            made = self.graph.call_function(target, args, kwargs)
-        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
-        made.meta["val"] = val
-        record = replace(ir.info(like), name=self.names.fresh(f"{ir.info(like).name}.piece"), role=None)
-        return ir.set_info(made, replace(record, value=ir.value_of(val)))
 
 
 def candidates(graph: fx.Graph, found: Decompose) -> list[Candidate]:
