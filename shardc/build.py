@@ -26,6 +26,7 @@ from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
 from shardc.lower.inductor import artifacts
 from shardc.lower.shared import cache_folder, caches
+from shardc.passes import in_pieces
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
 from shardc.plan.ports import resolve_activations, resolve_inputs
@@ -184,8 +185,10 @@ class Build:
                     model, given, named, dims, device=self.device, loss=loss, tags=tags, dtypes=dtypes
                 )
 
-            def build(found: Captured, wanted: Mapping[str, int]) -> Program:
-                return self(model, *at(wanted), with_loss, deferred, found)
+            def build(options: Options, found: Captured, wanted: Mapping[str, int]) -> Program:
+                made = copy.copy(self)
+                made.options = options
+                return made(model, *at(wanted), with_loss, deferred, found)
 
             def layouts(wanted: Mapping[str, int]) -> list[tuple[str, Layout]]:
                 tensors = [x for x in pytree.tree_leaves(at(wanted)) if isinstance(x, Tensor)]
@@ -193,8 +196,16 @@ class Build:
                 shapes = [(name, tuple(x.shape)) for name, x in zip(named, tensors, strict=True)]
                 return list(zip(named, self.input_layouts(shapes), strict=True))
 
+            def made(options: Options) -> Family:
+                return Family(captured, partial(build, options), layouts, sizes, self.mesh.ranks)
+
             try:
-                return Family(captured, build, layouts, sizes, self.mesh.ranks)
+                try:
+                    return made(self.options)
+                except Differs:
+                    if not in_pieces(self.options):
+                        raise
+                    return made(replace(self.options, decompose=1))  # what is saved of pieces may depend on their sizes
             except Differs as error:
                 said = CaptureError(
                     f"there is no one program for all sizes {', '.join(sizes)}: {error}",

@@ -49,18 +49,20 @@ ROWS = (
     Row("shardc/fsdp2", OURS, "fsdp", partial(_build, plan=partial(shardc.fsdp, level=2))),
     Row("shardc/fsdp3/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=3))),
     Row("shardc/fsdp2/bf16", OURS, "fsdp-bf16", partial(_build, plan=partial(_half, level=2))),
-    Row("shardc/tp", OURS, "tp", partial(_build, plan=llama_tp), whole_batch=True),
-    Row("shardc/tp/whole", OURS, "tp", partial(_build, plan=llama_tp, decompose=1), whole_batch=True),
-    Row("shardc/tp/4 pieces", OURS, "tp", partial(_build, plan=llama_tp, decompose=4), whole_batch=True),
-    Row("shardc/tp+sp", OURS, "tp", partial(_build, plan=partial(llama_tp, sequence=True)), whole_batch=True),
     *(
         Row(
-            f"shardc/tp+sp/{name}",
+            f"shardc/{plan}{pieces}",
             OURS,
             "tp",
-            partial(_build, plan=partial(llama_tp, sequence=True), decompose=n),
+            partial(_build, plan=partial(llama_tp, sequence=plan == "tp+sp"), **said),
             whole_batch=True,
         )
-        for name, n in (("whole", 1), ("4 pieces", 4))
+        for plan in ("tp", "tp+sp")
+        for pieces, said in (
+            ("", {}),
+            ("/whole", {"decompose": 1}),
+            ("/2 pieces", {"decompose": 2}),
+            ("/4 pieces", {"decompose": 4}),
+        )
     ),
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardc.cost.hardware import CPU
+from shardc.cost.hardware import CPU, calibrated
 from shardc.cost.model import CostModel
 from shardc.cost.pricing import Pricing
 from shardc.cost.unshard import keep_within
@@ -57,6 +57,18 @@ def computing(cost: Pricing, device: torch.device) -> Pricing:
     """What says how long products take: ``cost``, but for a CPU and rates that nobody gave a description of one."""
     given = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
     return cost if given or device.type != "cpu" else CPU
+
+
+def sending(cost: Pricing, direct: bool) -> Pricing | None:
+    """What says how long activations travel: ``cost``, or its messages if they are measured; None: nobody said."""
+    if isinstance(cost, CostModel) and cost.messages is not None and direct:
+        return calibrated(cost)
+    return None if cost == CostModel() else cost
+
+
+def in_pieces(options: Options) -> bool:
+    """Whether collectives may be cut in pieces."""
+    return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
@@ -109,7 +121,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # All that a gradient goes through is there.
             Settle(),
             # Its products and collectives are at local shapes; the cut then sees pieces as any other.
-            Decompose(mesh, None if cost == CostModel() else cost, computing(cost, device), options.decompose),
+            Decompose(mesh, sending(cost, options.direct is not False), computing(cost, device), options.decompose),
             # The joint graph becomes a forward and a backward.
             Partition(levels, *cut, options.checkpoint_collectives),
             # The slices that backward gathers from are outputs now.

@@ -1,31 +1,27 @@
-"""Decompose: reductions in pieces that travel under the product that makes them, gathers under the one that reads."""
+"""Decompose: collectives of activations in pieces of rows, each beside the products of another piece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any
 
 import torch
 from torch import fx, nn
 
+from shardc.cost.hardware import Hardware
 from shardc.cost.kernels import flops_of
 from shardc.cost.pricing import Pricing
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
-from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
+from shardc.ir.pieces import PRODUCTS, Cut, make_pieces, operands, through
 from shardc.ir.tally import arguments_of, collective_kind, group_of, wire_bytes
 
 aten = torch.ops.aten
 PIECES = (2, 4, 8)
 _PAYS = 0.95  # of the time whole: what is predicted is no closer than this
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_POINTWISE = {
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.neg.default, aten._to_copy.default, aten.clone.default,
-}  # fmt: skip
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decompose:
-    """Cuts collectives of activations, and the matrix products beside them, along the product's features.
+    """Cuts collectives of activations, and the products before and behind them, in pieces of rows.
 
-    A product whose result is reduced is computed in pieces of its columns, each of which is reduced while the next is
-    computed. A gather whose result is contracted is one of pieces of its columns, each of which is contracted while the
-    next one comes; what these contribute is added up. The features are whole on every rank, so all ranks do the same.
+    Rows are those that no rank has to itself, so all ranks cut alike. A piece goes from the product that makes it
+    through its collective and what is done to each row (views, pointwise ops, norms) to the products that read it, and
+    on to their collective. All pieces of one stretch, from collective to collective, are computed one after another:
+    while one is, the last one travels. What takes no pieces (attention, a weight's gradient) takes them put together,
+    and runs when the last ones are on their way.
 
     Takes: a local joint graph. Leaves alone: what leads to a parameter's gradient, and gathers of parameters: the
     schedule hides those under other work.
@@ -72,67 +70,92 @@ class Decompose:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         if self.pieces == 1 or (self.cost is None and self.pieces == "auto"):
             return gm
-        kinds = [node for node in gm.graph.nodes if collective_kind(node) in _KINDS and len(node.users) == 1]
-        names = NameScope.of(gm.graph) if kinds else NameScope()
-        for node in kinds:
-            (wait,) = node.users
-            if wait.target is not WAIT or not _between_products(node, wait):
-                continue
-            make = _Gather if collective_kind(node) == "all_gather" else _Reduction
-            cut = make(node, wait, names)
-            count, reason = self._decided(cut)
-            if self.report is not None:
-                record = ir.info(node)
-                self.report(Candidate(record.name, record.origin.module, record.origin.source, count, reason))
-            if count > 1:
-                cut.cut(count)
-        gm.graph.eliminate_dead_code()
-        gm.graph.lint()
+        starts = [node for node in gm.graph.nodes if _is_of_activations(node)]
+        tried = [self._tried(gm.graph, starts, n) for n in (PIECES if self.pieces == "auto" else (int(self.pieces),))]
+        saved, chosen, reasons = max(tried, key=lambda one: one[0]) if tried else (0.0, None, {})
+        for node in starts if self.report is not None else ():
+            assert self.report is not None
+            record = ir.info(node)
+            count = chosen.count if chosen is not None and node in chosen.cuts else 1
+            self.report(Candidate(record.name, record.origin.module, record.origin.source, count, reasons[node]))
+        if chosen is not None and chosen.cuts:
+            make_pieces(gm.graph, chosen.cuts)
+            gm.graph.lint()
+            gm.recompile()
         return gm
 
-    def _decided(self, cut: _Cut) -> tuple[int, str]:
-        """In how many pieces, and why."""
-        if not cut.products:
-            return 1, cut.stopped
-        fitting = [n for n in (PIECES if self.pieces == "auto" else (int(self.pieces),)) if cut.size % n == 0]
-        if not fitting:
-            return 1, f"its {cut.size} features do not divide"
+    def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
+        """What ``count`` pieces save, in seconds, how the graph is cut then, and why each collective is or is not."""
+        cuts = _Cuts(graph, count, starts)
+        reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
         if self.pieces != "auto":
-            return fitting[0], "as the option says"
-        assert self.cost is not None
-        times = {n: self._seconds(cut, n) for n in (1, *fitting)}
-        best = min(times, key=lambda n: times[n])
-        best = best if times[best] < _PAYS * times[1] else 1
-        said = f"{best} pieces take {1e6 * times[best]:,.0f} us, and whole it takes {1e6 * times[1]:,.0f} us"
-        if best == 1:
-            other = min(fitting, key=lambda n: times[n])
-            said = f"whole it takes {1e6 * times[1]:,.0f} us, and {other} pieces {1e6 * times[other]:,.0f} us"
-        return best, said
+            return 0.0, cuts, reasons
+        saved, paying = 0.0, []
+        for node in starts:
+            if node not in cuts.cuts:
+                continue
+            whole, pieces = self._seconds(cuts, node)
+            reasons[node] = f"{count} pieces take {1e6 * pieces:,.0f} us, and whole it takes {1e6 * whole:,.0f} us"
+            if pieces < _PAYS * whole:
+                saved += whole - pieces
+                paying.append(node)
+        return saved, _Cuts(graph, count, paying), reasons
 
-    def _seconds(self, cut: _Cut, count: int) -> float:
-        """The time of product and collective in so many pieces, of which one waits for the other alone."""
+    def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
+        """The time of a collective and the products beside it: whole, and in pieces."""
         assert self.cost is not None
-        axes, ranks = group_of(cut.node, self.mesh)
-        kind = collective_kind(cut.node)
+        axes, ranks = group_of(node, self.mesh)
+        kind = collective_kind(node)
         assert kind is not None
-        dtype = ir.value(cut.products[0]).dtype
-        moved = sum(prod(ir.value(x).shape) * ir.value(x).itemsize for p in cut.products for x in p.all_input_nodes)
-        operations = sum(map(flops_of, cut.products))
-        computed = self.compute.compute_seconds(operations / count, moved / count, dtype)
-        sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(cut.node, kind, ranks) / count)
-        copied = 0.0 if count == 1 else self.compute.copy_seconds(2 * cut.joined_bytes(count))
-        return computed + (count - 1) * max(computed, sent) + sent + copied
+        before, behind = cuts.beside(node)
+        beside = cuts.meanwhile(node, self._product)
+        times = []
+        for n in (1, cuts.count):
+            sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
+            made, read = (sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind))
+            times.append(self._run(made, beside, read, sent, ranks, n))
+        for x in before | behind:  # what comes together again
+            if any(user not in cuts.cuts for user in x.users):
+                times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.near[x]
+        return times[0], times[1]
+
+    def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
+        """When all is done if ``count`` pieces are computed, sent, and computed on, each of which takes so long."""
+        start = share = 0.0
+        if isinstance(self.cost, Hardware):  # a rank's own core sends: it starts messages, and is slower beside them
+            start, share = self.cost.start_seconds(ranks - 1), self.cost.share
+        busy = start + share * (sent - start)
+        now, link = 0.0, 0.0
+        there: list[float] = []
+        for _ in range(count):
+            now += before + (busy if there else 0.0)
+            link = max(now, link) + sent
+            there.append(link)
+        now += beside
+        for at, arrived in enumerate(there):
+            now = max(now, arrived) + behind + (busy if at < count - 1 else 0.0)
+        return now
+
+    def _product(self, node: fx.Node, count: int = 1) -> float:
+        """Seconds of one of ``count`` pieces of a product."""
+        operations = flops_of(node)
+        if not operations:
+            return 0.0
+        *_, x, weight = (x for x in node.all_input_nodes if ir.is_tensor(x))
+        moved = [ir.value(node).nbytes / count if ir.is_tensor(node) else 0, ir.value(x).nbytes / count]
+        return self.compute.compute_seconds(operations / count, sum(moved) + ir.value(weight).nbytes, ir.value(x).dtype)
 
 
-def _between_products(node: fx.Node, wait: fx.Node) -> bool:
-    """Whether a collective is of activations on their way: it depends on no parameter alone, and more is computed."""
-    if collective_kind(node) == "all_gather":
-        above = node
-        while above.op == "call_function" and len(above.all_input_nodes) == 1:
-            (above,) = above.all_input_nodes
-        if above.op == "placeholder" and ir.role(above).kind == "param":
-            return False
-    seen, work = set(), list(wait.users)
+def _is_of_activations(node: fx.Node) -> bool:
+    """Whether ``node`` is a collective, not of a parameter, whose result more is computed with."""
+    if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
+        return False
+    above = node
+    while above.op == "call_function" and len(above.all_input_nodes) == 1:
+        (above,) = above.all_input_nodes
+    if above.op == "placeholder" and ir.role(above).kind == "param":
+        return False
+    seen, work = set(), list(node.users)
     while work:
         user = work.pop()
         if flops_of(user):
@@ -143,179 +166,146 @@ def _between_products(node: fx.Node, wait: fx.Node) -> bool:
     return False
 
 
-class _Cut:
-    """A collective with its products, which can be cut."""
+class _Cuts:
+    """Which nodes of a graph are made in pieces.
 
-    def __init__(self, node: fx.Node, wait: fx.Node, names: NameScope) -> None:
-        self.node, self.wait, self.names = node, wait, names
-        self.products: list[fx.Node] = []
-        self.stopped = "no matrix product is beside it"
-        self.source: fx.Node = arguments_of(node)["input"]
-        self.size = ir.value(self.source).shape[-1] if ir.value(self.source).shape else 1
-        self._find()
+    Attributes:
+        count: pieces of each.
+        cuts: how.
+        near: how many of the collectives in pieces a node is beside.
+        stopped: why a collective is whole.
+    """
 
-    def _find(self) -> None:
-        raise NotImplementedError
+    def __init__(self, graph: fx.Graph, count: int, starts: list[fx.Node]) -> None:
+        self.graph, self.count = graph, count
+        self.place = {node: at for at, node in enumerate(graph.nodes)}
+        self.stopped: dict[fx.Node, str] = {}
+        taken = list(starts)
+        while True:
+            self.cuts: dict[fx.Node, Cut] = {}
+            self._mark(set(taken))
+            self._prune()
+            near = {node: self.beside(node) for node in taken if node in self.cuts}
+            self.near = Counter(x for both in near.values() for x in both[0] | both[1])
+            alone = [
+                node
+                for node, (before, behind) in near.items()
+                if not any(x.target in PRODUCTS for x in before | behind)
+            ]
+            self.stopped |= dict.fromkeys(alone, "no matrix product is beside it")
+            if not alone:
+                break
+            taken = [node for node in taken if node not in alone]
 
-    def cut(self, count: int) -> None:
-        raise NotImplementedError
+    def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+        """What is in pieces before a collective and behind it, as far as the next one."""
+        (wait,) = node.users
+        return self._reached(node, True), self._reached(wait, False)
 
-    def joined_bytes(self, count: int) -> float:
-        """Bytes that are copied, or added up, where pieces come together."""
-        raise NotImplementedError
+    def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
+        """Seconds of what is computed between a collective and the first use of its result anyway."""
+        (wait,) = node.users
+        first = min(self.place[user] for user in wait.users)
+        nodes = [one for one, at in self.place.items() if self.place[node] < at < first and one.op == "call_function"]
+        return sum(seconds(one) for one in nodes if flops_of(one))
 
-    def emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with before.graph.inserting_before(before):
-            made = before.graph.call_function(target, args, kwargs)
-        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
-        made.meta["val"] = val
-        short = getattr(target, "overloadpacket", target).__name__
-        record = replace(ir.info(like), name=self.names.fresh(f"{ir.info(like).name}.{short}"), role=None)
-        return ir.set_info(made, replace(record, value=ir.value_of(val)))
-
-    def collective(self, before: fx.Node, x: fx.Node, number: int) -> fx.Node:
-        """The same collective of ``x``, one of the pieces; not waited for."""
-        if not x.meta["val"].is_contiguous():
-            x = self.emit(before, self.node, aten.clone.default, x, memory_format=torch.contiguous_format)
-        started = self.emit(before, self.node, self.node.target, x, *self.node.args[1:], **self.node.kwargs)
-        started.meta[ir.PIECE] = number
-        return started
-
-
-class _Reduction(_Cut):
-    """A product, or a sum of products, that is reduced."""
-
-    def _find(self) -> None:
-        work = [self.source]
+    def _reached(self, node: fx.Node, up: bool) -> set[fx.Node]:
+        seen: set[fx.Node] = set()
+        work = [node]
         while work:
-            node = work.pop()
-            kind = self._kind(node)
-            if kind == "product":
-                self.products.append(node)
-            elif kind is not None:
-                work += [x for x in node.all_input_nodes if self._runs(x)]
+            here = work.pop()
+            for x in here.all_input_nodes if up else here.users:
+                end = x.target is WAIT if up else collective_kind(x) is not None
+                if x in self.cuts and x not in seen and not end:
+                    seen.add(x)
+                    work.append(x)
+        return seen
 
-    def _runs(self, x: fx.Node) -> bool:
-        """Whether ``x`` has the features as its last dim."""
-        return ir.is_tensor(x) and ir.value(x).shape[-1:] == (self.size,)
+    # --- which
 
-    def _kind(self, node: fx.Node) -> str | None:
-        """How a piece of ``node`` is made of pieces; None: it is cut itself."""
-        inside = node is self.source or len(node.users) == 1
-        if node.op != "call_function" or not inside or not self._runs(node):
-            return None
-        if node.target in (aten.mm.default, aten.addmm.default):
-            return "product"
-        if node.target in _VIEWS:
-            return "view" if self._runs(node.args[0]) else None
-        if node.target is aten.permute.default:
-            return "same" if _keeps_last(node.args[1]) else None
-        return "same" if node.target in _POINTWISE else None
+    def _mark(self, starts: set[fx.Node]) -> None:
+        for node in self.graph.nodes:
+            if node in starts:
+                self._enter(node)
+            elif node not in self.cuts and collective_kind(node) is None:
+                read = {x: self.cuts[x] for x in node.all_input_nodes if x in self.cuts}
+                cut = through(node, read) if read else None
+                if cut is not None:
+                    self.cuts[node] = cut
 
-    def joined_bytes(self, count: int) -> float:
-        return prod(ir.value(self.wait).shape) * ir.value(self.wait).itemsize
+    def _enter(self, node: fx.Node) -> None:
+        """Cuts a collective, and what makes what it takes, along the rows that leave most of it in one block."""
+        source: fx.Node = arguments_of(node)["input"]
+        if source in self.cuts:
+            cut = through(node, {source: self.cuts[source]})
+            if cut is None:
+                self.stopped[node] = "what it takes is in pieces that ranks split"
+            else:
+                self.cuts[node] = cut
+            return
+        tried = []
+        for cut in self._ways(node):
+            need = operands(node, cut)
+            assert need is not None
+            above: dict[fx.Node, Cut] = {}
+            part = need[source]
+            assert part is not None
+            made = self._above(source, part, above)
+            below = self._below(node, cut)
+            rows = [one.outer for x, one in (above | below).items() if x.target in PRODUCTS]
+            if rows:
+                tried.append((max(rows), -made, cut.dim, {node: cut} | above))
+        if tried:
+            self.cuts |= min(tried, key=lambda one: one[:3])[3]
+        elif node not in self.stopped:
+            self.stopped[node] = "no matrix product is beside it whose rows divide"
 
-    def cut(self, count: int) -> None:
-        started = []
-        for number in range(count):
-            low, high = (self.size * at // count for at in (number, number + 1))
-            started.append(self.collective(self.node, self._piece(self.source, low, high, {}), number))
-        pieces = [self.emit(self.wait, self.wait, WAIT, x) for x in started]
-        whole = self.emit(self.wait, self.wait, aten.cat.default, pieces, -1)
-        self.wait.replace_all_uses_with(whole)
+    def _ways(self, node: fx.Node) -> Iterator[Cut]:
+        """How a collective's result may be cut."""
+        shape = ir.value(node).shape
+        ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
+        for dim, size in enumerate(shape if len(shape) > 1 else ()):
+            outer = ranks if dim == 0 else 1
+            if size % (outer * self.count) == 0:
+                yield Cut(dim, outer, self.count, size // (outer * self.count))
 
-    def _piece(self, node: fx.Node, low: int, high: int, made: dict[fx.Node, fx.Node]) -> fx.Node:
-        if node not in made:
-            made[node] = self._new_piece(node, low, high, made)
-        return made[node]
+    def _above(self, node: fx.Node, cut: Cut, marks: dict[fx.Node, Cut]) -> bool:
+        """Whether pieces of ``node`` are made of pieces of a product; ``marks`` gets how."""
+        if node in self.cuts or node in marks:
+            return (self.cuts.get(node) or marks[node]) == cut
+        need = None if collective_kind(node) or node.target is WAIT else operands(node, cut)
+        if need is None or any(x in self.cuts and self.cuts[x] != part for x, part in need.items()):
+            return False
+        parts = [(x, part) for x, part in need.items() if part is not None]
+        # All are looked at: each may lead to a product.
+        if node.target in PRODUCTS or any([self._above(x, part, marks) for x, part in parts]):
+            marks[node] = cut
+        return node in marks
 
-    def _new_piece(self, node: fx.Node, low: int, high: int, made: dict[fx.Node, fx.Node]) -> fx.Node:
-        kind = self._kind(node)
-
-        def part(x: Any, dim: int = -1) -> Any:
-            return self.emit(self.node, x, aten.slice.Tensor, x, dim % x.meta["val"].dim(), low, high)
-
-        if kind is None:
-            return part(node)
-        if kind == "product":
-            *bias, x, weight = node.args
-            bias = [part(b) if self._runs(b) else b for b in bias]
-            return self.emit(self.node, node, node.target, *bias, x, part(weight, 1), **node.kwargs)
-        if kind == "view":
-            shape = [*ir.value(node).shape[:-1], high - low]
-            return self.emit(self.node, node, node.target, self._piece(node.args[0], low, high, made), shape)
-        args, kwargs = fx.map_arg(
-            (node.args, node.kwargs), lambda x: self._piece(x, low, high, made) if self._runs(x) else x
-        )
-        return self.emit(self.node, node, node.target, *args, **kwargs)
-
-
-class _Gather(_Cut):
-    """A gather whose result is contracted by products."""
-
-    def _find(self) -> None:
-        self.moved: list[fx.Node] = []  # what only moves rows, in order
-        work = [self.wait]
+    def _below(self, node: fx.Node, cut: Cut) -> dict[fx.Node, Cut]:
+        """What is made of pieces of ``node`` as far as the first products."""
+        found = {node: cut}
+        work = [node]
         while work:
-            node = work.pop(0)
-            for user in node.users:
-                if user.target in _VIEWS and ir.value(user).shape[-1:] == (self.size,):
-                    work.append(user)
-                    self.moved.append(user)
-                elif (
-                    user.target is aten.permute.default
-                    and user.args[1][-1] % len(user.args[1]) == len(user.args[1]) - 1
-                ):
-                    work.append(user)
-                    self.moved.append(user)
-                elif user.target is aten.mm.default and user.args[0] is node and user.args[1] is not node:
-                    self.products.append(user)
-        forward = [p for p in self.products if ir.info(p).origin.phase == ir.info(self.node).origin.phase]
-        self.products = forward  # in the other half the whole is read
+            here = work.pop()
+            for user in here.users:
+                made = None if user in found or collective_kind(user) else through(user, {here: found[here]})
+                if made is not None:
+                    found[user] = made
+                    if user.target not in PRODUCTS:
+                        work.append(user)
+        return found
 
-    def joined_bytes(self, count: int) -> float:
-        made = sum(prod(ir.value(p).shape) * ir.value(p).itemsize for p in self.products)
-        return (count - 1) * made + prod(ir.value(self.wait).shape) * ir.value(self.wait).itemsize
-
-    def cut(self, count: int) -> None:
-        bounds = [(self.size * at // count, self.size * (at + 1) // count) for at in range(count)]
-        last = len(ir.value(self.source).shape) - 1
-        parts = [self.emit(self.node, self.source, aten.slice.Tensor, self.source, last, *b) for b in bounds]
-        started = [self.collective(self.node, x, number) for number, x in enumerate(parts)]
-        each: list[dict[fx.Node, fx.Node]] = []
-        order = {node: at for at, node in enumerate(self.node.graph.nodes)}
-        readers = [user for node in (self.wait, *self.moved) for user in node.users if user not in self.moved]
-        first = min(readers, key=order.__getitem__)
-        for (low, high), x in zip(bounds, started, strict=True):
-            made = {self.wait: self.emit(first, self.wait, WAIT, x)}
-            for node in self.moved:
-                shape = [*ir.value(node).shape[:-1], high - low] if node.target in _VIEWS else node.args[1]
-                made[node] = self.emit(first, node, node.target, made[node.args[0]], shape)
-            each.append(made)
-        for product in self.products:
-            total = None
-            for (low, high), made in zip(bounds, each, strict=True):
-                weight = self.emit(product, product, aten.slice.Tensor, product.args[1], 0, low, high)
-                x = made[product.args[0]]
-                if total is None:
-                    total = self.emit(product, product, aten.mm.default, x, weight)
-                else:
-                    total = self.emit(product, product, aten.addmm.default, total, x, weight)
-            assert total is not None
-            product.replace_all_uses_with(total)
-            product.graph.erase_node(product)
-        for node in (*reversed(self.moved), self.wait):
-            if node.users and not all(user in self.moved for user in node.users):
-                rest = [user for user in node.users if user not in self.moved]
-                pieces = [made[node] for made in each]
-                whole = self.emit(min(rest, key=order.__getitem__), node, aten.cat.default, pieces, -1)
-                for user in rest:
-                    user.replace_input_with(node, whole)
-
-
-def _keeps_last(dims: Sequence[int]) -> bool:
-    """Whether the last dim stays the last."""
-    return dims[-1] % len(dims) == len(dims) - 1
+    def _prune(self) -> None:
+        """Leaves whole what leads to no product and no collective that is in pieces."""
+        useful: set[fx.Node] = set()
+        for node in reversed(self.cuts and list(self.graph.nodes)):
+            kind = collective_kind(node)
+            if node in self.cuts and (
+                kind or node.target in PRODUCTS or node.target is WAIT or any(user in useful for user in node.users)
+            ):
+                useful.add(node)
+        self.cuts = {node: self.cuts[node] for node in self.graph.nodes if node in useful}
 
 
 def candidates(graph: fx.Graph, found: Decompose) -> list[Candidate]:

@@ -13,7 +13,7 @@ from torch import nn
 import shardc
 from examples.models import llama
 from shardc import passes
-from shardc.cost.model import CostModel, Measured
+from shardc.cost.model import CostModel, Measured, Messages
 from shardc.ir.mesh import Mesh
 from shardc.passes.decompose import Candidate, candidates
 from tests.models.alike import relative
@@ -77,6 +77,20 @@ def test_lengths_that_do_not_divide() -> None:
     assert relative(made, llama.loss(alone(given[0]), given[1]).detach()) < 1e-9
 
 
+def test_one_program_of_many_lengths() -> None:
+    alone = model().double()
+    options = shardc.Options(decompose=2, strict=True)
+    plan = llama.llama_tp("tp", sequence=True)
+    module = shardc.compile(
+        model().double(), Mesh(tp=2), plan, loss=llama.loss, backend="eager", options=options,
+        dynamic={"tokens": {1: "length"}, "target": {1: "length"}},
+    )  # fmt: skip
+    sim = shardc.Simulation(module)
+    for length in (8, 16, 12, 40):
+        given = batch(4, length)
+        assert relative(sim(*given), llama.loss(alone(given[0]), given[1]).detach()) < 1e-9
+
+
 def decided(cost: CostModel, sequence: bool = True, **options: Any) -> list[Candidate]:
     config = llama.LlamaConfig(512, 512, 1, heads=8, kv_heads=8, hidden=1024)
     with torch.device("meta"):
@@ -94,9 +108,42 @@ def test_it_is_decided_by_cost() -> None:
     slow, fast, late = decided(link(1e8)), decided(link(1e11)), decided(link(1e9, latency=1e-2))
     assert any(one.pieces > 1 for one in slow)
     assert all(one.pieces == 1 for one in [*fast, *late])
-    assert all(re.fullmatch(r".* (us|beside it|divide)", one.reason) for one in [*slow, *fast, *late])
-    assert all("whole it takes" in one.reason for one in fast if not one.reason.endswith("beside it"))
+    assert all(
+        re.fullmatch(r".* (us|beside it|whose rows divide|ranks split)", one.reason) for one in [*slow, *fast, *late]
+    )
+    assert all("whole it takes" in one.reason for one in fast if "beside it" not in one.reason)
     assert decided(CostModel()) == []
+
+
+def test_messages_that_were_measured_decide() -> None:
+    """As `shardc.measure_links` has them: a link that a core keeps busy hides nothing, and one that waits does."""
+    slow = CostModel(messages=Messages(2e-4, 1e-4, 5e-5, 0.0, 1.2e8, 0.1))
+    loopback = CostModel(messages=Messages(1e-4, 1e-4, 5e-5, 0.0, 1.5e9, 0.9))
+    assert any(one.pieces > 1 for one in decided(slow, direct=True))
+    assert all(one.pieces == 1 for one in decided(loopback, direct=True))
+    # Not where collectives are the backend's, which nobody has measured.
+    assert all(one.pieces == 1 for one in decided(slow, direct=False))
+
+
+@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_dim_is_left_whole(ranks: int, pieces: int) -> None:
+    """Of a vector the features are what a reduce-scatter splits: pieces of it would come to other ranks."""
+    plan = shardc.tp("tp", colwise=["0", "2"], rowwise=["1", "3"]) | shardc.Plan(activations={"1.output": "@tp"})
+    x, models = torch.linspace(-1, 1, 24, dtype=torch.float64), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*(nn.Linear(*io) for io in ((24, 48), (48, 24), (24, 48), (48, 24)))).double())
+    options = shardc.Options(decompose=pieces)
+    module = shardc.compile(
+        models[1], Mesh(tp=ranks), plan, loss=lambda made: made.sum(), backend="eager", options=options
+    )
+    sim, expected = shardc.Simulation(module), models[0](x).sum()
+    assert relative(sim(x), expected.detach()) < 1e-9
+    expected.backward()
+    sim.backward()
+    for name, param in models[0].named_parameters():
+        assert relative(sim.grad(name), param.grad) < 1e-9, name
 
 
 def test_gradients_of_parameters_are_left_alone() -> None:

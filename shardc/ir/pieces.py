@@ -1,0 +1,263 @@
+"""Tensors in pieces: how a cut of what an op makes is one of what it takes, for ops that do the same to each piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.comm import WAIT
+from shardc.ir.graph import PIECE, NameScope, info, is_tensor, set_info, value, value_of
+from shardc.ir.tally import arguments_of, collective_kind
+
+aten = torch.ops.aten
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
+_SUMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dim as [outer, count, inner]: each piece has one of the ``count``.
+
+    Args:
+        dim: which, from the front.
+        outer, count, inner: what the dim's size is the product of.
+    """
+
+    dim: int
+    outer: int
+    count: int
+    inner: int
+
+    def shape(self, whole: Sequence[int]) -> list[int]:
+        """Of a piece of a tensor of shape ``whole``."""
+        return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
+
+    def split(self, shape: Sequence[int]) -> list[int]:
+        """The shape ``shape``, of the whole or of a piece, with what is outside of the cut as a dim of its own."""
+        return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
+
+
+Operands = dict[fx.Node, Cut | None]  # None: all pieces take it whole
+
+
+def viewed(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
+    """``cut`` of a tensor of ``shape``, as it is once that is seen as ``made``; None where it spans dims there."""
+    inside = cut.inner * prod(shape[cut.dim + 1 :])
+    behind = 1
+    for dim in reversed(range(len(made))):
+        outer, rest = divmod(made[dim] * behind, inside * cut.count)
+        if behind * made[dim] > inside:
+            inner, odd = divmod(inside, behind)
+            return Cut(dim, outer, cut.count, inner) if not rest and not odd and outer else None
+        behind *= made[dim]
+    return None
+
+
+def operands(node: fx.Node, cut: Cut) -> Operands | None:
+    """How each operand of ``node`` is cut, None where all pieces take it whole, if pieces of its result are made so.
+
+    Returns None where they are not made of pieces alone.
+    """
+    if node.op != "call_function" or not is_tensor(node) or not all(map(is_tensor, node.all_input_nodes)):
+        return None
+    target, shape = node.target, value(node).shape
+    first = node.all_input_nodes[0] if node.all_input_nodes else None
+    if first is None:
+        return None
+    given = value(first).shape
+    kind = collective_kind(node)
+    if kind is not None:
+        ranks = arguments_of(node).get("group_size", 1) if cut.dim == 0 else 1
+        if kind == "all_gather":
+            outer, rest = divmod(cut.outer, ranks)  # what is gathered has no ranks
+            return None if rest else {first: replace(cut, outer=outer)}
+        if kind == "reduce_scatter":
+            return {first: replace(cut, outer=cut.outer * ranks)}
+        return {first: cut} if kind == "all_reduce" else None
+    if target is WAIT:
+        return {first: cut}
+    if target in VIEWS:
+        seen = viewed(cut, shape, given)
+        return None if seen is None else {first: seen}
+    if target in PRODUCTS:
+        return _of_product(node, cut)
+    if target is aten.permute.default:
+        return {first: replace(cut, dim=node.args[1][cut.dim] % len(given))}
+    if target in (aten.t.default, aten.transpose.int):
+        swapped = [dim % len(given) for dim in node.args[1:]] or [0, len(given) - 1]
+        return {first: replace(cut, dim=sum(swapped) - cut.dim if cut.dim in swapped else cut.dim)}
+    if target in _SUMS:
+        gone = {dim % len(given) for dim in node.args[1] or range(len(given))}
+        kept = len(given) == len(shape)
+        dim = cut.dim if kept else [dim for dim in range(len(given)) if dim not in gone][cut.dim]
+        return None if dim in gone else {first: replace(cut, dim=dim)}
+    if target is aten.expand.default or target is aten._to_copy.default or _pointwise(target):
+        return {x: _broadcast(cut, value(x).shape, shape) for x in node.all_input_nodes}
+    return None
+
+
+def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
+    """The cuts of what ``node`` makes that may come of one of its operand ``x``; `operands` says which do."""
+    if node.target in VIEWS:
+        seen = viewed(cut, value(x).shape, value(node).shape)
+        yield from () if seen is None else (seen,)
+    elif node.op == "call_function" and is_tensor(node):
+        ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) else 1
+        for outer in dict.fromkeys((cut.outer, cut.outer * ranks, cut.outer // ranks)):
+            for dim, size in enumerate(value(node).shape):
+                if size == outer * cut.count * cut.inner:
+                    yield Cut(dim, outer, cut.count, cut.inner)
+
+
+def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
+    """How the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of pieces."""
+    x, cut = next(iter(read.items()))
+    for made in results(node, x, cut):
+        need = operands(node, made)
+        if need is not None and all(need.get(x) == cut for x, cut in read.items()):
+            return made
+    return None
+
+
+def _pointwise(target: object) -> bool:
+    tags = getattr(target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _broadcast(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
+    dim = cut.dim + len(shape) - len(made)
+    return replace(cut, dim=dim) if dim >= 0 and shape[dim] == made[cut.dim] else None
+
+
+def _of_product(node: fx.Node, cut: Cut) -> Operands | None:
+    *bias, x, weight = node.args
+    if cut.dim != 0 or x is weight:
+        return None
+    found: Operands = {x: cut, weight: cut if node.target is aten.bmm.default else None}
+    for one in bias:
+        if one in found:
+            return None
+        found[one] = _broadcast(cut, value(one).shape, value(node).shape)
+    return found
+
+
+def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
+    """Makes the nodes in ``cuts`` in pieces, all in as many, and puts those together that something else reads.
+
+    Nodes from one collective to the next are one stretch: it is made whole for one piece after another, so that the
+    first piece travels while the second is computed.
+
+    Args:
+        cuts: in the graph's order; `operands` of each says that it is made of pieces.
+    """
+    _Rewritten(graph, cuts).run()
+
+
+class _Rewritten:
+    def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
+        self.graph, self.cuts, self.count = graph, cuts, next(iter(cuts.values())).count
+        self.names = NameScope.of(graph)
+        self.pieces: dict[fx.Node, list[fx.Node]] = {}
+        self.joined: dict[fx.Node, fx.Node] = {}
+        self.parts: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
+        self.stretch: dict[fx.Node, Cut] = {}  # what is in pieces and not made yet, and
+        self.late: dict[fx.Node, None] = {}  # what needs that
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            read = node.all_input_nodes
+            if node in self.cuts:
+                need = operands(node, self.cuts[node])
+                assert need is not None
+                behind = [x for x in read if x in self.late]
+                behind += [x for x in read if x in self.stretch and (node.target is WAIT or need[x] != self.cuts[x])]
+                if behind:
+                    self._make(node)
+                self.stretch[node] = self.cuts[node]
+            elif node.op == "output":
+                self._make(node)
+                self._take_joined(node, node)
+            elif any(x in self.stretch or x in self.late for x in read):
+                self.late[node] = None
+            elif any(x in self.cuts for x in read):
+                self._take_joined(node, node)
+        for node in reversed(list(self.cuts)):
+            self.graph.erase_node(node)
+
+    def _make(self, before: fx.Node) -> None:
+        """Makes all pieces of the stretch, one piece after another, and then what needed them."""
+        for number in range(self.count):
+            for node in self.stretch:
+                self.pieces.setdefault(node, []).append(self._piece(node, number, before))
+        self.stretch.clear()
+        for node in self.late:
+            self._take_joined(node, before)
+            before.prepend(node)
+        self.late.clear()
+
+    def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
+        for x in node.all_input_nodes:
+            if x in self.cuts:
+                node.replace_input_with(x, self._join(x, before))
+
+    def _piece(self, node: fx.Node, number: int, before: fx.Node) -> fx.Node:
+        cut, target = self.cuts[node], node.target
+        need = operands(node, cut)
+        assert need is not None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
+        if target in VIEWS or target is aten.expand.default:
+            target = aten.reshape.default if target in VIEWS else target
+            args = (args[0], cut.shape(value(node).shape))
+        elif collective_kind(node):
+            x, *rest = args
+            if not x.meta["val"].is_contiguous():
+                x = self._emit(before, node, aten.clone.default, x, memory_format=torch.contiguous_format)
+            args = (x, *rest)
+        made = self._emit(before, node, target, *args, **kwargs)
+        if collective_kind(node):
+            made.meta[PIECE] = number
+        return made
+
+    def _operand(self, x: fx.Node, cut: Cut | None, number: int, before: fx.Node) -> fx.Node:
+        if cut is not None and self.cuts.get(x) == cut:
+            return self.pieces[x][number]
+        whole = self._join(x, before) if x in self.cuts else x
+        if cut is None:
+            return whole
+        if (x, cut, number) not in self.parts:
+            dim, low = cut.dim, number * cut.inner
+            shape = value(x).shape
+            if cut.outer > 1:
+                whole, dim = self._emit(before, x, aten.reshape.default, whole, cut.split(shape)), dim + 1
+            made = self._emit(before, x, aten.slice.Tensor, whole, dim, low, low + cut.inner)
+            if cut.outer > 1:
+                made = self._emit(before, x, aten.reshape.default, made, cut.shape(shape))
+            self.parts[x, cut, number] = made
+        return self.parts[x, cut, number]
+
+    def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
+        """The pieces of ``x`` put together."""
+        if x not in self.joined:
+            cut, pieces = self.cuts[x], self.pieces[x]
+            if cut.outer > 1:
+                each = cut.split(value(pieces[0]).shape)
+                pieces = [self._emit(before, x, aten.reshape.default, piece, each) for piece in pieces]
+            made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
+            if cut.outer > 1:
+                made = self._emit(before, x, aten.reshape.default, made, list(value(x).shape))
+            self.joined[x] = set_info(made, info(x))  # it takes the place, and the name
+        return self.joined[x]
+
+    def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(target, args, kwargs)
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+        made.meta["val"] = val
+        record = replace(info(like), name=self.names.fresh(f"{info(like).name}.piece"), role=None)
+        return set_info(made, replace(record, value=value_of(val)))
