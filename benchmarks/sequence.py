@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable
 from fnmatch import fnmatch
 from functools import partial
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,12 @@ from shardc.ir.tally import tally  # noqa: E402
 
 Step = Callable[[Tensor, Tensor], Tensor]
 METHODS = ("gather", "ring", "heads", "auto")
-KINDS = {"gather": ("all_gather", "reduce_scatter"), "ring": ("permute_ranks",), "heads": ("all_to_all",)}
+# Of attention; parameters are whole here, so their gradients are all-reduced.
+KINDS = {
+    "gather": ("all_gather", "reduce_scatter"),
+    "ring": ("permute_ranks",),
+    "heads": ("all_to_all", "all_gather", "reduce_scatter"),
+}
 
 
 def model(options: argparse.Namespace) -> Llama:
@@ -141,12 +147,13 @@ def predicted(module: nn.Module, name: str, ranks: int, options: argparse.Namesp
     tokens = torch.zeros(options.rows_of_batch, length, dtype=torch.int64)
     program = module.lower(tokens, tokens)  # type: ignore[operator]
     method = name.rpartition("/")[2]
-    kinds = KINDS.get(method, sum(KINDS.values(), ()))
+    kinds = set(KINDS.get(method, sum(KINDS.values(), ())))
     counted = sum(row.bytes for half in program.step() for row in tally(half.gm, program.mesh) if row.kind in kinds)
     config = module.config if hasattr(module, "config") else model(options).config
     queries = 4 * options.rows_of_batch * length * options.width // ranks
     keys = 2 * queries * config.kv_heads // config.heads
-    page = {"heads": 2 * (ranks - 1) * (2 * queries + keys) // ranks}.get(method, 3 * (ranks - 1) * keys)
+    sharing = ranks // gcd(ranks, config.kv_heads)
+    page = {"heads": 2 * (ranks - 1) * (2 * queries + sharing * keys) // ranks}.get(method, 3 * (ranks - 1) * keys)
     memory = program.schedule("cpu").memory
     held = max(sample.held[4] for sample in memory.samples)
     said = "" if method == "auto" else f"{options.layers * page / 1024:,.0f}"
