@@ -37,3 +37,27 @@ def test_equal_sums_are_reduced_once(direct: bool) -> None:
         torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
     backward = module.shardc.program_for((x,), {}).backward
     assert len([node for node in backward.graph.nodes if "wait_tensor" in str(node.target)]) == 3  # two weights, a sum
+
+
+PLANS = {
+    "fsdp": shardc.fsdp("dp"),
+    "fsdp, bf16": shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16),
+    "tp": shardc.tp("dp", colwise=["0"], rowwise=["2"]),
+    "regions": shardc.fsdp("dp") | shardc.recompute("0"),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_evaluation_is_the_same_before_and_behind_training(plan: shardc.Plan) -> None:
+    """Halves are cut from one joint graph, which none of them changes for the next."""
+    texts = []
+    for trained in (False, True):
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.Dropout(0.1))
+        options = shardc.Options(direct=True, decompose=2)
+        program = shardc.compile(model, shardc.Mesh(dp=2), plan, backend="eager", options=options).lower(
+            torch.randn(64, 64)
+        )
+        if trained:
+            assert "tangents_1" in program.backward.code
+        texts.append(program.inference.code)
+    assert texts[0] == texts[1]
