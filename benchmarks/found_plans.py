@@ -57,12 +57,12 @@ def convnet_small() -> Target:
 
 
 MODELS: dict[str, tuple[Callable[[], Target], list[str]]] = {
-    "llama": (llama_small, ["llama_tp('{}')", "llama_tp('{}', sequence=True)"]),
-    "gpt2": (gpt2_small, ["gpt2_tp('{}')", "gpt2_tp('{}', sequence=True)"]),
-    "vit": (vit_small, ["vit_tp('{}')", "vit_tp('{}', sequence=True)"]),
-    "convnet": (convnet_small, ["convnet_channels('{}')"]),
+    "llama": (llama_small, ['llama_tp("{}")', 'llama_tp("{}", sequence=True)']),
+    "gpt2": (gpt2_small, ['gpt2_tp("{}")', 'gpt2_tp("{}", sequence=True)']),
+    "vit": (vit_small, ['vit_tp("{}")', 'vit_tp("{}", sequence=True)']),
+    "convnet": (convnet_small, ['convnet_channels("{}")']),
 }
-MESHES = {2: ({"dp": 2},), 4: ({"dp": 4}, {"dp": 2, "tp": 2})}
+MESHES = {2: ({"dp": 2},), 4: ({"dp": 2, "tp": 2},)}
 
 
 def loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -72,12 +72,12 @@ def loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 def by_hand(name: str, axes: dict[str, int]) -> list[str]:
     """The library's forms over all axes, and tensor parallelism over the last with the forms over the others."""
-    everywhere = str(tuple(axes)) if len(axes) > 1 else repr(*axes)
+    everywhere = json.dumps(list(axes)) if len(axes) > 1 else json.dumps(*axes)
     *rest, last = axes
     plans = [f"ddp({everywhere})", f"fsdp({everywhere})", f"fsdp({everywhere}, level=2)"]
     for text in MODELS[name][1]:
         plan = text.format(last)
-        plans += [f"{form} | {plan}" for axis in rest for form in (f"ddp({axis!r})", f"fsdp({axis!r}, level=2)")]
+        plans += [f"{form} | {plan}" for axis in rest for form in (f'ddp("{axis}")', f'fsdp("{axis}", level=2)')]
         plans += [] if rest else [plan]
     return plans
 

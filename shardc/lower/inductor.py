@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE
 from shardc.ir.graph import output_node
 from shardc.lower.few_bits import slow_dtypes, widened
+from shardc.lower.kernels import check_vectors, together
 from shardc.lower.shared import cache_folder, caches, name_of
 
 
@@ -49,6 +50,7 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
 def lowered(gm: fx.GraphModule, kind: str) -> tuple[Any, str]:
     """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
     inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
+    check_vectors()
     with _graph_cache(inputs), _as_scheduled():
         plain = caches() and not gm.graph.find_nodes(op="get_attr")  # the values of constants are part of the code
         key = cache_folder("keys") / name_of(gm, kind, _settings()) if plain else None
@@ -106,9 +108,11 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
     return compiled, source
 
 
-def _as_scheduled() -> AbstractContextManager[None]:
+@contextmanager
+def _as_scheduled() -> Iterator[None]:
     """A block in which Inductor does not reorder by itself: that would take the schedule apart."""
-    return inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False)
+    with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False), together():
+        yield
 
 
 @contextmanager

@@ -1,0 +1,133 @@
+"""C++ kernels of a graph, compiled several at a time: most of what g++ does for one kernel is the same for all.
+
+Inductor gives each kernel a file and a g++ of its own. Each of them reads the same headers and makes the same
+templates, which takes longer than the kernel itself: on a 2-core AMD EPYC five kernels took 4.3 s apart and 1.1 s in
+one file. The code of each kernel, the flags and the way it is called stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from threading import get_ident
+from typing import Any
+from unittest.mock import patch
+
+from torch._inductor import config, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
+
+AT_ONCE = 8  # kernels of a file; several files are compiled side by side
+_PLAIN = re.compile(r'\s*(#include [^\n]*)\s*extern "C"\s+void\s+kernel(\((?:(?!\n\s*#(?!pragma)|extern "C").)*)', re.S)
+_CALL, _TABLE = "static PyObject* {}_py", "static PyMethodDef"
+
+
+class _Kernel(CodeCacheFuture):
+    """A kernel that is compiled with others.
+
+    Args:
+        argtypes: of its arguments, in C++.
+        include: the line that its code begins with.
+        code: from its arguments on.
+    """
+
+    def __init__(self, argtypes: Sequence[str], include: str, code: str) -> None:
+        self.argtypes, self.include, self.code = argtypes, include, code
+        self.load: Any = None  # -> the module that has it
+        self.name = ""
+
+    def result(self, timeout: float | None = None) -> Any:
+        return getattr(self.load(), self.name)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """A block in which the C++ kernels of each graph that this thread compiles or loads share files."""
+    alone, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
+
+    def one(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+        plain = _PLAIN.fullmatch(source_code) if get_ident() == thread else None
+        return alone(self, argtypes, source_code) if plain is None else _Kernel(argtypes, *plain.groups())
+
+    def all_of(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
+        left = iter(sorted(kernels.values(), key=lambda kernel: kernel.include))
+        while some := list(islice(left, AT_ONCE)):
+            _start(some, self)
+        scope.update({name: kernel.result() for name, kernel in kernels.items()})
+        wait(self, scope)
+
+    with (
+        patch.object(AsyncCompile, "cpp_pybinding", one if _has_parts() else alone),
+        patch.object(AsyncCompile, "wait", all_of),
+    ):
+        yield
+
+
+def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
+    """Starts to compile ``kernels`` in one file."""
+    lines = list(dict.fromkeys(kernel.include for kernel in kernels))
+    for at, kernel in enumerate(kernels):
+        kernel.name = f"kernel_{at}"
+        lines.append(f'extern "C" void {kernel.name}{kernel.code}')
+    text = "\n".join([*lines, _bindings(kernels)])
+    load = CppPythonBindingsCodeCache.load_async(text, submit_fn=by.submit)
+    for kernel in kernels:
+        kernel.load = load
+
+
+def _bindings(kernels: Sequence[_Kernel]) -> str:
+    """A Python module of ``kernels``, by Inductor's own text for a module of one."""
+    texts = [_binding(kernel) for kernel in kernels]
+    calls = [
+        text[text.index(_CALL.format(kernel.name)) : text.index(_TABLE)]
+        for kernel, text in zip(kernels, texts, strict=True)
+    ]
+    first = kernels[0].name
+    head, rest = texts[0].split(calls[0])
+    rows = "".join(f'{{"{kernel.name}", {kernel.name}_py, METH_VARARGS, ""}},\n' for kernel in kernels)
+    table = rest.replace(f'{{"{first}", {first}_py, METH_VARARGS, ""}},', rows)
+    return head + "".join(calls) + table.replace(f"PyInit_{first}", "PyInit_kernel")
+
+
+def _binding(kernel: _Kernel) -> str:
+    """Inductor's text for a module of ``kernel`` alone."""
+    of = CppPythonBindingsCodeCache
+    given = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {at})" for at, kind in enumerate(kernel.argtypes))
+    return of.suffix_template.format(
+        arg_len=len(kernel.argtypes),
+        call_entry_func=of.call_entry_function.format(given).replace("kernel(", f"{kernel.name}(", 1),
+        entry_func=kernel.name,
+        extra_parse_arg=of.extra_parse_arg.format(array_len=-1),
+    )
+
+
+@cache
+def _has_parts() -> bool:
+    """Whether Inductor's text for a module has the parts that `_bindings` takes."""
+    kernel = _Kernel([], "", "")
+    kernel.name = "kernel_0"
+    text = _binding(kernel)
+    parts = (_CALL.format(kernel.name), _TABLE, '{"kernel_0", kernel_0_py, METH_VARARGS, ""},', "PyInit_kernel_0")
+    return all(text.count(part) == 1 for part in parts)
+
+
+def check_vectors() -> None:
+    """Finds the vector instructions that Inductor uses on this machine.
+
+    Inductor compiles a test for each kind that the processor has, and then uses the first. Here the first alone is
+    tested. If that fails, Inductor looks for itself.
+    """
+    listed = cpu_vec_isa.valid_vec_isa_list
+    if config.cpp.vec_isa_ok is not None or listed.cache_info().currsize:
+        return
+    with config.patch({"cpp.vec_isa_ok": True}):
+        kinds = listed()
+    picked = cpu_vec_isa.pick_vec_isa()
+    if picked in kinds and not picked.check_build(cpu_vec_isa.VecISA._avx_code):
+        listed.cache_clear()
+        for kind in kinds:
+            getattr(type(kind).__bool__, "cache_clear", lambda: None)()
