@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,7 +27,7 @@ from shardc.ir.emitted import check_order, collective_at, of_graph, of_source
 from shardc.ir.executable import FORWARD, INFERENCE, Compiled, Half
 from shardc.ir.flops import is_dense
 from shardc.ir.mesh import Mesh
-from shardc.lower import lower, shared
+from shardc.lower import kernels, lower, shared
 from shardc.lower.inductor import _decomposed
 
 aten, c10d, direct = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
@@ -193,3 +196,75 @@ def test_nobody_waits_for_a_graph_that_cannot_be_cached(tmp_path: Path, monkeypa
         lock.acquire()
         assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
         lock.release()
+
+
+def many_kernels(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Reductions, products and whole numbers, which do not fuse into one kernel."""
+    made = [torch.softmax(x + 1, -1), (x * y).sum(0), (y > 0).long().cumsum(0)]
+    for turn in (torch.sin, torch.cos, torch.tanh, torch.sigmoid, torch.relu, torch.erf):
+        y = torch.mm(turn(y) * 2, x)
+        made.append(turn(y).amax(1))
+    return [*made, y]
+
+
+def test_kernels_share_files_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[str] = []
+    load = CppPythonBindingsCodeCache.load_async
+    monkeypatch.setattr(
+        CppPythonBindingsCodeCache,
+        "load_async",
+        staticmethod(lambda text, *args, **kwargs: [files.append(text), load(text, *args, **kwargs)][1]),
+    )
+    monkeypatch.setattr(kernels, "AT_ONCE", 3)
+    x, y = torch.randn(2, 48, 48).unbind()
+    with FakeTensorMode():
+        gm = make_fx(many_kernels)(torch.empty(48, 48), torch.empty(48, 48))
+    with inductor_config.patch(force_disable_caches=True):
+        together = lowered(gm, INFERENCE)([x, y])
+        shared = len(files)
+        monkeypatch.setattr("shardc.lower.inductor.together", nullcontext)
+        apart = lowered(gm, INFERENCE)([x, y])
+    count = len(files) - shared
+    assert count > 3 and shared == -(-count // 3)
+    for ours, theirs in zip(together, apart, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+HEAD = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "plain"),
+    [
+        (HEAD + 'extern "C"  void  kernel(float* out)\n{\n    #pragma omp simd\n    out[0] = 1;\n}\n', True),
+        (HEAD + 'static int n = 1;\nextern "C" void kernel(float* out) { out[0] = n; }', False),
+        (HEAD + 'extern "C" void kernel(float* out)\n{\n#define N 1\n    out[0] = N;\n}', False),
+        (HEAD + 'extern "C" void kernel(float* out) {}\nextern "C" void other() {}', False),
+    ],
+)
+def test_code_that_could_clash_has_a_file_of_its_own(source: str, plain: bool) -> None:
+    assert (kernels._PLAIN.fullmatch(source) is not None) == plain
+
+
+def test_vector_instructions_that_do_not_work_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first kind is tested; if that fails, Inductor tests all."""
+    tested: list[str] = []
+
+    def fails_once(self: cpu_vec_isa.VecISA, code: str) -> bool:
+        tested.append(str(self))
+        return str(self) != tested[0]
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", fails_once)
+    kinds = cpu_vec_isa.valid_vec_isa_list()
+    if len(kinds) < 2:
+        pytest.skip("this processor has one kind of vector instructions")
+    caches = [getattr(type(kind).__bool__, "cache_clear", lambda: None) for kind in kinds]
+    caches += [cpu_vec_isa.valid_vec_isa_list.cache_clear, cpu_vec_isa.VecISA._VecISA__bool__impl.cache_clear]  # type: ignore[attr-defined]
+    for clear in caches:
+        clear()
+    try:
+        kernels.check_vectors()
+        assert tested and tested[0] not in map(str, cpu_vec_isa.valid_vec_isa_list())
+    finally:
+        for clear in caches:
+            clear()
