@@ -72,7 +72,7 @@ def loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 def by_hand(name: str, axes: dict[str, int]) -> list[str]:
     """The library's forms over all axes, and tensor parallelism over the last with the forms over the others."""
-    everywhere = json.dumps(list(axes)) if len(axes) > 1 else json.dumps(*axes)
+    everywhere = f"({', '.join(map(json.dumps, axes))})"
     *rest, last = axes
     plans = [f"ddp({everywhere})", f"fsdp({everywhere})", f"fsdp({everywhere}, level=2)"]
     for text in MODELS[name][1]:

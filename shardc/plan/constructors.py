@@ -15,10 +15,16 @@ from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import checked
 
 
-def ddp(axis: str) -> Plan:
-    """Data parallel, as DDP: the batch is split over ``axis``, parameters are whole, gradients are reduced once."""
-    (name,) = axis_names([axis], f"ddp({axis!r})")
-    return Plan.of([Ddp(name)])
+def ddp(axis: str | Sequence[str]) -> Plan:
+    """Data parallel, as DDP: parameters are whole, gradients are reduced once.
+
+    Args:
+        axis: a mesh axis, or several; the batch is split over them.
+    """
+    names = axis_names(axis, f"ddp({axis!r})")
+    if not names or len(set(names)) < len(names):
+        raise PlanError("ddp needs axes to split the batch over, each once", fix='write ddp("dp")')
+    return Plan.of([Ddp(name) for name in names])
 
 
 def fsdp(

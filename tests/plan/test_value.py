@@ -28,6 +28,7 @@ PLANS = {
     ),
     "Plan()": Plan(),
     'ddp("dp")': ddp("dp"),
+    'ddp("dp") | ddp("rep")': ddp(["dp", "rep"]),
     'fsdp("dp", level=3)': fsdp("dp"),
     'fsdp(("dp", "cp"), level=2, threshold=1024)': fsdp(["dp", "cp"], level=2, threshold=1024),
     'hsdp(shard="dp", replicate="rep", level=1)': hsdp(level=1),
@@ -138,6 +139,7 @@ ERRORS: dict[str, Callable[[], Plan]] = {
         lambda: fsdp(("dp", "dp"))
     ),
     'fsdp needs an axis to split parameters over\n  fix: write fsdp("dp")': lambda: fsdp(()),
+    'ddp needs axes to split the batch over, each once\n  fix: write ddp("dp")': lambda: ddp(["dp", "dp"]),
     '2 is not the name of a mesh axis\n  plan entry: ddp(2)\n  fix: name axes like "dp"': (
         lambda: ddp(2)  # type: ignore[arg-type]
     ),
