@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -68,6 +69,43 @@ def _model(model: torch.nn.Module, args: tuple[Any, ...]) -> Model:
     return Model(model.train(), args, {}, None, torch.device("cpu"))
 
 
+class VGG(nn.Sequential):
+    """VGG 16: convolutions with most of the operations, then products with most of the parameters."""
+
+    def __init__(self) -> None:
+        widths, last = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0), 3
+        layers: list[nn.Module] = []
+        for width in widths:
+            layers += [nn.Conv2d(last, width, 3, padding=1), nn.ReLU()] if width else [nn.MaxPool2d(2)]
+            last = width or last
+        head = [nn.Linear(512 * 7 * 7, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1000)]
+        super().__init__(*layers, nn.Flatten(), *head)
+
+
+class Clicks(nn.Module):
+    """A recommender: tables of 2 million rows, looked up by id, and a small network over what they give."""
+
+    def __init__(self, tables: int = 8, rows: int = 2_000_000, width: int = 64) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, width) for _ in range(tables))
+        self.mlp = nn.Sequential(nn.Linear(tables * width, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU())
+        self.last = nn.Linear(512, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = [table(ids[:, at]) for at, table in enumerate(self.tables)]
+        return self.last(self.mlp(torch.cat(found, 1)))
+
+
+def _vgg() -> Model:
+    with torch.device("meta"):
+        return _model(VGG(), (torch.empty(256, 3, 224, 224),))
+
+
+def _clicks() -> Model:
+    with torch.device("meta"):
+        return _model(Clicks(), (torch.empty(16384, 8, dtype=torch.int64),))
+
+
 VIT = vit.ViTConfig(image=224, patch=16, dim=1024, layers=24, heads=16, classes=1024)
 CONVNET = convnet.ConvNetConfig(image=64, widths=(64, 128, 256, 512), classes=1024)
 MODELS: dict[str, Callable[[], Model]] = {
@@ -77,6 +115,8 @@ MODELS: dict[str, Callable[[], Model]] = {
     "GPT-2": _gpt2,
     "ViT": lambda: _vision(vit.ViT, vit.batch, VIT),
     "convnet": lambda: _vision(convnet.ConvNet, convnet.batch, CONVNET),
+    "VGG": _vgg,
+    "clicks": _clicks,
 }
 SIZES = [
     ("Llama 8B", {"dp": 8}), ("Llama 8B", {"dp": 8, "tp": 8}), ("Llama 8B", {"dp": 2, "cp": 2, "tp": 2}),
@@ -87,12 +127,18 @@ PAIRS = [
     ("Llama 8B, 1 layer", {"dp": 4, "tp": 2}), ("Llama 8B", {"dp": 8, "tp": 8}), ("Llama 8B", {"dp": 16, "tp": 4}),
     ("GPT-2", {"dp": 8}), ("GPT-2", {"dp": 2, "tp": 4}), ("GPT-2", {"tp": 4}),
     ("ViT", {"dp": 4, "tp": 2}), ("ViT", {"tp": 4}), ("convnet", {"dp": 4, "tp": 2}),
+    ("VGG", {"dp": 8}), ("VGG", {"dp": 4, "tp": 2}), ("clicks", {"dp": 8}), ("clicks", {"dp": 4, "tp": 2}),
 ]  # fmt: skip
 HANDS: dict[str, list[Callable[[str], shardc.Plan]]] = {
     "Llama": [llama.llama_tp, partial(llama.llama_tp, sequence=True)],
     "GPT-2": [gpt2.gpt2_tp, partial(gpt2.gpt2_tp, sequence=True)],
     "ViT": [vit.vit_tp, partial(vit.vit_tp, sequence=True)],
     "convnet": [convnet.convnet_channels],
+    "VGG": [lambda axis: shardc.tp(axis, colwise=["32", "36"], rowwise=["34"])],
+    "clicks": [
+        lambda axis: shardc.tp(axis, vocab=["tables.*"], colwise=["mlp.0"], rowwise=["mlp.2"]),
+        lambda axis: shardc.tp(axis, vocab=["tables.*"]),
+    ],
 }
 
 

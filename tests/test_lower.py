@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -207,15 +207,22 @@ def many_kernels(x: Tensor, y: Tensor) -> list[Tensor]:
     return [*made, y]
 
 
-def test_kernels_share_files_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    files: list[str] = []
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The files of kernels that are compiled or loaded, from an empty cache on."""
+    made: list[str] = []
     load = CppPythonBindingsCodeCache.load_async
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(
         CppPythonBindingsCodeCache,
         "load_async",
-        staticmethod(lambda text, *args, **kwargs: [files.append(text), load(text, *args, **kwargs)][1]),
+        staticmethod(lambda text, *args, **kwargs: [made.append(text), load(text, *args, **kwargs)][1]),
     )
     monkeypatch.setattr(kernels, "AT_ONCE", 3)
+    return made
+
+
+def test_kernels_share_files_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
     x, y = torch.randn(2, 48, 48).unbind()
     with FakeTensorMode():
         gm = make_fx(many_kernels)(torch.empty(48, 48), torch.empty(48, 48))
@@ -228,6 +235,33 @@ def test_kernels_share_files_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatc
     assert count > 3 and shared == -(-count // 3)
     for ours, theirs in zip(together, apart, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_a_kernel_of_several_graphs_is_compiled_once(files: list[str], tmp_path: Path) -> None:
+    def first(x: Tensor) -> list[Tensor]:
+        return [torch.mm(x.sin(), x).exp()]
+
+    def second(x: Tensor) -> list[Tensor]:
+        return [torch.mm(x.cos(), x).exp()]
+
+    def run(fn: Callable[[Tensor], list[Tensor]]) -> list[str]:
+        with FakeTensorMode():
+            gm = make_fx(fn)(torch.empty(48, 48))
+        files.clear()
+        for ours, expected in zip(lowered(gm, INFERENCE)([x]), fn(x), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+        return list(files)
+
+    x = torch.rand(48, 48)
+    (both,) = run(first)
+    again, new = run(second)
+    assert again == both
+    assert both.count("_py(PyObject") == 2 and new.count("_py(PyObject") == 1
+    for path in (tmp_path / "shardc" / "kernels").glob("*.cpp"):
+        path.write_text("damaged")
+    (tmp_path / "fxgraph").rename(tmp_path / "gone")
+    (all_new,) = run(second)
+    assert all_new.count("_py(PyObject") == 2
 
 
 HEAD = "#include <torch/csrc/inductor/cpp_prefix.h>\n"

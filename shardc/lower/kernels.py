@@ -2,26 +2,34 @@
 
 Inductor gives each kernel a file and a g++ of its own. Each of them reads the same headers and makes the same
 templates, which takes longer than the kernel itself: on a 2-core AMD EPYC five kernels took 4.3 s apart and 1.1 s in
-one file. The code of each kernel, the flags and the way it is called stay as they are.
+one file. The code of each kernel, the flags and the way it is called stay as they are. A kernel that several
+graphs have is compiled with the first of them: beside Inductor's cache lies which file it is in.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 from threading import get_ident
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch._inductor import config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache
+from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache, write_atomic
+
+from shardc.lower.shared import cache_folder, caches
 
 AT_ONCE = 8  # kernels of a file; several files are compiled side by side
 _PLAIN = re.compile(r'\s*(#include [^\n]*)\s*extern "C"\s+void\s+kernel(\((?:(?!\n\s*#(?!pragma)|extern "C").)*)', re.S)
+Load = Callable[[], Any]
+Loads = dict[str, Load]  # by the name of a file
 _CALL, _TABLE = "static PyObject* {}_py", "static PyMethodDef"
 
 
@@ -36,10 +44,11 @@ class _Kernel(CodeCacheFuture):
 
     def __init__(self, argtypes: Sequence[str], include: str, code: str) -> None:
         self.argtypes, self.include, self.code = argtypes, include, code
-        self.load: Any = None  # -> the module that has it
+        self.load: Load | None = None  # gives the module that has it
         self.name = ""
 
     def result(self, timeout: float | None = None) -> Any:
+        assert self.load is not None, "the graph that has it was not waited for"
         return getattr(self.load(), self.name)
 
 
@@ -54,7 +63,8 @@ def together() -> Iterator[None]:
 
     def all_of(self: AsyncCompile, scope: dict[str, Any]) -> None:
         kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
-        left = iter(sorted(kernels.values(), key=lambda kernel: kernel.include))
+        loads: Loads = {}
+        left = iter([kernel for kernel in kernels.values() if not _found(kernel, loads, self)])
         while some := list(islice(left, AT_ONCE)):
             _start(some, self)
         scope.update({name: kernel.result() for name, kernel in kernels.items()})
@@ -67,6 +77,18 @@ def together() -> Iterator[None]:
         yield
 
 
+def _found(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
+    """Takes ``kernel`` from a file of an earlier graph, if one has it; ``loads`` are those that were asked for."""
+    if not caches():
+        return False
+    with suppress(OSError, ValueError):  # nothing is there, or it is damaged
+        file, name = _place(kernel).read_text().split()
+        if file not in loads and _hash(text := (cache_folder("kernels") / file).read_text()) == Path(file).stem:
+            loads[file] = _load(text, by)
+        kernel.load, kernel.name = loads.get(file), name
+    return kernel.load is not None
+
+
 def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
     """Starts to compile ``kernels`` in one file."""
     lines = list(dict.fromkeys(kernel.include for kernel in kernels))
@@ -74,9 +96,29 @@ def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
         kernel.name = f"kernel_{at}"
         lines.append(f'extern "C" void {kernel.name}{kernel.code}')
     text = "\n".join([*lines, _bindings(kernels)])
-    load = CppPythonBindingsCodeCache.load_async(text, submit_fn=by.submit)
+    load = _load(text, by)
     for kernel in kernels:
         kernel.load = load
+    if caches():
+        file = cache_folder("kernels") / f"{_hash(text)}.cpp"
+        write_atomic(str(file), text)
+        for kernel in kernels:
+            write_atomic(str(_place(kernel)), f"{file.name} {kernel.name}")
+
+
+def _load(text: str, by: AsyncCompile) -> Load:
+    """Gives the module of the file ``text``, which is compiled meanwhile if it was not yet."""
+    load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=by.submit)
+    return load
+
+
+def _place(kernel: _Kernel) -> Path:
+    """The file that says where ``kernel`` is."""
+    return cache_folder("kernels") / _hash(torch.__version__, *kernel.argtypes, kernel.include, kernel.code)
+
+
+def _hash(*texts: str) -> str:
+    return sha256("\n".join(texts).encode()).hexdigest()
 
 
 def _bindings(kernels: Sequence[_Kernel]) -> str:

@@ -1,7 +1,8 @@
 """Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
 
-All ranks run each measurement at once, as they do in a step. Compute, and how ranks meet after it, is the median of
-some runs, as the step is that it predicts; the rest are the fastest, since what else the machine does only ever adds.
+All ranks run each measurement at once, as they do in a step. Compute is the median of some runs, as the step is that it
+predicts. How ranks meet after it is a mean, because a step is a sum of that. The rest are the fastest, since what else
+the machine does only ever adds.
 """
 
 from __future__ import annotations
@@ -128,10 +129,11 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
 
 
 def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
-    """Seconds that a collective adds to the compute before it, in the middle of the runs.
+    """Seconds that a collective adds to the compute before it: the mean of the middle four fifths of the runs.
 
     That is what it takes in a step, where ranks meet after some milliseconds of compute: they are not equally fast, and
-    threads that sleep or yield have to get a core back. One collective right after another hides both.
+    threads that sleep or yield have to get a core back. One collective right after another hides both. A step has many
+    collectives, so that what some of them wait for counts, which a median leaves out.
     """
     x = torch.rand(256, 256)
     count = max(int(_SEGMENT / _fastest(lambda: x @ x, runs, group, times=50)), 1)
@@ -147,7 +149,7 @@ def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
     seconds = {}
     for sent in (False, True):
         dist.barrier(group)
-        seconds[sent] = statistics.median(segment(sent) for _ in range(5 * runs))
+        seconds[sent] = _mean_of_middle([segment(sent) for _ in range(5 * runs)])
     return max(seconds[True] - seconds[False], 0.0)
 
 
@@ -250,6 +252,12 @@ def _typical(call: Callable[[], Any], runs: int) -> float:
         call()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
+
+
+def _mean_of_middle(seconds: list[float]) -> float:
+    """The mean without the tenth that is least and the tenth that is most."""
+    cut = len(seconds) // 10
+    return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def _own(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
