@@ -108,6 +108,7 @@ def _clicks() -> Model:
 
 VIT = vit.ViTConfig(image=224, patch=16, dim=1024, layers=24, heads=16, classes=1024)
 CONVNET = convnet.ConvNetConfig(image=64, widths=(64, 128, 256, 512), classes=1024)
+FACES = convnet.ConvNetConfig(image=112, widths=(64, 128, 256, 512), classes=1_000_000)
 MODELS: dict[str, Callable[[], Model]] = {
     "Llama 8B, 1 layer": partial(_decoder, 1),
     "Llama 8B": partial(_decoder, 32),
@@ -115,6 +116,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "GPT-2": _gpt2,
     "ViT": lambda: _vision(vit.ViT, vit.batch, VIT),
     "convnet": lambda: _vision(convnet.ConvNet, convnet.batch, CONVNET),
+    "faces": lambda: _vision(convnet.ConvNet, convnet.batch, FACES),
     "VGG": _vgg,
     "clicks": _clicks,
 }
@@ -128,12 +130,14 @@ PAIRS = [
     ("GPT-2", {"dp": 8}), ("GPT-2", {"dp": 2, "tp": 4}), ("GPT-2", {"tp": 4}),
     ("ViT", {"dp": 4, "tp": 2}), ("ViT", {"tp": 4}), ("convnet", {"dp": 4, "tp": 2}),
     ("VGG", {"dp": 8}), ("VGG", {"dp": 4, "tp": 2}), ("clicks", {"dp": 8}), ("clicks", {"dp": 4, "tp": 2}),
+    ("faces", {"dp": 8}), ("faces", {"dp": 4, "tp": 2}),
 ]  # fmt: skip
 HANDS: dict[str, list[Callable[[str], shardc.Plan]]] = {
     "Llama": [llama.llama_tp, partial(llama.llama_tp, sequence=True)],
     "GPT-2": [gpt2.gpt2_tp, partial(gpt2.gpt2_tp, sequence=True)],
     "ViT": [vit.vit_tp, partial(vit.vit_tp, sequence=True)],
     "convnet": [convnet.convnet_channels],
+    "faces": [convnet.convnet_channels, lambda axis: shardc.tp(axis, colwise=["head"])],
     "VGG": [lambda axis: shardc.tp(axis, colwise=["32", "36"], rowwise=["34"])],
     "clicks": [
         lambda axis: shardc.tp(axis, vocab=["tables.*"], colwise=["mlp.0"], rowwise=["mlp.2"]),
