@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._inductor import config, cpu_vec_isa
@@ -70,11 +69,14 @@ def together() -> Iterator[None]:
         scope.update({name: kernel.result() for name, kernel in kernels.items()})
         wait(self, scope)
 
-    with (
-        patch.object(AsyncCompile, "cpp_pybinding", one if _has_parts() else alone),
-        patch.object(AsyncCompile, "wait", all_of),
-    ):
+    if not _has_parts():
         yield
+        return
+    AsyncCompile.cpp_pybinding, AsyncCompile.wait = one, all_of  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding, AsyncCompile.wait = alone, wait  # type: ignore[method-assign]
 
 
 def _found(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
