@@ -222,11 +222,14 @@ def files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return made
 
 
-def test_kernels_share_files_and_stay_as_they_are(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_share_files_and_stay_as_they_are(
+    threads: int, monkeypatch: pytest.MonkeyPatch, files: list[str]
+) -> None:
     x, y = torch.randn(2, 48, 48).unbind()
     with FakeTensorMode():
         gm = make_fx(many_kernels)(torch.empty(48, 48), torch.empty(48, 48))
-    with inductor_config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True, compile_threads=threads):
         together = lowered(gm, INFERENCE)([x, y])
         shared = len(files)
         monkeypatch.setattr("shardc.lower.inductor.together", nullcontext)

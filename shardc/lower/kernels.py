@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch._inductor import config, cpu_vec_isa
-from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache, write_atomic
 
 from shardc.lower.shared import cache_folder, caches
@@ -110,7 +110,9 @@ def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
 
 def _load(text: str, by: AsyncCompile) -> Load:
     """Gives the module of the file ``text``, which is compiled meanwhile if it was not yet."""
-    load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=by.submit)
+    # One thread would wait for the lock that it holds.
+    submit = by.submit if get_compile_threads() > 1 else None
+    load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=submit)
     return load
 
 

@@ -166,7 +166,7 @@ PLANS: dict[str, Case] = {
     "hsdp over None": (lambda: shardc.hsdp(None), PlanError, "None is not the name"),  # type: ignore[arg-type]
     "hsdp of level 0": (lambda: shardc.hsdp("dp", "rep", level=0), PlanError, "level is 0"),
     "hsdp of an axis that is not there": (planned(shardc.hsdp), PlanError, "'rep'"),
-    "ddp over a list": (lambda: shardc.ddp(["dp"]), PlanError, r"\['dp'\]"),  # type: ignore[arg-type]
+    "ddp over a list of lists": (lambda: shardc.ddp([["dp"]]), PlanError, r"\['dp'\]"),  # type: ignore[list-item]
     "ddp over an axis that is not there": (planned(lambda: shardc.ddp("d")), PlanError, "'d'"),
     "tp of one name as text": (lambda: shardc.tp("tp", colwise="up"), PlanError, "colwise.*'up'"),
     "tp of a module": (lambda: shardc.tp("tp", colwise=[nn.Linear(2, 2)]), PlanError, "colwise.*Linear"),  # type: ignore[list-item]
