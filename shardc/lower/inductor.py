@@ -50,7 +50,7 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
 def lowered(gm: fx.GraphModule, kind: str) -> tuple[Any, str]:
     """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
     inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
-    with _graph_cache(inputs), _as_scheduled(inputs):
+    with _graph_cache(inputs), _as_here(inputs):
         plain = caches() and not gm.graph.find_nodes(op="get_attr")  # the values of constants are part of the code
         key = cache_folder("keys") / name_of(gm, kind, _settings()) if plain else None
         if key is not None and (found := _found(key, inputs, kind)) is not None:
@@ -97,7 +97,7 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
         inputs: fake tensors, and numbers that may be symbolic.
         kind: the place of the graph in a step; see `shardc.ir.executable.Half`.
     """
-    with _as_scheduled(inputs):
+    with _as_here(inputs):
         compiled = compile_fx_inner(
             _decomposed(gm, inputs), inputs, is_backward=kind == BACKWARD, is_inference=kind == INFERENCE
         )
@@ -108,8 +108,8 @@ def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[A
 
 
 @contextmanager
-def _as_scheduled(inputs: Sequence[Any]) -> Iterator[None]:
-    """A block in which Inductor does not reorder by itself: that would take the schedule apart."""
+def _as_here(inputs: Sequence[Any]) -> Iterator[None]:
+    """A block in which Inductor keeps the schedule's order, and kernels share files."""
     if any(isinstance(x, Tensor) and x.device.type == "cpu" for x in inputs):
         check_vectors()
     with inductor_config.patch(reorder_for_peak_memory=False, reorder_for_locality=False), together():

@@ -3,7 +3,7 @@
 Inductor gives each kernel a file and a g++ of its own. Each of them reads the same headers and makes the same
 templates, which takes longer than the kernel itself: on a 2-core AMD EPYC five kernels took 4.3 s apart and 1.1 s in
 one file. The code of each kernel, the flags and the way it is called stay as they are. A kernel that several
-graphs have is compiled with the first of them: beside Inductor's cache lies which file it is in.
+graphs have is compiled with the first of them: an index beside Inductor's cache says which file it is in.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _start(kernels: Sequence[_Kernel], by: AsyncCompile) -> None:
 
 def _load(text: str, by: AsyncCompile) -> Load:
     """Gives the module of the file ``text``, which is compiled meanwhile if it was not yet."""
-    # One thread would wait for the lock that it holds.
+    # `load_async` submits while it holds the lock that the work takes. With one thread, that would wait for itself.
     submit = by.submit if get_compile_threads() > 1 else None
     load: Load = CppPythonBindingsCodeCache.load_async(text, submit_fn=submit)
     return load
@@ -162,10 +162,10 @@ def _has_parts() -> bool:
 
 
 def check_vectors() -> None:
-    """Finds the vector instructions that Inductor uses on this machine.
+    """Finds out which vector instructions Inductor can use on this machine, if nobody has yet.
 
-    Inductor compiles a test for each kind that the processor has, and then uses the first. Here the first alone is
-    tested. If that fails, Inductor looks for itself.
+    Inductor compiles a test for each kind that the processor has (AVX2, AVX-512 and so on), and then uses one. Here
+    that one alone is tested. If its test fails, Inductor tests all.
     """
     listed = cpu_vec_isa.valid_vec_isa_list
     if config.cpp.vec_isa_ok is not None or listed.cache_info().currsize:

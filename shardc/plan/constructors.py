@@ -21,9 +21,10 @@ def ddp(axis: str | Sequence[str]) -> Plan:
     Args:
         axis: a mesh axis, or several; the batch is split over them.
     """
-    names = axis_names(axis, f"ddp({axis!r})")
+    entry = f"ddp({axis!r})"
+    names = axis_names(axis, entry)
     if not names or len(set(names)) < len(names):
-        raise PlanError("ddp needs axes to split the batch over, each once", fix='write ddp("dp")')
+        raise PlanError("ddp needs axes to split the batch over, each once", plan_entry=entry, fix='write ddp("dp")')
     return Plan.of([Ddp(name) for name in names])
 
 

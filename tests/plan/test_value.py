@@ -139,7 +139,9 @@ ERRORS: dict[str, Callable[[], Plan]] = {
         lambda: fsdp(("dp", "dp"))
     ),
     'fsdp needs an axis to split parameters over\n  fix: write fsdp("dp")': lambda: fsdp(()),
-    'ddp needs axes to split the batch over, each once\n  fix: write ddp("dp")': lambda: ddp(["dp", "dp"]),
+    "ddp needs axes to split the batch over, each once\n  plan entry: ddp(['dp', 'dp'])\n"
+    '  fix: write ddp("dp")': lambda: ddp(["dp", "dp"]),
+    'ddp needs axes to split the batch over, each once\n  plan entry: ddp([])\n  fix: write ddp("dp")': lambda: ddp([]),
     '2 is not the name of a mesh axis\n  plan entry: ddp(2)\n  fix: name axes like "dp"': (
         lambda: ddp(2)  # type: ignore[arg-type]
     ),

@@ -1,7 +1,8 @@
 """Measures what collectives and local ops take on the ranks of the world; `python -m shardc calibrate` calls it.
 
 All ranks run each measurement at once, as they do in a step. Compute is the median of some runs, as the step is that it
-predicts. How ranks meet after it is a mean, because a step is a sum of that. The rest are the fastest, since what else
+predicts. How long ranks wait for each other after it is a mean, because a step is a
+sum of such waits. The rest are the fastest, since what else
 the machine does only ever adds.
 """
 
@@ -132,8 +133,8 @@ def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
     """Seconds that a collective adds to the compute before it: the mean of the middle four fifths of the runs.
 
     That is what it takes in a step, where ranks meet after some milliseconds of compute: they are not equally fast, and
-    threads that sleep or yield have to get a core back. One collective right after another hides both. A step has many
-    collectives, so that what some of them wait for counts, which a median leaves out.
+    threads that sleep or yield have to get a core back. One collective right after another hides both. A step is
+    a sum over many collectives, so long waits count too. A median would leave them out.
     """
     x = torch.rand(256, 256)
     count = max(int(_SEGMENT / _fastest(lambda: x @ x, runs, group, times=50)), 1)
