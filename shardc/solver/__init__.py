@@ -12,6 +12,7 @@ The stages, in the order in which `solve` runs them:
 """
 
 from shardc.solver.energy import Energy, Infeasible, evaluate
+from shardc.solver.pair import PairCosts
 from shardc.solver.solve import Solution, solve
 
-__all__ = ["Energy", "Infeasible", "Solution", "evaluate", "solve"]
+__all__ = ["Energy", "Infeasible", "PairCosts", "Solution", "evaluate", "solve"]

@@ -69,7 +69,7 @@ def _block(graph: Graph, members: Collection[int], chosen: dict[int, int]) -> Gr
         costs = graph.unary[i]
         for j in graph.near[i]:
             if j not in inside:
-                costs = costs + graph.near[j][i][chosen[j]]
+                costs = costs + graph.near[j][i].row(chosen[j])
         block.unary[i] = costs
         block.labels[i] = np.arange(len(costs))
         block.near[i] = {j: table for j, table in graph.near[i].items() if j in inside}

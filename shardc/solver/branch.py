@@ -22,7 +22,7 @@ BATCH = 8
 # Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
 WORTHWHILE = 0.2
 # Of a graph with more entries in its tables than this, many pairs share tables: dropping labels makes each its own.
-LARGE, WORTHWHILE_LARGE = 10_000_000, 0.9
+LARGE, WORTHWHILE_LARGE = 10_000_000, 0.5
 # A batch that closes less than this part of the gap has stalled: before the first split, and after it.
 STALLED_WHOLE, STALLED_PART = 0.002, 0.02
 # So many batches may fail to give a labelling of finite cost.

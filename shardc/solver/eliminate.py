@@ -11,13 +11,14 @@ import numpy as np
 from shardc.solver.clock import Clock
 from shardc.solver.energy import Infeasible
 from shardc.solver.graph import Graph
+from shardc.solver.pair import PairCosts
 
 # What all tables together may have to add up, and may keep, in units of the largest table that is allowed.
 WORK, KEPT = 10, 2
 # Entries of a table that are added up at once.
 CHUNK = 1 << 20
 
-Factor = tuple[tuple[int, ...], np.ndarray]
+Factor = tuple[tuple[int, ...], np.ndarray | PairCosts]
 """Variables in rising order, and costs with an axis for each."""
 
 
@@ -97,15 +98,19 @@ def _axis_first(factor: Factor, i: int) -> Factor:
     """Return the costs with the axis of `i` first, and the other variables."""
     scope, costs = factor
     axis = scope.index(i)
-    return scope[:axis] + scope[axis + 1 :], np.moveaxis(costs, axis, 0)
+    rest = scope[:axis] + scope[axis + 1 :]
+    if isinstance(costs, PairCosts):
+        return rest, costs.transposed if axis else costs
+    return rest, np.moveaxis(costs, axis, 0)
 
 
-def _minimise(unary: np.ndarray, factors: list[Factor], sizes: dict[int, int]) -> Factor:
+def _minimise(unary: np.ndarray, factors: list[Factor], sizes: dict[int, int]) -> tuple[tuple[int, ...], np.ndarray]:
     """Return the least sum of the factors over the labels of their first axis."""
     scope = tuple(sorted(sizes))
     shape = tuple(sizes[j] for j in scope)
     aligned = [unary.reshape(-1, *[1] * len(scope))]
-    for names, costs in factors:
+    for names, table in factors:
+        costs = table.dense() if isinstance(table, PairCosts) else table
         aligned.append(costs.reshape(len(unary), *(sizes[j] if j in names else 1 for j in scope)))
     aligned.sort(key=lambda costs: costs.size)  # the small ones are added up first
     out = np.full(shape, math.inf)

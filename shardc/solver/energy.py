@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardc.errors import ShardcError, VerifyError
+from shardc.solver.pair import PairCosts
 
 
 class Infeasible(ShardcError, ValueError):
@@ -20,8 +21,8 @@ class Energy:
 
     Args:
         unary: for each variable, the cost of each of its labels, float64.
-        pairs: ``(i, j, cost)``, where ``cost[x, y]`` is paid if ``i`` has label ``x`` and ``j`` label ``y``. Several
-            pairs may share one array. Several pairs about the same two variables add up.
+        pairs: ``(i, j, cost)``, where ``cost[x, y]`` is paid if ``i`` has label ``x`` and ``j`` label ``y``: an array,
+            or `PairCosts`. Several pairs may share one. Several pairs about the same two variables add up.
 
     Raises:
         VerifyError: an array of a wrong shape, a cost that is nan or -inf, or a pair of a variable with itself.
@@ -32,13 +33,13 @@ class Energy:
     """
 
     unary: tuple[np.ndarray, ...]
-    pairs: tuple[tuple[int, int, np.ndarray], ...]
+    pairs: tuple[tuple[int, int, np.ndarray | PairCosts], ...]
 
     def __post_init__(self) -> None:
-        for i, costs in enumerate(self.unary):
-            if costs.ndim != 1 or not len(costs):
-                raise VerifyError(f"variable {i} needs a list of costs, one for each label, not shape {costs.shape}")
-            _check_costs(costs, f"variable {i}")
+        for i, unary in enumerate(self.unary):
+            if unary.ndim != 1 or not len(unary):
+                raise VerifyError(f"variable {i} needs a list of costs, one for each label, not shape {unary.shape}")
+            _check_costs(unary, f"variable {i}")
         checked: set[int] = set()
         for i, j, costs in self.pairs:
             if i == j or not (0 <= i < len(self.unary) and 0 <= j < len(self.unary)):
@@ -47,7 +48,7 @@ class Energy:
             if costs.shape != shape:
                 raise VerifyError(f"pair ({i}, {j}) has costs of shape {costs.shape}, but labels {shape}")
             if id(costs) not in checked:
-                _check_costs(costs, f"pair ({i}, {j})")
+                _check_costs(costs.costs if isinstance(costs, PairCosts) else costs, f"pair ({i}, {j})")
                 checked.add(id(costs))
 
 

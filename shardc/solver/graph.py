@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 
 import numpy as np
 
 from shardc.solver.energy import Energy
+from shardc.solver.pair import PairCosts
 
 
 @dataclass(frozen=True)
@@ -19,19 +22,24 @@ class Eliminated:
         labels: the labels it still had, as indices in the energy.
         unary: their costs.
         factors: ``(scope, labels of each variable in scope, costs)``; the first axis of the costs is this variable's.
+            The costs of one other variable may be `PairCosts`.
     """
 
     variable: int
     labels: np.ndarray
     unary: np.ndarray
-    factors: tuple[tuple[tuple[int, ...], tuple[np.ndarray, ...], np.ndarray], ...]
+    factors: tuple[tuple[tuple[int, ...], tuple[np.ndarray, ...], np.ndarray | PairCosts], ...]
 
     def best_label(self, chosen: Mapping[int, int]) -> int:
         """Return the cheapest label, given those of the variables in scope; the lowest one of several."""
         costs = self.unary
         for scope, labels, table in self.factors:
-            for j, kept in zip(reversed(scope), reversed(labels), strict=True):
-                table = table[..., int(np.searchsorted(kept, chosen[j]))]
+            at = [int(np.searchsorted(kept, chosen[j])) for j, kept in zip(scope, labels, strict=True)]
+            if isinstance(table, PairCosts):
+                costs = costs + table.column(*at)
+                continue
+            for x in reversed(at):
+                table = table[..., x]
             costs = costs + table
         return int(self.labels[np.argmin(costs)])
 
@@ -46,7 +54,7 @@ class Graph:
         unary: the costs of the labels of each variable that is left, by its index in the energy.
         labels: which labels of the energy those are.
         near: ``near[i][j][x, y]`` is the cost of labels ``x`` of ``i`` and ``y`` of ``j``; ``near[j][i]`` is its
-            transpose. Equal pairs share one array for as long as nothing tells them apart.
+            transpose. Equal pairs share one for as long as nothing tells them apart.
         trail: the variables that were eliminated, first to last.
     """
 
@@ -54,27 +62,30 @@ class Graph:
         self.constant = 0.0
         self.unary: dict[int, np.ndarray] = {}
         self.labels: dict[int, np.ndarray] = {}
-        self.near: dict[int, dict[int, np.ndarray]] = {}
+        self.near: dict[int, dict[int, PairCosts]] = {}
         self.trail: list[Eliminated] = []
 
     @classmethod
     def of(cls, energy: Energy) -> Graph:
         """Return the graph of a whole energy, in which pairs of the same two variables are added up."""
         graph = cls()
-        for i, costs in enumerate(energy.unary):
-            graph.unary[i] = np.asarray(costs, dtype=np.float64)
-            graph.labels[i] = np.arange(len(costs))
+        for i, unary in enumerate(energy.unary):
+            graph.unary[i] = np.asarray(unary, dtype=np.float64)
+            graph.labels[i] = np.arange(len(unary))
             graph.near[i] = {}
-        rows: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}
+        compact: dict[int, PairCosts] = {}
+        rows: dict[tuple[int, int], list[tuple[PairCosts, bool]]] = {}
         for i, j, costs in energy.pairs:
-            rows.setdefault((min(i, j), max(i, j)), []).append((costs, i > j))
-        tables: dict[tuple[tuple[int, bool], ...], tuple[np.ndarray, np.ndarray]] = {}
+            if id(costs) not in compact:
+                compact[id(costs)] = costs if isinstance(costs, PairCosts) else PairCosts.of(np.asarray(costs, float))
+            rows.setdefault((min(i, j), max(i, j)), []).append((compact[id(costs)], i > j))
+        tables: dict[tuple[tuple[int, bool], ...], tuple[PairCosts, PairCosts]] = {}
         for (i, j), parts in rows.items():
-            key = tuple((id(costs), flipped) for costs, flipped in parts)
+            key = tuple((id(pair), flipped) for pair, flipped in parts)
             if key not in tables:
-                turned = [np.asarray(costs.T if flipped else costs, dtype=np.float64) for costs, flipped in parts]
-                table = sum(turned[1:], turned[0])
-                tables[key] = (table, table.T)
+                turned = [pair.transposed if flipped else pair for pair, flipped in parts]
+                table = reduce(add, turned)
+                tables[key] = (table, table.transposed)
             graph.near[i][j], graph.near[j][i] = tables[key]
         return graph
 
@@ -90,15 +101,15 @@ class Graph:
             part.unary[i], part.labels[i], part.near[i] = self.unary[i], self.labels[i], dict(self.near[i])
         return part
 
-    def edges(self) -> list[tuple[int, int, np.ndarray]]:
+    def edges(self) -> list[tuple[int, int, PairCosts]]:
         """Return every pair once, the lower variable first, in order."""
         return [(i, j, table) for i in self.unary for j, table in self.near[i].items() if i < j]
 
-    def add_pair(self, i: int, j: int, table: np.ndarray, transposed: np.ndarray) -> None:
+    def add_pair(self, i: int, j: int, table: PairCosts, transposed: PairCosts) -> None:
         """Add the costs of a pair to those it may have already."""
         if j in self.near[i]:
             table = self.near[i][j] + table
-            transposed = table.T
+            transposed = table.transposed
         self.near[i][j], self.near[j][i] = table, transposed
 
     def remove_pair(self, i: int, j: int) -> None:
@@ -117,7 +128,7 @@ class Graph:
         changed = [i for i in self.unary if i in masks and not masks[i].all()]
         lost = set(changed)
         kept = {i: np.flatnonzero(masks[i]) for i in changed}
-        cut: dict[tuple[int, bytes, bytes], tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        cut: dict[tuple[int, bytes, bytes], tuple[PairCosts, PairCosts, PairCosts]] = {}
         for i in changed:
             self.unary[i] = self.unary[i][kept[i]]
             self.labels[i] = self.labels[i][kept[i]]
@@ -126,9 +137,8 @@ class Graph:
                     continue
                 key = (id(table), kept[i].tobytes(), kept[j].tobytes() if j in lost else b"")
                 if key not in cut:
-                    small = table[kept[i]]
-                    small = small[:, kept[j]] if j in lost else small
-                    cut[key] = (small, small.T, table)  # the last one keeps the id in the key alive
+                    small = table.keep(kept[i], kept[j] if j in lost else None)
+                    cut[key] = (small, small.transposed, table)  # the last one keeps the id in the key alive
                 self.near[i][j], self.near[j][i] = cut[key][:2]
         return changed
 

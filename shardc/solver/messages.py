@@ -15,6 +15,55 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardc.solver.graph import Graph
+from shardc.solver.pair import PairCosts
+
+# Entries of costs that are gone through at once: what a core's cache holds.
+CHUNK = 1 << 15
+
+
+@dataclass(frozen=True)
+class Send:
+    """How a variable sends a message to a neighbour: the least of its costs and those of the pair.
+
+    Attributes:
+        costs: of each class of labels of either variable, in the order in which they lie in memory.
+        room: for sums of some rows.
+        sent: the costs of the variable's labels.
+        order: its labels, class by class; None if each is a class of its own, in order.
+        starts: where each class begins in that order.
+        axis: of the variable in the costs.
+        classes: of the neighbour's labels; None if each is a class of its own, in order.
+        inbox: where the neighbour reads it.
+    """
+
+    costs: np.ndarray
+    room: np.ndarray
+    sent: np.ndarray
+    order: np.ndarray | None
+    starts: np.ndarray
+    axis: int
+    classes: np.ndarray | None
+    inbox: np.ndarray
+
+    def run(self) -> None:
+        sent = self.sent if self.order is None else np.minimum.reduceat(self.sent[self.order], self.starts)
+        if len(self.costs) == len(self.room):
+            np.add(self.costs, sent if self.axis else sent[:, None], out=self.room)
+            if self.classes is None:
+                np.minimum.reduce(self.room, axis=self.axis, out=self.inbox)
+            else:
+                np.take(np.minimum.reduce(self.room, axis=self.axis), self.classes, out=self.inbox)
+            return
+        least = np.full(self.costs.shape[1 - self.axis], np.inf)
+        for start in range(0, len(self.costs), len(self.room)):
+            part = self.costs[start : start + len(self.room)]
+            room, rows = self.room[: len(part)], slice(start, start + len(part))
+            np.add(part, sent if self.axis else sent[rows, None], out=room)
+            if self.axis:
+                np.minimum.reduce(room, axis=1, out=least[rows])
+            else:
+                np.minimum(least, np.minimum.reduce(room, axis=0), out=least)
+        self.inbox[:] = least if self.classes is None else least[self.classes]
 
 
 @dataclass
@@ -28,9 +77,8 @@ class Node:
         outbox: room for the costs that it sends to each neighbour.
         earlier: how many neighbours are earlier.
         share: the part of its costs that it sends to each neighbour.
-        sends: for each direction of the sweep, ``(table, costs, room for their sum, axis of the variable in
-            them, inbox row of the neighbour)``.
-        rows: for each neighbour, its place and its table, the neighbour's labels first.
+        sends: for each direction of the sweep, what goes to each neighbour.
+        rows: for each neighbour, its place and the costs of the pair, the neighbour's labels first.
     """
 
     variable: int
@@ -39,8 +87,8 @@ class Node:
     outbox: np.ndarray
     earlier: int
     share: float
-    sends: tuple[list, list] = field(default_factory=lambda: ([], []))
-    rows: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    sends: tuple[list[Send], list[Send]] = field(default_factory=lambda: ([], []))
+    rows: list[tuple[int, PairCosts]] = field(default_factory=list)
 
 
 class Messages:
@@ -67,20 +115,25 @@ class Messages:
             share = 1.0 / max(earlier, len(near[i]) - earlier, 1)
             self.nodes.append(Node(i, graph.unary[i], np.zeros(shape), np.zeros(shape), earlier, share))
         row = {(i, j): r for i in self.order for r, j in enumerate(near[i])}
-        whole: dict[int, np.ndarray] = {}  # copies of tables that do not lie in one piece, in either direction
-        rooms = np.empty(max((table.size for *_, table in graph.edges()), default=0))
+        sorts: dict[int, tuple[np.ndarray | None, np.ndarray]] = {}  # of classes, by their array
+        rooms = np.empty(max((max(CHUNK, *pair.costs.shape) for *_, pair in graph.edges()), default=0))
         for node in self.nodes:
             i = node.variable
             for r, j in enumerate(near[i]):
-                table = graph.near[i][j]
-                if not (table.flags.c_contiguous or table.flags.f_contiguous):
-                    table = whole.setdefault(id(table), np.ascontiguousarray(table))
-                other, sent, axis = self.nodes[place[j]], node.outbox[r][:, None], 0
-                other.rows.append((place[i], table))
-                if not table.flags.c_contiguous:
-                    table, sent, axis = table.T, sent.T, 1
-                room = rooms[: table.size].reshape(table.shape)
-                node.sends[0 if j > i else 1].append((table, sent, room, axis, other.inbox[row[j, i]]))
+                pair, other = graph.near[i][j], self.nodes[place[j]]
+                other.rows.append((place[i], pair))
+                axis = 0 if pair.costs.flags.c_contiguous else 1
+                costs = pair.costs.T if axis else pair.costs
+                for classes in (pair.rows, pair.columns):
+                    if id(classes) not in sorts:
+                        sorts[id(classes)] = _sorted(classes)
+                order, starts = sorts[id(pair.rows)]
+                columns = None if sorts[id(pair.columns)][0] is None else pair.columns
+                high = min(len(costs), max(1, CHUNK // costs.shape[1]))
+                room = rooms[: high * costs.shape[1]].reshape(high, -1)
+                inbox = other.inbox[row[j, i]]
+                send = Send(costs, room, node.outbox[r], order, starts, axis, columns, inbox)
+                node.sends[0 if j > i else 1].append(send)
 
     def sweep(self, forward: bool, bounds: bool = False) -> float:
         """Send messages along the order or against it.
@@ -107,9 +160,8 @@ class Messages:
             costs -= floor
             costs *= node.share
             np.subtract(costs, node.inbox, out=node.outbox)
-            for table, sent, room, axis, inbox in node.sends[direction]:
-                np.add(table, sent, out=room)
-                np.minimum.reduce(room, axis=axis, out=inbox)
+            for send in node.sends[direction]:
+                send.run()
         return passed
 
     def absorb(self, graph: Graph, kept: Mapping[int, np.ndarray]) -> list[int]:
@@ -129,7 +181,17 @@ class Messages:
         inbox = {node.variable: node.inbox[:, kept[node.variable]] for node in self.nodes}
         for i in self.order:
             graph.unary[i] = graph.unary[i] + inbox[i].sum(axis=0)
-        for i, j, table in graph.edges():
-            table = table - inbox[i][row[i, j]][:, None] - inbox[j][row[j, i]]
-            graph.near[i][j], graph.near[j][i] = table, table.T
+        for i, j, pair in graph.edges():  # all labels of a class get the same message
+            (_, some), (_, also) = (np.unique(classes, return_index=True) for classes in (pair.rows, pair.columns))
+            costs = pair.costs - inbox[i][row[i, j]][some][:, None] - inbox[j][row[j, i]][also]
+            pair = PairCosts(costs, pair.rows, pair.columns)
+            graph.near[i][j], graph.near[j][i] = pair, pair.transposed
         return changed
+
+
+def _sorted(classes: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+    """Return the labels class by class, and where each class begins; None for labels that are so already, one each."""
+    if len(classes) == int(classes.max()) + 1 and (classes[1:] > classes[:-1]).all():
+        return None, classes
+    order = np.argsort(classes, kind="stable")
+    return order, np.flatnonzero(np.r_[True, np.diff(classes[order]) > 0])

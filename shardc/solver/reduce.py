@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from shardc.solver.energy import Infeasible
 from shardc.solver.graph import Graph
+from shardc.solver.pair import PairCosts, least_of_classes
 
 # Entries of tables that are worked on at once: what a core's cache holds.
 CHUNK = 1 << 15
-# Entries of results that are kept in case another pair shares the table.
-MAX_KEPT = 1 << 22
+# A label is compared with so many others, those that are no worse with so many choices of the neighbours' labels.
+TRIED, PROBES = 4, 8
+# So many labels are compared at once with all that are cheaper.
+BLOCK = 256
 # Stands for inf where inf - inf would give nan.
 HUGE = 1e300
 
@@ -33,8 +36,8 @@ def reduce(graph: Graph, changed: Iterable[int] | None = None) -> None:
         todo |= set(drop_unsupported(graph, todo))
         around = _with_neighbours(graph, todo)
         todo = set(drop_separable(graph, around))
-        todo |= set(drop_dominated(graph, around))
         todo |= set(merge_small_degrees(graph, around | todo))
+        todo |= set(drop_dominated(graph, (around | todo) & graph.unary.keys()))
         todo &= graph.unary.keys()
 
 
@@ -57,12 +60,13 @@ def drop_unsupported(graph: Graph, changed: Iterable[int]) -> list[int]:
         waiting.discard(j)
         for i, table in graph.near[j].items():
             if id(table) not in allowed:
-                finite = np.isfinite(table)
+                finite = np.isfinite(table.costs)
                 allowed[id(table)] = None if finite.all() else finite
             finite_table = allowed[id(table)]
             if finite_table is None:
                 continue
-            mask = alive[i] & finite_table[alive[j]].any(axis=0)
+            classes = np.unique(table.rows[alive[j]])
+            mask = alive[i] & finite_table[classes].any(axis=0)[table.columns]
             if mask.sum() == alive[i].sum():
                 continue
             if not mask.any():
@@ -81,18 +85,18 @@ def drop_separable(graph: Graph, variables: Iterable[int]) -> list[int]:
     for i in sorted(variables):
         for j, table in list(graph.near[i].items()):
             if id(table) not in split:
-                split[id(table)] = _separate(table)
+                split[id(table)] = _separate(table.costs)
             parts = split[id(table)]
             if parts is not None:
-                graph.unary[i] = graph.unary[i] + parts[0]
-                graph.unary[j] = graph.unary[j] + parts[1]
+                graph.unary[i] = graph.unary[i] + parts[0][table.rows]
+                graph.unary[j] = graph.unary[j] + parts[1][table.columns]
                 graph.remove_pair(i, j)
                 lost += [i, j]
     return lost
 
 
 def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return a(x) and b(y) with ``table[x, y] = a(x) + b(y)``, or None."""
+    """Return a and b with ``table[x, y] = a[x] + b[y]``, or None."""
     if len(table) == 1:
         return np.zeros(1), table[0]
     if table.shape[1] == 1:
@@ -109,65 +113,100 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
 
     Of labels that cost the same everywhere the lowest one stays.
     """
-    probes: dict[int, np.ndarray] = {}
-    masks, kept = {}, 0
+    masks = {}
     alike: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
     for i in sorted(variables):
         costs, tables = graph.unary[i], list(graph.near[i].values())
         key = (costs.tobytes(), tuple(map(id, tables)))
-        if key in alike:
-            if (mask := alike[key]) is not None:
-                masks[i] = mask
-            continue
-        if kept > MAX_KEPT:
-            probes, kept = {}, 0
-        for table in tables:
-            if id(table) not in probes:
-                probes[id(table)] = _probe_excess(table)
-                kept += len(table) ** 2
-        better, worse = _dominations(costs, tables, [probes[id(table)] for table in tables])
-        alike[key] = None
-        if not len(worse):
-            continue
-        mask = np.ones(len(costs), dtype=bool)
-        for x in np.unique(worse)[::-1]:
-            mask[x] = not mask[better[worse == x]].any()
-        masks[i] = alike[key] = mask
+        if key not in alike:
+            better, worse = _dominations(costs, tables)
+            alike[key] = _without(len(costs), better, worse) if len(worse) else None
+        if (mask := alike[key]) is not None:
+            masks[i] = mask
     return graph.keep(masks)
 
 
-def _probe_excess(table: np.ndarray) -> np.ndarray:
-    """Return how much more label y costs than x with the neighbour's label that is cheapest with x, for all y and x."""
-    cheapest = table.argmin(axis=1)
-    return table[:, cheapest] - table[np.arange(len(table)), cheapest]
+def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
+    """Return which labels are left if each goes that is worse than one that is left, the last label first."""
+    mask = np.ones(labels, dtype=bool)
+    order = np.argsort(worse, kind="stable")
+    better, worse = better[order], worse[order]
+    ends = np.flatnonzero(np.r_[np.diff(worse) > 0, True]) + 1
+    for start, end in zip(reversed([0, *ends[:-1]]), reversed(ends), strict=True):
+        mask[worse[start]] = not mask[better[start:end]].any()
+    return mask
 
 
-def _dominations(
-    costs: np.ndarray, tables: list[np.ndarray], probes: list[np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
+def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray, np.ndarray]:
     """Return labels y and x, where y never costs more than x."""
-    excess = sum(probes, costs[:, None] - costs)  # of y over x; not more than it is at worst
-    np.fill_diagonal(excess, np.inf)
-    better, worse = np.nonzero(excess <= 0)
-    at_worst = excess[better, worse]
-    for table, probe in zip(tables, probes, strict=True):
+    cheapest = [table.costs.argmin(axis=1) for table in tables]
+    found = [(np.empty(0, dtype=int), np.empty(0, dtype=int), np.empty(0))]
+    for better, worse in _candidates(costs, tables, cheapest):
+        excess = costs[better] - costs[worse]  # of y over x; not more than it is at worst
+        for table, least in zip(tables, cheapest, strict=True):
+            excess += _excess(table, least, better, worse)
+        hold = excess <= 0
+        found.append((better[hold], worse[hold], excess[hold]))
+    better, worse, at_worst = map(np.concatenate, zip(*found, strict=True))
+    for table, least in zip(tables, cheapest, strict=True):
         if not len(better):
             break
-        at_worst = at_worst - probe[better, worse] + _worst_excess(table, better, worse)
+        at_worst = at_worst - _excess(table, least, better, worse)
+        at_worst += _worst_excess(table.costs, table.rows[better], table.rows[worse])
         hold = at_worst <= 0
         better, worse, at_worst = better[hold], worse[hold], at_worst[hold]
     return better, worse
 
 
+def _excess(table: PairCosts, cheapest: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
+    """Return how much more labels y cost than x with the neighbour's label that is cheapest with x."""
+    of_worse = table.rows[worse]
+    at = cheapest[of_worse]
+    excess: np.ndarray = table.costs[table.rows[better], at] - table.costs[of_worse, at]
+    return excess
+
+
+def _candidates(
+    costs: np.ndarray, tables: list[PairCosts], cheapest: list[np.ndarray]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield pairs of labels of which the first may be as good as the second: it is, with some labels of the neighbours.
+
+    In the table that forbids the most, the first must be allowed where the second is cheapest: only strategies that
+    make the same layout can take each other's place. For each label those come that are cheapest in sum.
+    """
+    scores = []
+    for probe in range(PROBES):
+        at = [probe * table.costs.shape[1] // PROBES for table in tables]
+        scores.append(sum((table.costs[table.rows, y] for table, y in zip(tables, at, strict=True)), costs))
+    order = np.argsort(np.minimum(scores, HUGE).sum(axis=0), kind="stable")
+    scores = [score[order] for score in scores]
+    finite = [np.isfinite(table.costs) for table in tables]
+    least = min(range(len(tables)), key=lambda at: finite[at].mean(), default=None)
+    for start in range(0, len(costs), BLOCK):
+        part, before = slice(start, start + BLOCK), slice(start + BLOCK)
+        mask = np.ones((len(costs[part]), len(costs[before])), dtype=bool)
+        for score in scores:
+            mask &= score[before] <= score[part, None]
+        if least is not None and not finite[least].all():
+            rows = tables[least].rows[order]
+            mask &= finite[least].T[cheapest[least][rows[part]]][:, rows[before]]
+        mask[np.arange(len(mask)), np.arange(start, start + len(mask))] = False
+        mask &= mask.cumsum(axis=1, dtype=np.int32) <= TRIED
+        worse, better = np.nonzero(mask)
+        yield order[better], order[worse + start]
+
+
 def _worst_excess(table: np.ndarray, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
     """Return ``max over z of table[y, z] - table[x, z]``, where inf - inf is no excess."""
     finite = np.where(np.isinf(table), HUGE, table)
-    out = np.empty(len(better))
+    pairs, inverse = np.unique(better * len(table) + worse, return_inverse=True)
+    rows, columns = np.divmod(pairs, len(table))
+    out = np.empty(len(pairs))
     step = max(1, CHUNK // table.shape[1])
     for start in range(0, len(out), step):
         part = slice(start, start + step)
-        out[part] = (finite[better[part]] - table[worse[part]]).max(axis=1)
-    return out
+        out[part] = (finite[rows[part]] - table[columns[part]]).max(axis=1)
+    return out[inverse]
 
 
 def merge_small_degrees(graph: Graph, variables: Iterable[int]) -> list[int]:
@@ -206,7 +245,7 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
     if len(costs) == 1:
         graph.constant += float(costs[0])
         for j, table in near.items():
-            graph.unary[j] = graph.unary[j] + table[0]
+            graph.unary[j] = graph.unary[j] + table.row(0)
         graph.remove(i, ())
         return True
     if len(near) > 2:
@@ -214,19 +253,37 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
     factors = tuple(((j,), (graph.labels[j],), table) for j, table in near.items())
     if len(near) == 1:
         ((j, table),) = near.items()
-        graph.unary[j] = graph.unary[j] + (costs[:, None] + table).min(axis=0)
+        least = (least_of_classes(table.rows, costs)[:, None] + table.costs).min(axis=0)
+        graph.unary[j] = graph.unary[j] + least[table.columns]
     else:
         (a, to_a), (b, to_b) = near.items()
-        existing = graph.near[a][b].size if b in graph.near[a] else 0
-        if to_a.shape[1] * to_b.shape[1] > to_a.size + to_b.size + existing:
+        existing = graph.near[a].get(b)
+        made = to_a.costs.shape[1] * to_b.costs.shape[1]
+        if existing is not None:
+            made = existing.sum_size(to_a.columns, to_b.columns)
+        if made > to_a.size + to_b.size + (0 if existing is None else existing.size):
             return False
         key = (id(to_a), id(to_b), costs.tobytes())
         if key not in products:
-            product = min_product(costs[:, None] + to_a, to_b)
-            products[key] = (product, product.T, to_a, to_b)  # the last two keep the ids in the key alive
+            product = _through(costs, to_a, to_b)
+            products[key] = (product, product.transposed, to_a, to_b)  # the last two keep the ids in the key alive
         graph.add_pair(a, b, *products[key][:2])
     graph.remove(i, factors)
     return True
+
+
+def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> PairCosts:
+    """Return the least costs of two neighbours of a variable, over its labels."""
+    both, classes = np.unique(to_a.rows * len(to_b.costs) + to_b.rows, return_inverse=True)
+    of_a, of_b = np.divmod(both, len(to_b.costs))
+    left, right = least_of_classes(classes, costs)[:, None] + to_a.costs[of_a], to_b.costs[of_b]
+    for one, other, turned in ((left, right, False), (right, left, True)):
+        finite = np.isfinite(one)
+        if (finite.sum(axis=0) == 1).all():  # each label of the neighbour leaves one choice
+            only = finite.argmax(axis=0)
+            product = one[only, np.arange(len(only))][:, None] + other[only]
+            return PairCosts(product.T if turned else product, to_a.columns, to_b.columns)
+    return PairCosts(min_product(left, right), to_a.columns, to_b.columns)
 
 
 def min_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:

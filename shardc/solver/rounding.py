@@ -16,7 +16,7 @@ Labelling = dict[int, int]
 def cost(graph: Graph, chosen: Labelling) -> float:
     """Return what a labelling of a graph costs, what is decided already included."""
     total = graph.constant + sum(float(costs[chosen[i]]) for i, costs in graph.unary.items())
-    return total + sum(float(table[chosen[i], chosen[j]]) for i, j, table in graph.edges())
+    return total + sum(table[chosen[i], chosen[j]] for i, j, table in graph.edges())
 
 
 def round_messages(messages: Messages, forward: bool) -> Labelling:
@@ -28,7 +28,7 @@ def round_messages(messages: Messages, forward: bool) -> Labelling:
         split = node.earlier
         before, ahead = (node.rows[:split], node.inbox[split:]) if forward else (node.rows[split:], node.inbox[:split])
         costs = node.unary + np.add.reduce(ahead, axis=0)
-        chosen[p] = _least([costs, *(table[chosen[q]] for q, table in before)])
+        chosen[p] = _least([costs, *(table.row(chosen[q]) for q, table in before)])
     return {node.variable: x for node, x in zip(messages.nodes, chosen, strict=True)}
 
 
@@ -41,7 +41,7 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
             break
         for i in sorted(stale):
             stale.discard(i)
-            parts = [graph.unary[i], *(graph.near[j][i][chosen[j]] for j in graph.near[i])]
+            parts = [graph.unary[i], *(graph.near[j][i].row(chosen[j]) for j in graph.near[i])]
             best = _least(parts)
             if best != chosen[i] and _order(parts, best) < _order(parts, chosen[i]):
                 chosen[i] = best

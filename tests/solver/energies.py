@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from shardc.solver import Energy, evaluate
+from shardc.solver import Energy, PairCosts, evaluate
 
 
 def small(seed: int) -> Energy:
@@ -28,6 +28,23 @@ def small(seed: int) -> Energy:
             table = shared.setdefault(shape, costs(*shape)) if rng.random() < 0.5 else costs(*shape)
             pairs.append((i, j, table))
     return Energy(tuple(costs(int(size)) for size in sizes), tuple(pairs))
+
+
+def alike(seed: int) -> Energy:
+    """Return variables of up to 9 labels, most of which cost the same with the labels of some neighbour or of all."""
+    rng = np.random.default_rng(seed)
+    sizes = [int(size) for size in rng.integers(3, 10, rng.integers(3, 6))]
+    shared: dict[tuple[int, int], PairCosts] = {}
+    pairs: list[tuple[int, int, np.ndarray | PairCosts]] = []
+    for i, j in itertools.permutations(range(len(sizes)), 2):
+        if rng.random() < 0.5:
+            few = rng.integers(1, 4, 2)
+            costs = np.where(rng.random(few) < rng.choice([0.0, 0.4]), math.inf, rng.normal(size=few))
+            classes = rng.integers(0, few[0], sizes[i]), rng.integers(0, few[1], sizes[j])
+            pair = PairCosts.by_class(costs, *classes)
+            pair = shared.setdefault((sizes[i], sizes[j]), pair) if rng.random() < 0.5 else pair
+            pairs.append((i, j, pair if rng.random() < 0.7 else pair.dense()))
+    return Energy(tuple(rng.normal(size=size) for size in sizes), tuple(pairs))
 
 
 def least(energy: Energy) -> float:

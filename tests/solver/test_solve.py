@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from shardc.errors import VerifyError
-from shardc.solver import Energy, Infeasible, Solution, evaluate, solve
-from tests.solver.energies import dense, grid, least, small
+from shardc.solver import Energy, Infeasible, PairCosts, Solution, evaluate, solve
+from tests.solver.energies import alike, dense, grid, least, small
 from tests.solver.training import Training
 
 
@@ -32,6 +32,19 @@ def test_500_small_energies_are_solved(table: int) -> None:
     for seed in range(500):
         energy = small(seed)
         optimum = least(energy)
+        if optimum < math.inf:
+            check(energy, optimum, table=table)
+        else:
+            with pytest.raises(Infeasible):
+                solve(energy, table=table)
+
+
+@pytest.mark.parametrize("table", [20_000_000, 1], ids=["eliminate", "branch"])
+def test_labels_of_one_class_cost_what_a_whole_table_says(table: int) -> None:
+    for seed in range(150):
+        energy = alike(seed)
+        whole = tuple((i, j, c.dense() if isinstance(c, PairCosts) else c) for i, j, c in energy.pairs)
+        optimum = least(Energy(energy.unary, whole))
         if optimum < math.inf:
             check(energy, optimum, table=table)
         else:

@@ -22,7 +22,7 @@ from shardc.passes.choose import Work, shares, with_sending
 from shardc.passes.exact.prices import one_axis, prices
 from shardc.passes.exact.traffic import Traffic
 from shardc.rules.spec import Spec, Strategy
-from shardc.solver import Energy
+from shardc.solver import Energy, PairCosts
 
 Table = np.ndarray
 SHARED = 600  # labels of a value beyond which only single layouts are shared
@@ -57,7 +57,7 @@ class Builder:
 
     cost: Pricing
     unary: list[Table] = field(default_factory=list)
-    pairs: list[tuple[int, int, Table]] = field(default_factory=list)
+    pairs: list[tuple[int, int, Table | PairCosts]] = field(default_factory=list)
 
     def variable(self, costs: Table) -> int:
         self.unary.append(costs)
@@ -81,7 +81,7 @@ class Builder:
         here = self.variable(costs)
         for use, table in zip(uses, tables, strict=True):
             if use.variable is None:
-                self.unary[here] = self.unary[here] + table[:, 0]
+                self.unary[here] = self.unary[here] + table.column(0)
             else:
                 self.pairs.append((here, use.variable, table))
         self.pairs.append((maker, here, _makes(made, labels)))
@@ -89,17 +89,17 @@ class Builder:
 
 
 @lru_cache(maxsize=1 << 10)
-def _makes(made: tuple[Layout, ...], labels: tuple[Label, ...]) -> Table:
+def _makes(made: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
     """Forbids every label of a value that its maker does not make."""
     index = {layout: at for at, layout in enumerate(dict.fromkeys((*made, *(label.made for label in labels))))}
-    rows, columns = np.array([index[x] for x in made]), np.array([index[x.made] for x in labels])
-    return np.where(rows[:, None] == columns[None], 0.0, np.inf)
+    rows, columns = _at(made, index), _at([label.made for label in labels], index)
+    return PairCosts.by_class(np.where(np.eye(len(index), dtype=bool), 0.0, np.inf), rows, columns)
 
 
 @lru_cache(maxsize=1 << 10)
 def _value(
     made: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
-) -> tuple[tuple[Label, ...], Table, tuple[Table, ...]]:
+) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
     """Labels of a value, what each costs, and for each use what each label costs it."""
     layouts = tuple(dict.fromkeys(made))
     wanted = tuple(dict.fromkeys(layout for needs, _ in uses for layout in needs))
@@ -113,7 +113,12 @@ def _value(
         costs[at] = weight * full[at, found].sum()
         full[at, found] = 0.0
     labels = tuple(Label(layouts[r], tuple(wanted[s] for s in found)) for r, found in zip(rows, shared, strict=True))
-    return labels, costs, tuple(w * full[:, [column[x] for x in needs]] for needs, w in uses)
+    every = np.arange(len(labels))
+    return labels, costs, tuple(PairCosts.by_class(w * full, every, _at(needs, column)) for needs, w in uses)
+
+
+def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
+    return np.array([index[layout] for layout in layouts])
 
 
 def _shares(

@@ -1,0 +1,112 @@
+"""Costs of a pair of variables, kept once for all labels that cost the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class PairCosts:
+    """Costs of a pair of variables. Labels of one class cost the same with every label of the other variable.
+
+    An op has thousands of strategies, but what a reshard costs depends on the few hundred layouts that they make.
+    Neither array is ever changed in place.
+
+    Attributes:
+        costs: of each class of the first variable with each class of the second, float64.
+        rows: the class of each label of the first variable; every class has a label.
+        columns: the class of each label of the second variable; every class has a label.
+
+    >>> pair = PairCosts.of(np.array([[1.0, 2.0, 2.0], [1.0, 2.0, 2.0]]))
+    >>> pair.costs, pair[1, 2], pair.shape
+    (array([[1., 2.]]), 2.0, (2, 3))
+    """
+
+    costs: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @classmethod
+    def of(cls, table: np.ndarray) -> PairCosts:
+        """Return the costs of a whole table, with classes found by comparing rows and columns."""
+        rows, first = _classes(table)
+        columns, second = _classes(table[first].T)
+        return cls(table[np.ix_(first, second)], rows, columns)
+
+    @classmethod
+    def by_class(cls, costs: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> PairCosts:
+        """Return costs of given classes. Those without labels are left out."""
+        (used, small), (also, few) = (np.unique(classes, return_inverse=True) for classes in (rows, columns))
+        if costs.shape == (len(used), len(also)):
+            return cls(costs, rows, columns)
+        return cls(np.ascontiguousarray(costs[np.ix_(used, also)]), small, few)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many labels both variables have."""
+        return len(self.rows), len(self.columns)
+
+    @property
+    def size(self) -> int:
+        """How many costs are kept."""
+        return int(self.costs.size)
+
+    @property
+    def transposed(self) -> PairCosts:
+        """The same costs, the second variable first."""
+        return PairCosts(self.costs.T, self.columns, self.rows)
+
+    def __getitem__(self, labels: tuple[int, int]) -> float:
+        return float(self.costs[self.rows[labels[0]], self.columns[labels[1]]])
+
+    def row(self, label: int) -> np.ndarray:
+        """Return the costs of one label of the first variable with every label of the second."""
+        return self.costs[self.rows[label]][self.columns]
+
+    def column(self, label: int) -> np.ndarray:
+        """Return the costs of one label of the second variable with every label of the first."""
+        return self.costs[:, self.columns[label]][self.rows]
+
+    def dense(self) -> np.ndarray:
+        """Return the cost of every label with every label."""
+        return self.costs[np.ix_(self.rows, self.columns)]
+
+    def keep(self, rows: np.ndarray | None, columns: np.ndarray | None) -> PairCosts:
+        """Return the costs of some labels, given by their positions; of all for None."""
+        return PairCosts.by_class(
+            self.costs,
+            self.rows if rows is None else self.rows[rows],
+            self.columns if columns is None else self.columns[columns],
+        )
+
+    def sum_size(self, rows: np.ndarray, columns: np.ndarray) -> int:
+        """Return the size of the sum with costs of other classes."""
+        return int(np.unique(_joint(self.rows, rows)).size * np.unique(_joint(self.columns, columns)).size)
+
+    def __add__(self, other: PairCosts) -> PairCosts:
+        _, some, rows = np.unique(_joint(self.rows, other.rows), return_index=True, return_inverse=True)
+        _, also, columns = np.unique(_joint(self.columns, other.columns), return_index=True, return_inverse=True)
+        parts = (pair.costs[np.ix_(pair.rows[some], pair.columns[also])] for pair in (self, other))
+        return PairCosts(np.add(*parts), rows, columns)
+
+
+def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Return the least of the costs of each class's labels."""
+    out = np.full(int(classes.max()) + 1, np.inf)
+    np.minimum.at(out, classes, costs)
+    return out
+
+
+def _joint(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return a number for each label that only labels of the same two classes share."""
+    joint: np.ndarray = one * (int(other.max()) + 1) + other
+    return joint
+
+
+def _classes(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the class of each row, and the first row of each class."""
+    seen: dict[bytes, int] = {}
+    classes = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in np.ascontiguousarray(table)])
+    return classes, np.unique(classes, return_index=True)[1]
