@@ -13,6 +13,8 @@ from shardc.solver.pair import PairCosts, least_of_classes
 
 # Entries of tables that are worked on at once: what a core's cache holds.
 CHUNK = 1 << 15
+# Labels of a variable with more of them are not compared: message passing drops as many in less time.
+MANY = 1000
 # A label is compared with so many others, those that are no worse with so many choices of the neighbours' labels.
 TRIED, PROBES = 4, 8
 # So many labels are compared at once with all that are cheaper.
@@ -117,6 +119,8 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
     alike: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
     for i in sorted(variables):
         costs, tables = graph.unary[i], list(graph.near[i].values())
+        if len(costs) > MANY:
+            continue
         key = (costs.tobytes(), tuple(map(id, tables)))
         if key not in alike:
             better, worse = _dominations(costs, tables)
