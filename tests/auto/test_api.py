@@ -252,6 +252,7 @@ def test_ranks_take_one_plan() -> None:
     run_ranks(2, partial(train, "1GB"), cannot, differ, choose_exactly)
 
 
+@pytest.mark.slow
 def test_a_split_sequence_is_tried_where_there_is_attention() -> None:
     """With memory for it alone: one sequence has no batch to split, and whole activations do not fit."""
     with torch.device("meta"):

@@ -95,8 +95,8 @@ PARAMETERS = (3, 256, 32)
     ("size", "part"),
     [
         pytest.param(ACTIVATIONS, 0.8, id="some"),
-        pytest.param(ACTIVATIONS, 0.5, id="more"),
-        pytest.param(FOLDED, 0.8, id="folded", marks=pytest.mark.slow),
+        pytest.param(ACTIVATIONS, 0.5, id="more", marks=pytest.mark.slow),
+        pytest.param(FOLDED, 0.8, id="folded", marks=pytest.mark.long),
     ],
 )
 def test_as_much_is_computed_again_as_has_to_be(size: tuple[int, int, int], part: float) -> None:
@@ -111,7 +111,7 @@ def test_as_much_is_computed_again_as_has_to_be(size: tuple[int, int, int], part
     trains_alike(Net(*size[:2]), (torch.randn(64, size[1]),), {"dp": 2}, found.plan, steps=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_some_blocks_are_enough() -> None:
     """One fewer than the plan names would not fit."""
     most = find(*FOLDED, 1e9)
@@ -120,6 +120,7 @@ def test_some_blocks_are_enough() -> None:
     assert peak(*FOLDED, most.plan | shardc.recompute("layers.[0-1].wide")) > limit
 
 
+@pytest.mark.slow
 def test_parameters_lie_on_the_host_where_that_is_needed() -> None:
     most = find(*PARAMETERS, 1e9)
     found = find(*PARAMETERS, 0.3 * most.memory)
@@ -135,6 +136,7 @@ def test_on_the_host_itself_nothing_is_won_by_that() -> None:
     assert "offload" not in error.value.what and "recompute" in error.value.what
 
 
+@pytest.mark.slow
 def test_what_is_given_holds() -> None:
     """What a plan keeps on the device stays there; a region that it names does too."""
     given = shardc.offload("*.up.*", to="device") | shardc.recompute("layers.6") | shardc.fsdp("dp", level=3)
@@ -145,7 +147,7 @@ def test_what_is_given_holds() -> None:
     assert {name for name, p in placed.items() if p.host} and not any(p.host for n, p in placed.items() if ".up." in n)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_error_says_the_least_that_would_fit() -> None:
     with pytest.raises(shardc.ShardcError) as error:
         find(*ACTIVATIONS, 1e5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -195,3 +196,30 @@ def test_zero_times_infinity_is_not_added() -> None:
     sim(x)
     sim.backward(torch.ones(4, 5, dtype=torch.float64), None, None)
     assert sim.grad("trunk.weight").isfinite().all() and "steep" not in sim.grads
+
+
+class Scored(nn.Module):
+    """A loss beside what it is made of, as models of transformers return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scores = self.layer(x)
+        return {"loss": scores.square().mean(), "scores": scores}
+
+
+def test_a_simulation_takes_the_scalar_for_the_loss() -> None:
+    torch.manual_seed(0)
+    source, x = Scored().double(), torch.randn(4, 6, dtype=torch.float64)
+    source(x)["loss"].backward()
+    sim = shardc.Simulation(shardc.compile(copy.deepcopy(source), shardc.Mesh(dp=2), PLANS["fsdp3"], backend="eager"))
+    for given in ((), (torch.ones((), dtype=torch.float64), None)):
+        sim.grads.clear()
+        sim(x)
+        sim.backward(*given)
+        torch.testing.assert_close(sim.grad("layer.weight"), source.layer.weight.grad, rtol=1e-12, atol=1e-12)
+    sim(x)
+    with pytest.raises(shardc.ShardcError, match="2 outputs have gradients, but 1 were given"):
+        sim.backward(torch.ones((), dtype=torch.float64))

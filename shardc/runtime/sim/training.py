@@ -83,9 +83,10 @@ class Simulation:
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor | None) -> None:
-        """Adds gradients to `grads`, from the global gradients of the outputs (ones for a scalar).
+        """Adds gradients to `grads`, from the global gradients of the outputs.
 
-        Pass None for an output that the loss does not use.
+        Pass None for an output that the loss does not use. Without any, the scalar outputs are the loss; where there is
+        none, the sum of all elements of all outputs is.
         """
         if self._saved is None:
             raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
@@ -97,16 +98,21 @@ class Simulation:
                 )
         program, values = self._saved
         half = program.half(BACKWARD)
-        layouts = {role.index: role.layout for role in program.outputs if role.kind == "output"}
+        layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
         given = iter(tangents)
+        ports = [port for port in half.takes if port.role.kind == "tangent"]
+        if tangents and len(tangents) != len(ports):
+            raise InputError(
+                f"{len(ports)} outputs have gradients, but {len(tangents)} were given",
+                fix="pass one for each, None for an output that the loss does not use",
+            )
+        has_scalar = any(layouts[port.role.index].ndim == 0 for port in ports)
         shards: dict[int, PerRank | None] = {}
-        for port in half.takes:
-            if port.role.kind != "tangent":
-                continue
-            layout = layouts[index := port.role.index]
-            assert layout is not None
-            whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype))
-            shards[index] = None if whole is None else self.ranks.shard(whole, layout)
+        for port in ports:
+            layout = layouts[port.role.index]
+            is_loss = not tangents and (layout.ndim == 0 or not has_scalar)
+            whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype) if is_loss else None)
+            shards[port.role.index] = None if whole is None else self.ranks.shard(whole, layout)
         used = frozenset(index for index, x in shards.items() if x is not None)
         if len(used) < len(shards):
             half = program.half(used)
