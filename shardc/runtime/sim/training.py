@@ -101,7 +101,7 @@ class Simulation:
         layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
         given = iter(tangents)
         ports = [port for port in half.takes if port.role.kind == "tangent"]
-        if tangents and len(tangents) != len(ports):
+        if tangents and len(tangents) < len(ports):
             raise InputError(
                 f"{len(ports)} outputs have gradients, but {len(tangents)} were given",
                 fix="pass one for each, None for an output that the loss does not use",
