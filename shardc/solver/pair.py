@@ -12,7 +12,7 @@ class PairCosts:
     """Costs of a pair of variables. Labels of one class cost the same with every label of the other variable.
 
     An op has thousands of strategies, but what a reshard costs depends on the few hundred layouts that they make.
-    Neither array is ever changed in place.
+    No array is ever changed in place.
 
     Attributes:
         costs: of each class of the first variable with each class of the second, float64.

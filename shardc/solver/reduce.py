@@ -13,11 +13,11 @@ from shardc.solver.pair import PairCosts, least_of_classes
 
 # Entries of tables that are worked on at once: what a core's cache holds.
 CHUNK = 1 << 15
-# Labels of a variable with more of them are not compared: message passing drops as many in less time.
+# A variable with more labels is left alone: message passing drops as many of them in less time.
 MANY = 1000
-# A label is compared with so many others, those that are no worse with so many choices of the neighbours' labels.
+# How many others a label is compared with, and with how many choices of the neighbours' labels these are found.
 TRIED, PROBES = 4, 8
-# So many labels are compared at once with all that are cheaper.
+# Labels for which others to compare with are found at once.
 BLOCK = 256
 # Stands for inf where inf - inf would give nan.
 HUGE = 1e300
@@ -113,7 +113,7 @@ def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
     """Drop label x where a label y costs no more, whatever the neighbours' labels are (Goldstein 1994).
 
-    Of labels that cost the same everywhere the lowest one stays.
+    Of labels that cost the same everywhere the lowest one stays. Not all such labels are found (see `_candidates`).
     """
     masks = {}
     alike: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
@@ -144,7 +144,7 @@ def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray, np.ndarray]:
     """Return labels y and x, where y never costs more than x."""
     cheapest = [table.costs.argmin(axis=1) for table in tables]
-    found = [(np.empty(0, dtype=int), np.empty(0, dtype=int), np.empty(0))]
+    found = []
     for better, worse in _candidates(costs, tables, cheapest):
         excess = costs[better] - costs[worse]  # of y over x; not more than it is at worst
         for table, least in zip(tables, cheapest, strict=True):
@@ -173,10 +173,14 @@ def _excess(table: PairCosts, cheapest: np.ndarray, better: np.ndarray, worse: n
 def _candidates(
     costs: np.ndarray, tables: list[PairCosts], cheapest: list[np.ndarray]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield pairs of labels of which the first may be as good as the second: it is, with some labels of the neighbours.
+    """Yield pairs of labels y and x, where y may cost no more than x: with a few labels of the neighbours it does not.
 
-    In the table that forbids the most, the first must be allowed where the second is cheapest: only strategies that
-    make the same layout can take each other's place. For each label those come that are cheapest in sum.
+    Strategies can replace each other only if they make the same layout. So in the table that forbids the most, y must
+    be allowed with the neighbour's label that is cheapest with x. Of many such y, the cheapest in sum are tried.
+
+    Args:
+        tables: of the pairs with all neighbours, of which there is at least one.
+        cheapest: for each table and class of this variable's labels, the neighbour's class that is cheapest with it.
     """
     scores = []
     for probe in range(PROBES):
@@ -185,15 +189,14 @@ def _candidates(
     order = np.argsort(np.minimum(scores, HUGE).sum(axis=0), kind="stable")
     scores = [score[order] for score in scores]
     finite = [np.isfinite(table.costs) for table in tables]
-    least = min(range(len(tables)), key=lambda at: finite[at].mean(), default=None)
+    least = min(range(len(tables)), key=lambda at: finite[at].mean())
+    rows = tables[least].rows[order]
     for start in range(0, len(costs), BLOCK):
         part, before = slice(start, start + BLOCK), slice(start + BLOCK)
         mask = np.ones((len(costs[part]), len(costs[before])), dtype=bool)
         for score in scores:
             mask &= score[before] <= score[part, None]
-        if least is not None and not finite[least].all():
-            rows = tables[least].rows[order]
-            mask &= finite[least].T[cheapest[least][rows[part]]][:, rows[before]]
+        mask &= finite[least].T[cheapest[least][rows[part]]][:, rows[before]]
         mask[np.arange(len(mask)), np.arange(start, start + len(mask))] = False
         mask &= mask.cumsum(axis=1, dtype=np.int32) <= TRIED
         worse, better = np.nonzero(mask)

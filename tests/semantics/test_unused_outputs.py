@@ -201,13 +201,14 @@ def test_zero_times_infinity_is_not_added() -> None:
 class Scored(nn.Module):
     """A loss beside what it is made of, as models of transformers return them."""
 
-    def __init__(self) -> None:
+    def __init__(self, balance: bool = False) -> None:
         super().__init__()
-        self.layer = nn.Linear(6, 3)
+        self.layer, self.balance = nn.Linear(6, 3), balance
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         scores = self.layer(x)
-        return {"loss": scores.square().mean(), "scores": scores}
+        more = {"balance": scores.mean()} if self.balance else {}
+        return {"loss": scores.square().mean(), "scores": scores, **more}
 
 
 def test_a_simulation_takes_the_scalar_for_the_loss() -> None:
@@ -223,3 +224,12 @@ def test_a_simulation_takes_the_scalar_for_the_loss() -> None:
     sim(x)
     with pytest.raises(shardc.ShardcError, match="2 outputs have gradients, but 1 were given"):
         sim.backward(torch.ones((), dtype=torch.float64))
+
+
+def test_a_simulation_does_not_guess_which_scalar_is_the_loss() -> None:
+    """Models of experts return a loss that has the balance in it already, and the balance."""
+    sim = shardc.Simulation(shardc.compile(Scored(balance=True), shardc.Mesh(dp=2), PLANS["ddp"], backend="eager"))
+    sim(torch.randn(4, 6))
+    with pytest.raises(shardc.ShardcError, match="2 of the outputs are scalars"):
+        sim.backward()
+    assert not sim.grads

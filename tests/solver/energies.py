@@ -53,15 +53,22 @@ def least(energy: Energy) -> float:
     return min(evaluate(energy, labels) for labels in labellings)
 
 
-def grid(rows: int, columns: int, labels: int, seed: int, strength: float = 1.0) -> Energy:
-    """Return a grid of random costs: frustrated, so that the linear relaxation is not integral."""
+def grid(rows: int, columns: int, labels: int, seed: int, strength: float = 1.0, classes: int = 0) -> Energy:
+    """Return a grid of random costs: frustrated, so that the linear relaxation is not integral.
+
+    Args:
+        classes: how many labels differ in what they cost with a neighbour's; all if not given.
+    """
     rng = np.random.default_rng(seed)
     at = {(r, c): r * columns + c for r in range(rows) for c in range(columns)}
     pairs = []
     for (r, c), i in at.items():
         for neighbour in ((r + 1, c), (r, c + 1)):
             if neighbour in at:
-                pairs.append((i, at[neighbour], strength * rng.normal(size=(labels, labels))))
+                few = classes or labels
+                of_labels = rng.integers(0, few, (2, labels)) if classes else np.tile(np.arange(labels), (2, 1))
+                costs = strength * rng.normal(size=(few, few))
+                pairs.append((i, at[neighbour], costs[np.ix_(*of_labels)]))
     return Energy(tuple(rng.normal(size=labels) for _ in at), tuple(pairs))
 
 

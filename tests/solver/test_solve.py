@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardc.errors import VerifyError
-from shardc.solver import Energy, Infeasible, PairCosts, Solution, evaluate, solve
+from shardc.solver import Energy, Infeasible, PairCosts, Solution, evaluate, messages, reduce, solve
 from tests.solver.energies import alike, dense, grid, least, small
 from tests.solver.training import Training
 
@@ -50,6 +50,26 @@ def test_labels_of_one_class_cost_what_a_whole_table_says(table: int) -> None:
         else:
             with pytest.raises(Infeasible):
                 solve(energy, table=table)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_between_classes_are_those_between_labels(seed: int) -> None:
+    """Elimination goes through whole tables, message passing and what it drops through classes."""
+    energy = grid(6, 6, 12, seed, classes=6)
+    check(energy, solve(energy).value, table=100)
+
+
+def test_large_tables_are_gone_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With pieces so small that small energies have several of each."""
+    for name, size in (("CHUNK", 4), ("BLOCK", 2), ("TRIED", 1), ("PROBES", 2), ("MANY", 7)):
+        monkeypatch.setattr(reduce, name, size)
+    monkeypatch.setattr(messages, "CHUNK", 4)
+    for make in (alike, small):
+        for seed in range(60):
+            energy = make(seed)
+            optimum = least(energy)
+            if optimum < math.inf:
+                check(energy, optimum, table=1)
 
 
 def test_a_chain_is_solved_by_simple_rules() -> None:

@@ -83,10 +83,16 @@ class Simulation:
         return pytree.tree_unflatten(out, program.output_spec)
 
     def backward(self, *tangents: Tensor | None) -> None:
-        """Adds gradients to `grads`, from the global gradients of the outputs.
+        """Adds the gradients of a loss to `grads`.
 
-        Pass None for an output that the loss does not use. Without any, the scalar outputs are the loss; where there is
-        none, the sum of all elements of all outputs is.
+        Args:
+            tangents: the loss's global gradient of each output that has one; None for an output that it does not use.
+                If there are none, the loss is the one scalar output. If no output is a scalar, it is the sum of all
+                elements of all outputs.
+
+        Raises:
+            InputError: no forward was run, several outputs are scalars and no gradients are given, or fewer gradients
+                than outputs are.
         """
         if self._saved is None:
             raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
@@ -106,12 +112,17 @@ class Simulation:
                 f"{len(ports)} outputs have gradients, but {len(tangents)} were given",
                 fix="pass one for each, None for an output that the loss does not use",
             )
-        has_scalar = any(layouts[port.role.index].ndim == 0 for port in ports)
+        scalars = [port.role.index for port in ports if layouts[port.role.index].ndim == 0]
+        if not tangents and len(scalars) > 1:
+            raise InputError(
+                f"{len(scalars)} of the outputs are scalars, and any of them may be the loss",
+                fix="pass a gradient for each output that has one: torch.tensor(1.0) for the loss, None for the others",
+            )
         shards: dict[int, PerRank | None] = {}
         for port in ports:
             layout = layouts[port.role.index]
-            is_loss = not tangents and (layout.ndim == 0 or not has_scalar)
-            whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype) if is_loss else None)
+            is_used = not tangents and (layout.ndim == 0 or not scalars)
+            whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype) if is_used else None)
             shards[port.role.index] = None if whole is None else self.ranks.shard(whole, layout)
         used = frozenset(index for index, x in shards.items() if x is not None)
         if len(used) < len(shards):
