@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-ci test-long lint types format docs gpu
+.PHONY: demo test test-long lint types format docs gpu
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_decoder.py --plan fsdp --nproc 2
@@ -14,11 +14,8 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not slow"
 
-test-ci: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS)
-
 test-long: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) -m long
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or long"
 	$(BIN)/python -m pytest -n $(WORKERS) -m hypothesis --hypothesis-profile=long
 
 lint: $(INSTALLED)

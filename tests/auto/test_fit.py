@@ -94,7 +94,7 @@ PARAMETERS = (3, 256, 32)
 @pytest.mark.parametrize(
     ("size", "part"),
     [
-        pytest.param(ACTIVATIONS, 0.8, id="some"),
+        pytest.param(ACTIVATIONS, 0.8, id="some", marks=pytest.mark.slow),
         pytest.param(ACTIVATIONS, 0.5, id="more", marks=pytest.mark.slow),
         pytest.param(FOLDED, 0.8, id="folded", marks=pytest.mark.long),
     ],
@@ -130,6 +130,7 @@ def test_parameters_lie_on_the_host_where_that_is_needed() -> None:
     trains_alike(Net(*PARAMETERS[:2]), (torch.randn(8, 256),), {"dp": 2}, found.plan, steps=2)
 
 
+@pytest.mark.slow
 def test_on_the_host_itself_nothing_is_won_by_that() -> None:
     with pytest.raises(shardc.ShardcError) as error:
         find(3, 64, 512, 1e5, None, "cpu")
@@ -159,6 +160,7 @@ def test_the_error_says_the_least_that_would_fit() -> None:
         find(*ACTIVATIONS, 0.99 * least)
 
 
+@pytest.mark.slow
 def test_some_parameters_are_gathered_again() -> None:
     """Between levels 2 and 3: as many as has to be, those that forward uses first."""
     sizes, tried = (6, 256, 32), {}

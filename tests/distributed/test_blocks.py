@@ -8,6 +8,7 @@ import tempfile
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -171,6 +172,7 @@ def each_graph_is_compiled_by_one_rank() -> None:
     assert sum(of_all) == len(distinct) and all(of_all), (of_all, len(distinct))
 
 
+@pytest.mark.slow
 def test_on_two_ranks() -> None:
     run_ranks(
         2, steps_are_those_of_the_whole, gradients_are_those_of_one_device, parameters_are_watched_in_all_blocks,

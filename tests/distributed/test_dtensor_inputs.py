@@ -66,6 +66,7 @@ def resharded(dims: int, spec: str | None, loss: Any, rows: int = 8) -> None:
             close(module.get_parameter(name).grad.full_tensor(), param.grad, f"{name} {placements}")
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     specs = ("@dp, _", "_, @dp", "_, _", None)
     run_ranks(2, *(partial(resharded, 1, spec, square, rows) for spec in specs for rows in (8, 5)))

@@ -170,6 +170,7 @@ def without_drop(model: Any) -> None:
     model.drop = nn.Identity()
 
 
+@pytest.mark.slow
 def test_what_changed_is_compiled(tmp_path: Path) -> None:
     written(tmp_path)
     first = partial(start, tmp_path, False)

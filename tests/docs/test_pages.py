@@ -95,11 +95,8 @@ def test_torch_and_shardc_agree_on_two_ranks() -> None:
     run_ranks(2, both_sides)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=[pytest.mark.slow] if page.stem == "looking" else []) for page in PAGES],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_commands_run(page: Path) -> None:
     for kind, body in BLOCK.findall(page.read_text()):
         for line in body.splitlines() if kind == "sh" else []:

@@ -50,11 +50,13 @@ def test_levels(level: int) -> None:
     trains_alike(partial(build, "olmoe"), batch(), {"dp": 2, "ep": 2}, shardc.fsdp(("dp", "ep"), level=level) | EP)
 
 
+@pytest.mark.slow
 def test_layers_that_are_folded() -> None:
     sim = trains_alike(deep, batch(), {"ep": 2}, shardc.fsdp("ep") | EP, options=shardc.Options(fold=True))
     assert sim.state.program_for((), batch()).folded is not None
 
 
+@pytest.mark.slow
 def test_exactly_chosen() -> None:
     options = shardc.Options(chooser="exact")
     trains_alike(partial(build, "mixtral"), batch(), {"dp": 2, "ep": 2}, shardc.fsdp("dp") | EP, options=options)

@@ -90,7 +90,7 @@ def test_one_token() -> None:
     trains_alike(partial(build, "own"), given, {"ep": 2}, shardc.ep("ep", "experts") | shardc.Plan(inputs="_, _"))
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3-moe", marks=pytest.mark.slow), "gpt-oss"])
 def test_plans_that_models_carry(name: str) -> None:
     """With the model's own tensor parallelism, which splits an expert's inner features where it can."""
     both = shardc.Plan.from_hf(build(name), "tp", ep="ep")
@@ -100,6 +100,7 @@ def test_plans_that_models_carry(name: str) -> None:
     assert local and all(f"[48,{inner}]" in line for line in local)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS[:2])
 def test_inner_features_with_gates_between_them_and_a_bias_behind(way: dict[str, object]) -> None:
     split = {"gate_up_proj": "_@ep, _, _@tp", "gate_up_proj_bias": "_@ep, _@tp", "down_proj": "_@ep, _@tp, _"}

@@ -174,6 +174,7 @@ assert abs(loss - build("own")(**batch())["loss"]) < 1e-9
 """
 
 
+@pytest.mark.slow
 def test_saved_programs_bring_their_experts(tmp_path: Path) -> None:
     for script in (SAVES, LOADS):
         text = script.format(folder=str(tmp_path / "program"))

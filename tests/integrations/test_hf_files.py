@@ -143,6 +143,7 @@ def one_rank_alone_saves() -> None:
             module(torch.zeros(2, 4, dtype=torch.int64), use_cache=False)
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_on_two_ranks() -> None:
     checks = [partial(saves, name, "fsdp", "50GB") for name in MODELS]
     checks += [partial(saves, "llama", "tp", 4000), partial(saves, "llama", "fused", 4000)]

@@ -121,6 +121,7 @@ def one_rank_has_padding() -> None:
     assert torch.equal(module.generate(**mine, **asked), expected.chunk(2)[dist.get_rank()])
 
 
+@pytest.mark.slow
 def test_each_rank_generates_for_its_rows() -> None:
     run_ranks(2, partial(generates, "fsdp", False))
 

@@ -147,6 +147,7 @@ ACCUMULATED = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 2}
 
 
+@pytest.mark.slow
 def test_two_ranks_log_what_one_process_logs() -> None:
     cases = [
         ("llama", "fsdp", ACCUMULATED),
@@ -184,6 +185,7 @@ def resumes(folder: str, plan: str, expected: list[tuple[float, ...]]) -> None:
     forget()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_resumes_on_another_plan(tmp_path: Path) -> None:
     """And the folder is one that the library loads."""
     expected = one_process("llama", SAVED)

@@ -52,7 +52,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12 if x.dtype == torch.float64 else 1e-6)
 
 
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(x, marks=pytest.mark.slow) for x in MODELS if x != "llama")])
 def test_one_call_takes_the_cache_that_another_gives(name: str) -> None:
     model = build(name)
     plan = shardc.fsdp("dp", level=3)

@@ -128,6 +128,7 @@ def test_a_budget_leaves_it_alone() -> None:
     assert {name for name, level in part.levels.items() if level == 2} == {"mid.weight", "mid.bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_folded_and_predicted(checkpoint: bool) -> None:
     """Alike blocks repeat, and the joint graph predicts the gathers of the halves."""

@@ -153,6 +153,7 @@ def test_a_formula_that_is_wrong_is_refused(costs: Costs) -> None:
 # --- the command
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     target = ["examples/models/mlp.py:example", "--mesh", "dp=2", "--plan", 'ddp("dp")']
     assert main(["cost", *target, "--against", "dp=4"]) == 0

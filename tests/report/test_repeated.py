@@ -117,6 +117,7 @@ def test_a_plan_that_was_found_is_not_doubted() -> None:
     assert not [text for text in said(model, Mesh(tp=2), shardc.auto(inputs=x) | given, x) if "operations" in text]
 
 
+@pytest.mark.slow
 def test_folded_blocks_count_for_all() -> None:
     config = llama.LlamaConfig(512, 256, 12, heads=4, kv_heads=4, hidden=1024)
     model, args = llama.build(config, "meta", size=8, length=128)
