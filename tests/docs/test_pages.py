@@ -60,7 +60,11 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert not left, "the page leaves a process group behind"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.slow] if page.stem == "auto" else []) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_python_blocks_run_and_print_what_is_shown(page: Path, alone: None) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     text, printed = page.read_text(), ""

@@ -46,7 +46,7 @@ def collectives(program: shardc.Program) -> int:
     return len(re.findall(r"= _c10d_functional.(all|reduce)_", program.text("decompose")))
 
 
-@pytest.mark.parametrize("pieces", [2, 4])
+@pytest.mark.parametrize("pieces", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
 def test_in_pieces_it_is_the_same(mesh: dict[str, int], sequence: bool, pieces: int) -> None:
@@ -77,6 +77,7 @@ def test_lengths_that_do_not_divide() -> None:
     assert relative(made, llama.loss(alone(given[0]), given[1]).detach()) < 1e-9
 
 
+@pytest.mark.slow
 def test_one_program_of_many_lengths() -> None:
     alone = model().double()
     options = shardc.Options(decompose=2, strict=True)
@@ -171,6 +172,7 @@ def trains(backend: str, pieces: int) -> None:
         assert relative(mine.grad.full_tensor(), theirs.grad, 1e-3) < 1e-4, name
 
 
+@pytest.mark.slow
 def test_on_ranks() -> None:
     run_ranks(2, partial(trains, "eager", 2), partial(trains, "inductor", 4))
 

@@ -46,6 +46,7 @@ def test_bytes_are_those_of_the_page(method: str, ranks: int) -> None:
     assert sent(lowered(method, ranks), method) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", KINDS)
 def test_what_is_kept_for_backward_falls_with_the_ranks(method: str) -> None:
     """Beside tables of positions, which are small, and what attention gives, which is kept twice by heads."""

@@ -16,6 +16,7 @@ from tests.models.zoo import in_float64
 from tests.sequence.models import batch, build
 
 METHODS = ("gather", "ring", "heads", "auto")
+CAUSAL = (True, pytest.param(False, marks=pytest.mark.slow))
 MESHES: tuple[dict[str, int], ...] = ({"cp": 2}, {"cp": 4}, {"dp": 2, "cp": 2})
 
 
@@ -26,13 +27,13 @@ def plan(mesh: dict[str, int], method: str, **options: Any) -> shardc.Plan:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", CAUSAL)
 def test_one_of_ones_own(mesh: dict[str, int], method: str, causal: bool) -> None:
     trains_alike(partial(build, "own", causal=causal), batch(), mesh, plan(mesh, method))
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", CAUSAL)
 def test_lengths_that_do_not_divide(method: str, causal: bool) -> None:
     mesh = {"cp": 4}
     trains_alike(partial(build, "own", causal=causal), batch(3, 10), mesh, plan(mesh, method))
@@ -104,7 +105,7 @@ def test_with_dropout(method: str) -> None:
         assert abs(several(**batch())["loss"] - expected) < 1e-9
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in METHODS if x != "ring")])
 def test_one_program_for_many_lengths(method: str) -> None:
     with in_float64():
         model = build("own")
