@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
 
         def came(trial: Trial) -> None:
             bar.update()
-            bar.write("  ".join(filter(None, trial.row())), file=sys.stderr)
+            bar.write(str(trial), file=sys.stderr)
 
         found = shardc.find_plan(
             model.model, mesh or options.ranks, *model.args, loss=loss, memory=options.memory, plan=given,

@@ -57,7 +57,14 @@ class Trial:
         """Whether a solution is written as this plan; else it is a form of the library's, or what was given alone."""
         return self.tried.origin == "found"
 
-    def row(self, width: int = WIDTH) -> tuple[str, ...]:
+    def __str__(self) -> str:
+        said, too_large = self.schedule, "" if self.fits else " (does not fit)"
+        return (
+            f"{self.mesh}: {milliseconds(said.seconds)} ms a step, {milliseconds(said.exposed)} ms exposed, "
+            f"{gigabytes(self.memory)} GB a rank{too_large}: {shorten(str(self.plan), WIDTH)}"
+        )
+
+    def row(self) -> tuple[str, ...]:
         """It as a row under `HEAD`."""
         said, tried = self.schedule, self.tried
         problem = (
@@ -66,7 +73,7 @@ class Trial:
             else ("", "", "", "")
         )
         return (
-            str(self.mesh), shorten(str(self.plan), width), milliseconds(said.seconds), milliseconds(said.exposed),
+            str(self.mesh), shorten(str(self.plan), WIDTH), milliseconds(said.seconds), milliseconds(said.exposed),
             gigabytes(self.memory), "yes" if self.fits else "no", *problem,
         )  # fmt: skip
 

@@ -57,8 +57,11 @@ def test_the_plan_that_it_prints_is_the_one_that_it_writes(
     assert plan.describe() in printed.out
     assert any(line.startswith("best form") for line in lines)
     assert any(line.startswith("problem: ") and "gap" in line for line in lines)
-    count = int(lines[0].split()[0])
-    assert len(printed.err.splitlines()) == count  # a line for each plan, as they came
+    came = printed.err.splitlines()
+    assert len(came) == int(lines[0].split()[0])  # a line for each plan, as they came
+    step = best.partition(mesh)[2].split()[0]
+    assert any(line.startswith(f"{mesh}: {step} ms a step, ") for line in came)
+    assert all(" ms exposed, " in line and " GB a rank" in line for line in came)
 
     again = shlex.split(lines[-2])
     assert again[:3] == ["python", "-m", "shardc"] and main(again[3:]) == 0
