@@ -37,6 +37,7 @@ PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # of a byte, tried in order until 
 HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3  # in which what a schedule leaves exposed prices the next
 KEPT = 3  # plans of a round that are scheduled
+MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
 
 
 @dataclass(frozen=True)
@@ -181,10 +182,15 @@ class Search:
     # --- candidates
 
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
-        """The best solutions by value, of those that fit at each price of a byte."""
+        """The best solutions by value, of those that fit at each price of a byte.
+
+        None if no solution costs less than what fits already: bytes that count more make none cheaper.
+        """
         for price in PRICES:
             made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price))]
             made.sort(key=lambda c: c.value)
+            if price == LEAST and made and made[0].value > MARGIN * self.limit():
+                return
             yield from made[:KEPT]
             if any(self._fits(t) for t in self.tried.values() if t.origin == "found"):
                 return

@@ -9,7 +9,6 @@ from math import inf, prod
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import Weights
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.search.alternatives import alternatives, table
@@ -18,7 +17,6 @@ from shardc.search.opened import Opened
 from shardc.search.result import Found, Trial
 
 NAMES = ("rep", "dp", "tp")  # of axes, from across the nodes to within them
-MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
 Report = Callable[[Trial], None]
 
 
@@ -76,13 +74,6 @@ class Bounded(Search):
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
         yield from [("given", self.hand)] if self.hand else super()._forms()
-
-    def _candidates(self, weights: Weights) -> Iterator[Candidate]:
-        for at, candidate in enumerate(super()._candidates(weights)):
-            # The first is the cheapest; later ones may pay for memory too.
-            if at == 0 and candidate.value > MARGIN * self.most:
-                return
-            yield candidate
 
     def limit(self) -> float:
         return min(self.most, super().limit())
