@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 import shardc
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
+from shardc.search import fastest
 from shardc.search.meshes import meshes_of
 from shardc.search.result import Found, Trial
 from tests.ranks import device_mesh, run_ranks
@@ -48,6 +49,14 @@ def test_the_table_has_a_row_for_each_plan(found: Found) -> None:
     head, *rows = found.table().splitlines()
     assert head.split()[:2] == ["mesh", "plan"] and len(rows) == len(found.trials)
     assert str(found).startswith(f"{found.plan}\non dp=2 tp=2: ")
+
+
+def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every schedule hid all that a sum counts: then nothing but the library's forms is left."""
+    monkeypatch.setattr(fastest, "MARGIN", 0.0)
+    found = shardc.find_plan(build(512), Mesh(dp=2, tp=2), LARGE, memory="1GB")
+    assert found.trials and not any(trial.found for trial in found.trials)
+    assert found.best is found.form and found.next_best is None and str(found).startswith(f"{found.plan}\n")
 
 
 def test_each_parameter_has_a_next_best_place(found: Found) -> None:
