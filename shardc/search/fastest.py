@@ -184,7 +184,7 @@ class Search:
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
         """The best solutions by value, of those that fit at each price of a byte.
 
-        None if no solution costs less than what fits already: bytes that count more make none cheaper.
+        None if the cheapest takes longer than a plan that fits: at higher prices solutions only take longer.
         """
         for price in PRICES:
             made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price))]

@@ -86,13 +86,13 @@ class Simulation:
         """Adds the gradients of a loss to `grads`.
 
         Args:
-            tangents: the loss's global gradient of each output that has one; None for an output that it does not use.
-                If there are none, the loss is the one scalar output. If no output is a scalar, it is the sum of all
-                elements of all outputs.
+            tangents: gradients of the loss, at global shapes, one for each output that needs one; None for an output
+                that the loss does not use. Without any, the loss is the one scalar output. If no output is a scalar,
+                it is the sum of all elements of all outputs.
 
         Raises:
-            InputError: no forward was run, several outputs are scalars and no gradients are given, or fewer gradients
-                than outputs are.
+            InputError: there was no forward, or the number of gradients is wrong, or none are given and several
+                outputs are scalars.
         """
         if self._saved is None:
             raise InputError("there is no forward to go backward from", fix="call the simulation with grad=True first")
