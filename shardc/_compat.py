@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -62,6 +65,26 @@ def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessG
         )
     options: dict[str, Any] = {"sort_ranks": ordered} if keeps_order else {}
     return dist.new_group(list(ranks), use_local_synchronization=members_only, **options)
+
+
+@contextmanager
+def dynamo_captures() -> Iterator[None]:
+    """A block in which Dynamo's captures may call Python's builtins and have functions in their settings (2.13).
+
+    Before, its bytecode has to be given each builtin, and it cannot write such settings among its metrics.
+    """
+    from torch._dynamo import convert_frame, utils
+
+    names_in = convert_frame.GraphCaptureOutput._get_external_refs
+
+    def needed(bytecode: CodeType) -> set[str]:
+        return {name for name in names_in(bytecode) if not hasattr(builtins, name)}
+
+    with (
+        patch.object(convert_frame.GraphCaptureOutput, "_get_external_refs", staticmethod(needed)),
+        patch.object(utils, "_get_dynamo_config_for_logging", lambda: None),
+    ):
+        yield
 
 
 def traced_code(capture: Any) -> list[CodeType]:

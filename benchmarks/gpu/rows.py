@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -88,6 +89,7 @@ def tried(path: Path | None, section: str, case: str, seconds: int, run: Run) ->
     except TimeoutError as error:
         found = Row(section, case, "stopped", note=one_line(error))
     except Exception as error:
+        traceback.print_exc()  # for the log
         found = Row(section, case, "failed", note=one_line(error))
     row = Row(**{**asdict(found), "seconds": round(time.monotonic() - began, 1)})
     if path is not None:

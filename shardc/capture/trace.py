@@ -24,6 +24,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardc._compat import dynamo_captures
 from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
@@ -198,6 +199,7 @@ def trace(
         stack.enter_context(dtypes.cast(model))  # before what a plan names: its layout is that of the cast tensor
         stack.enter_context(tagged(root, tags))
         stack.enter_context(torch._dynamo.config.patch(_settings()))
+        stack.enter_context(dynamo_captures())
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
         stack.enter_context(experts.in_their_place(sorted_experts.other_forms(root)))

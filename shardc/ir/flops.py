@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Size
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from shardc.ir import attention, experts, recurrent
 from shardc.ir.bodies import body_of
@@ -26,12 +26,21 @@ def _steps(gates: Size, weight: Size) -> int:
     return 2 * prod(gates[:2]) * prod(weight)
 
 
-# What torch's counter knows nothing of.
+def _attention(q: Size, k: Size, v: Size, *_: Any) -> int:
+    """Scores and their weighted sums, [batch, heads, length, width]; k and v may have fewer heads than q."""
+    return 2 * prod(q[:3]) * k[2] * (q[3] + v[3])
+
+
+def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: Any) -> int:
+    """The scores again, then the gradients of all three and of the weights."""
+    return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
+
+
+_KERNELS = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+# What torch's counter knows nothing of, or not with fewer heads of keys than of queries (torch 2.11).
 _OTHERS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu.default: lambda q, k, v, *_: sdpa_flop_count(q, k, v),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: lambda grad, q, k, v, *_: (
-        sdpa_backward_flop_count(grad, q, k, v)
-    ),
+    **{getattr(aten, f"_scaled_dot_product_{name}").default: _attention for name in _KERNELS},
+    **{getattr(aten, f"_scaled_dot_product_{name}_backward").default: _attention_gradient for name in _KERNELS},
     recurrent.STEPS: lambda gates, state, weight, *_: _steps(gates, weight),
     recurrent.STEPS_BACKWARD: lambda grad, state, weight, *_: _steps(grad, weight),
     experts.CALL: lambda x, index, weight, params, body, *_: prod(index) * body_of(body).flops[0],
@@ -40,8 +49,8 @@ _OTHERS: dict[Any, Callable[..., int]] = {
     experts.RUN_GRADIENT: lambda grad, x, take, scale, ends, params, saved, expected, body: (
         expected * body_of(body).flops[1]
     ),
-    attention.CALL: lambda q, k, v, *_: sdpa_flop_count(q, k, v),
-    attention.GRADIENT: lambda grad, q, k, v, *_: sdpa_backward_flop_count(grad, q, k, v),
+    attention.CALL: _attention,
+    attention.GRADIENT: _attention_gradient,
     aten._int_mm.default: lambda a, b: 2 * prod(a) * b[1],
 }
 
