@@ -1,4 +1,4 @@
-"""Worlds of one rank and of several on one device: NCCL where each rank has a device of its own, else gloo."""
+"""Worlds of one rank and of several on one device: NCCL where each rank has a device of its own, else over the host."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.gpu import staged
+
 PATIENCE = timedelta(seconds=60)
 
 
 def backend_of(device: str, ranks: int) -> str:
-    """The backend of a world of ``ranks``. Two ranks on one GPU cannot use NCCL, so gloo carries their tensors."""
+    """The backend of a world of ``ranks``. Two ranks on one GPU cannot use NCCL: copies on the host go over gloo."""
     if device == "cpu":
         return "gloo"
-    # Named for each kind of device: under "gloo" alone a DeviceMesh of torch 2.11 makes groups of NCCL.
-    return "nccl" if torch.cuda.device_count() >= ranks else "cpu:gloo,cuda:gloo"
+    return "nccl" if torch.cuda.device_count() >= ranks else staged.NAME
 
 
 def device_of(device: str, rank: int) -> torch.device:

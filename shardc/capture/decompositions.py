@@ -143,6 +143,18 @@ def _pad_dim(x: Tensor, dim: int, before: int, after: int) -> Tensor:
     return aten.constant_pad_nd.default(x, [*[0, 0] * (x.ndim - dim - 1), before, after], 0)
 
 
+def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
+    """What is cut off as slices; torch's kernel takes sizes that are symbols only where it adds."""
+    if all(width >= 0 for width in pad):
+        return NotImplemented
+    for at, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        dim = x.ndim - 1 - at
+        if before < 0 or after < 0:
+            x = aten.slice.Tensor(x, dim, max(-before, 0), x.shape[dim] - max(-after, 0))
+    added = [max(width, 0) for width in pad]
+    return aten.constant_pad_nd.default(x, added, value) if any(added) else aten.clone.default(x)
+
+
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """One value written where a mask holds is a choice; how many places there are need not be known."""
     given = [(at, index) for at, index in enumerate(indices) if index is not None]
@@ -215,6 +227,7 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten.select_backward.default: _select_backward,
     aten.full_like.default: _full_like,
     aten.index_put.default: _index_put,
+    aten.constant_pad_nd.default: _constant_pad_nd,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._efficientzerotensor.default: _zeros,
 }

@@ -30,6 +30,8 @@ _NOT_READS = {
 _HELD = re.compile(r"\._(parameters|buffers|modules|\w*hooks\w*)$")
 # Modules that trace, register and convert; what they hold grows with every import, and no model is computed from it.
 _MACHINERY = re.compile(r"module\('(shardc|torch\._\w+|torch(\.\w+)*\._pytree)\b")
+# Of a module: what torch calls in place of its forward. It computes the same, and a compiled module puts it there.
+_COMPILED_CALL = "_compiled_call_impl"
 _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 
@@ -70,7 +72,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
             continue
         what, key = _WHAT.get(kind, "value"), given.get("attr", given.get("key"))
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
-        if read.what != "value" and _HELD.search(text):
+        if read.key == _COMPILED_CALL or (read.what != "value" and _HELD.search(text)):
             continue
         path = parse(text)
         try:

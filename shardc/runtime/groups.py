@@ -31,6 +31,16 @@ from shardc.runtime.wire.listen import interrupt
 Axes = tuple[str, ...]
 
 
+def _check_carries(mesh: Mesh, kind: str) -> None:
+    """Refuses gloo for an accelerator: it raises at some collectives there, and ends the process at others."""
+    config = str(dist.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
+    if mesh.ranks > 1 and kind != "cpu" and f"{kind}:gloo" in config.split(","):
+        raise MeshError(
+            f"the mesh {mesh} is of {kind} devices, but gloo, which is their backend here, does not carry their tensors",
+            fix='call dist.init_process_group("nccl"), with a device for each rank, or make a mesh of "cpu"',
+        )
+
+
 class Groups:
     """This rank's process groups of one DeviceMesh; made by `Groups.of`, shared by all programs on that mesh.
 
@@ -61,6 +71,7 @@ class Groups:
                 f"rank {dist.get_rank()} is not on the mesh {self.mesh} of ranks {self._global}",
                 fix="compile on the ranks of the mesh only",
             )
+        _check_carries(self.mesh, device_mesh.device_type)
         self.rank = self._global.index(dist.get_rank())
         self.agreement = Agreement(self.prefix, dist.get_rank(), self._global, self._interrupt)
 

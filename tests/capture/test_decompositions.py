@@ -78,6 +78,8 @@ CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
     (aten.full_like.default, (x, 2), {"dtype": torch.int64}),
     (aten.index_put.default, (x, [None, torch.rand(5) > 0.5], draw()), {}),
     (aten.index_put.default, (x, [torch.rand(4, 5) > 0.5], draw(1)), {}),
+    (aten.constant_pad_nd.default, (x, [0, -4]), {}),
+    (aten.constant_pad_nd.default, (x, [-1, 2, 0, -1], 3.0), {}),
     (aten._weight_norm_interface_backward.default, weight_norm_backward(0), {}),
     (aten._weight_norm_interface_backward.default, weight_norm_backward(2), {}),
     (aten._efficientzerotensor.default, ([2, 3],), {"dtype": torch.float64}),
@@ -102,5 +104,6 @@ def test_what_needs_no_decomposition_is_left_alone() -> None:
     x, weight, _, *geometry = convolution(bias=False)
     assert OWN[aten.convolution.default](x, weight, None, *geometry) is NotImplemented
     assert OWN[aten.index_put.default](x, [torch.tensor([0])], draw(), False) is NotImplemented
+    assert OWN[aten.constant_pad_nd.default](draw(4), [1, 0]) is NotImplemented
     untested = set(OWN) - {op for op, _, _ in CASES}
     assert untested == set()

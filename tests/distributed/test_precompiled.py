@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
+from examples.models import llama
 from tests.precompiled.steps import digest
 from tests.ranks import run_ranks
 
@@ -80,6 +81,33 @@ def fresh_where_nothing_was_saved_for_it(folder: Path) -> None:
     x, y = examples()
     module(*module.shard_inputs(torch.cat([x, x]), torch.cat([y, y]))).backward()
     assert counters["stats"]
+
+
+def finds_again(folder: Path) -> None:
+    """Under a precision, a capture looks how each block is called, which a compiled module's blocks guard."""
+
+    def made(**options: Any) -> Any:
+        plan = shardc.fsdp("dp") | shardc.precision(param=torch.bfloat16, reduce=torch.float32)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        source = llama.Llama(llama.LlamaConfig())
+        return shardc.compile(source, mesh, plan, loss=llama.loss, backend="eager", **options)
+
+    whole = llama.batch(llama.LlamaConfig())
+    module = made()
+    module(*module.shard_inputs(*whole)).backward()
+    counters.clear()
+    program = module.lower(*whole)
+    assert not counters["stats"], "the program of the call was not found again"
+    if dist.get_rank() == 0:
+        program.save(folder / "low")
+    dist.barrier()
+    served = made(precompiled=folder / "low")
+    served(*served.shard_inputs(*whole)).backward()
+    assert not counters["stats"], "the saved program was not used"
+
+
+def test_a_program_under_a_precision_is_found_again(tmp_path: Path) -> None:
+    run_ranks(2, partial(finds_again, tmp_path))
 
 
 def test_two_ranks(tmp_path: Path) -> None:

@@ -20,12 +20,15 @@ SIZE = 1 << 24
 
 
 def busy() -> None:
-    """Work that keeps the compute stream for some milliseconds."""
-    torch.cuda._sleep(50_000_000)
+    """Work that keeps the compute stream for a tenth of a second and more."""
+    torch.cuda._sleep(300_000_000)
 
 
 def test_to_device_waits_on_the_stream_and_not_on_the_host() -> None:
     there = torch.arange(SIZE, dtype=torch.float32).pin_memory()
+    for _ in range(2):  # a kernel is loaded when it is first launched, for which the host waits
+        WAIT(torch.ops.shardc.to_device(there, "cuda")) * 2
+    torch.cuda.synchronize()
     busy()
     started = torch.ops.shardc.to_device(there, "cuda")
     came = WAIT(started)

@@ -88,6 +88,14 @@ def check_inductor() -> None:
     assert torch.compile(summed, fullgraph=True)(torch.ones(3) * (dist.get_rank() + 1)).tolist() == [7.0] * 3
 
 
+def check_devices() -> None:
+    """Of a mesh of GPUs over gloo, before a collective of its ends the process without a word."""
+    mesh = device_mesh(Mesh(dp=2))
+    mesh._device_type = "cuda"
+    with pytest.raises(MeshError, match=r'the mesh dp=2 is of cuda devices, but gloo(.|\n)*"nccl"'):
+        Groups.of(mesh)
+
+
 @pytest.mark.slow
 def test_four_ranks() -> None:
     """Each check is in a new world, where the names of the one before are free again."""
@@ -104,3 +112,7 @@ def test_four_ranks() -> None:
 @pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, check_inductor)
+
+
+def test_gloo_with_gpus() -> None:
+    run_ranks(2, check_devices)
