@@ -36,7 +36,7 @@ def _check_carries(mesh: Mesh, kind: str) -> None:
     config = str(dist.get_backend_config())  # such as "cpu:gloo,cuda:nccl"
     if mesh.ranks > 1 and kind != "cpu" and f"{kind}:gloo" in config.split(","):
         raise MeshError(
-            f"the mesh {mesh} is of {kind} devices, but gloo, which is their backend here, does not carry their tensors",
+            f"the mesh {mesh} is of {kind} devices, but gloo, their backend here, does not carry their tensors",
             fix='call dist.init_process_group("nccl"), with a device for each rank, or make a mesh of "cpu"',
         )
 
