@@ -34,8 +34,10 @@ from benchmarks.gpu.rows import Row, append, one_line, read, table
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {1: ("fsdp3", "offload"), 2: ("fsdp3", "tp+sp", "offload", "no_sync", "saved")}
-SHARDED = "limit,fsdp2/blocks/reshard/bf16,fsdp2/blocks/keep/bf16,shardc/fsdp3/bf16,shardc/fsdp2/bf16"
-STEPS = (("8b4", f"{SHARDED},ddp/compiled,shardc/ddp"), ("1b", SHARDED))
+SHARDED = "fsdp2/blocks/reshard/bf16,shardc/fsdp3/bf16"
+STEPS = (("8b4", f"{SHARDED},fsdp2/blocks/keep/bf16,shardc/fsdp2/bf16,ddp/compiled,shardc/ddp"), ("1b", SHARDED))
+# Each form is tried in each variant, in half of them on one rank and in half on two.
+HALVES = {1: ("inductor/f32", "eager/bf16"), 2: ("eager/f32", "inductor/bf16")}
 SHORT_STEPS = (("micro", "ddp/eager,shardc/ddp"),)
 TAIL = 400  # letters of a job's last words in its row
 
@@ -53,10 +55,10 @@ class Section:
 def sections(device: str, short: bool, out: Path) -> list[Section]:
     """What runs, in order; of what a section leaves of its time the next have more."""
     rows = ("--device", device)
-    variants = VARIANTS[:1] if short else VARIANTS
 
     def correct(ranks: int) -> tuple[tuple[str, ...], ...]:
         forms = [";".join(SHORT[ranks])] if short else list(FORMS)
+        variants = VARIANTS[:1] if short else HALVES[ranks]
         given = ("--ranks", str(ranks), "--variants", ",".join(variants))
         return tuple(("-m", "benchmarks.gpu.correct", *rows, *given, "--forms", form) for form in forms)
 
@@ -77,10 +79,10 @@ def sections(device: str, short: bool, out: Path) -> list[Section]:
     graphs = ("-m", "benchmarks.gpu.graphs", *rows, *(("--plans", "fsdp3", "--backends", "eager") if short else ()))
     offload = ("-m", "pytest", "tests/gpu/test_offload.py", "-q", "-p", "no:cacheprovider")
     return [
-        Section("correct", (offload, *correct(2), *correct(1)), 190, many),
-        Section("CUDA graph", (graphs,), 35),
-        Section("profile", looks, 45),
-        Section("step", steps, 200),
+        Section("correct", (offload, *correct(2), *correct(1)), 150, many),
+        Section("CUDA graph", (graphs,), 30),
+        Section("profile", looks, 40),
+        Section("step", steps, 250),
     ]
 
 

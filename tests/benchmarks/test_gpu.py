@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.__main__ import SHORT, Section, perform, sections
-from benchmarks.gpu.correct import FORMS
+from benchmarks.gpu.__main__ import HALVES, SHORT, Section, perform, sections
+from benchmarks.gpu.correct import FORMS, VARIANTS
 from benchmarks.gpu.rows import Row, Skipped, append, read, table, tried
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,7 @@ def test_every_form_is_a_job_on_a_gpu() -> None:
     jobs = sections("cuda", False, Path("out"))[0].jobs
     forms = [(command[command.index("--ranks") + 1], command[-1]) for command in jobs if "--forms" in command]
     assert sorted(forms) == sorted((ranks, form) for ranks in "12" for form in FORMS)
+    assert sorted(sum(HALVES.values(), ())) == sorted(VARIANTS)
 
 
 @pytest.mark.slow
