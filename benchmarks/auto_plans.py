@@ -38,8 +38,6 @@ from examples.models import convnet, gpt2, llama, vit  # noqa: E402
 from shardc.cost.hardware import H100  # noqa: E402
 from shardc.passes.exact.chooser import Weights  # noqa: E402
 from shardc.passes.exact.open import Free, OpenChoice  # noqa: E402
-from shardc.passes.unfold_names import NotPeriodic  # noqa: E402
-from shardc.report.schedule import Schedule  # noqa: E402
 from shardc.search.fastest import COPIES, LEAST, Search, storages  # noqa: E402
 from shardc.search.opened import Model, Opened  # noqa: E402
 from shardc.solver import solve  # noqa: E402
@@ -179,14 +177,6 @@ def hands(name: str, mesh: shardc.Mesh) -> Iterator[shardc.Plan]:
                 yield form(rest) | plan(axis)
 
 
-def _scheduled(opened: Opened, mesh: shardc.Mesh, plan: shardc.Plan, options: shardc.Options) -> Schedule:
-    """The schedule of a plan by hand; of all blocks one by one where it makes alike ones differ."""
-    try:
-        return opened.program(mesh, plan, options).schedule(H100)
-    except NotPeriodic:
-        return Opened.of(opened.source, plan, mesh, fold=False).program(mesh, plan, options).schedule(H100)
-
-
 def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     """The plan that a search finds beside the best by hand."""
     mesh = shardc.Mesh(axes)
@@ -196,7 +186,7 @@ def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     best = search.run()
     took = time.perf_counter() - start
     forms = {each.origin: each.schedule for each in search.tried.values() if each.origin != "found"}
-    by_hand = [*forms.values(), *(_scheduled(opened, mesh, plan, search.options) for plan in hands(name, mesh))]
+    by_hand = [*forms.values(), *filter(None, (search.schedule(plan, opened) for plan in hands(name, mesh)))]
     fitting = [s for s in by_hand if s.memory.peak.total <= LIMIT]
     least = min((s.seconds for s in fitting), default=float("inf"))
     return (

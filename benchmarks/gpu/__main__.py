@@ -35,7 +35,7 @@ from benchmarks.gpu.rows import Row, append, one_line, read, table
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {1: ("fsdp3", "offload"), 2: ("fsdp3", "tp+sp", "offload", "no_sync", "saved")}
 SHARDED = "fsdp2/blocks/reshard/bf16,shardc/fsdp3/bf16"
-STEPS = (("8b4", f"{SHARDED},fsdp2/blocks/keep/bf16,shardc/fsdp2/bf16,ddp/compiled,shardc/ddp"), ("1b", SHARDED))
+STEPS = (("8b4", f"{SHARDED},ddp/compiled,shardc/ddp"), ("1b", SHARDED))
 # Each form is tried in each variant, in half of them on one rank and in half on two.
 HALVES = {1: ("inductor/f32", "eager/bf16"), 2: ("eager/f32", "inductor/bf16")}
 SHORT_STEPS = (("micro", "ddp/eager,shardc/ddp"),)
@@ -76,13 +76,14 @@ def sections(device: str, short: bool, out: Path) -> list[Section]:
         ("benchmarks/train_step.py", *rows, "--size", size, "--rows", wanted, *count)
         for size, wanted in (SHORT_STEPS if short else STEPS)
     )
-    graphs = ("-m", "benchmarks.gpu.graphs", *rows, *(("--plans", "fsdp3", "--backends", "eager") if short else ()))
+    fewer = ("--plans", "fsdp3", "--backends", "eager") if short else ("--plans", "ddp,fsdp3")
+    graphs = ("-m", "benchmarks.gpu.graphs", *rows, *fewer)
     offload = ("-m", "pytest", "tests/gpu/test_offload.py", "-q", "-p", "no:cacheprovider")
     return [
-        Section("correct", (offload, *correct(2), *correct(1)), 150, many),
-        Section("CUDA graph", (graphs,), 30),
-        Section("profile", looks, 40),
-        Section("step", steps, 250),
+        Section("correct", (offload, *correct(2), *correct(1)), 190, many),
+        Section("CUDA graph", (graphs,), 50),
+        Section("profile", looks, 55),
+        Section("step", steps, 175),
     ]
 
 

@@ -284,9 +284,8 @@ class Search:
         """A plan as it was tried; None where it cannot be."""
         if str(plan) in self.tried:
             return self.tried[str(plan)]
-        try:
-            schedule = (opened or self.opened).program(self.mesh, plan, self.options).schedule(self.hardware)
-        except (ShardcError, NotPeriodic):  # such as alike blocks that came out different, which no glob says
+        schedule = self.schedule(plan, opened or self.opened, by_hand=origin != "found")
+        if schedule is None:
             return None
         said = Tried(plan, schedule, origin)
         if candidate is not None:
@@ -296,6 +295,19 @@ class Search:
             )  # fmt: skip
         self.tried[str(plan)] = said
         return said
+
+    def schedule(self, plan: Plan, opened: Opened, by_hand: bool = True) -> Schedule | None:
+        """What ``plan`` takes; None where it cannot be.
+
+        Args:
+            by_hand: alike blocks may come out different. Those of a found plan may not, since globs are to say it.
+        """
+        try:
+            return opened.program(self.mesh, plan, self.options).schedule(self.hardware)
+        except NotPeriodic:
+            return self.schedule(plan, opened.whole) if by_hand and opened is not opened.whole else None
+        except ShardcError:
+            return None
 
 
 def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:

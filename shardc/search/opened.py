@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,12 +70,15 @@ class Opened:
 
     Args:
         repeats, keep: the runs of alike blocks, and how many of each were captured.
+        plan, mesh: what it was captured for.
     """
 
     source: Model
     captured: Captured
     repeats: tuple[Repeat, ...]
     keep: int
+    plan: Plan
+    mesh: Mesh
 
     @classmethod
     def of(cls, source: Model, plan: Plan, mesh: Mesh, fold: bool = True) -> Opened:
@@ -97,7 +101,12 @@ class Opened:
                 source.model, source.args, source.kwargs, device=source.device, loss=source.loss, tags=tags,
                 dtypes=dtypes,
             )  # fmt: skip
-        return cls(source, made, repeats, KEEP[0])
+        return cls(source, made, repeats, KEEP[0], plan, mesh)
+
+    @cached_property
+    def whole(self) -> Opened:
+        """The same with every block captured, for plans that make alike ones differ."""
+        return Opened.of(self.source, self.plan, self.mesh, fold=False) if self.repeats else self
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> Laid:
         """The graph under ``plan`` with layouts chosen by ``chooser``; without one, as it is in front of the choice."""

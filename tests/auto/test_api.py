@@ -13,10 +13,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import shardc
+from examples.models import gpt2
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
+from shardc.passes.unfold_names import NotPeriodic
 from shardc.search import fastest
+from shardc.search.fastest import Search
 from shardc.search.meshes import meshes_of
+from shardc.search.opened import Model, Opened
 from shardc.search.result import Found, Trial
 from tests.ranks import device_mesh, run_ranks
 from tests.sequence.models import Own
@@ -57,6 +61,39 @@ def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: py
     found = shardc.find_plan(build(512), Mesh(dp=2, tp=2), LARGE, memory="1GB")
     assert found.trials and not any(trial.found for trial in found.trials)
     assert found.best is found.form and found.next_best is None and str(found).startswith(f"{found.plan}\n")
+
+
+def searched(model: nn.Module, x: torch.Tensor, mesh: Mesh) -> Search:
+    opened = Opened.of(Model(model, (x,), {}, lambda out: out.mean(), torch.device("meta")), shardc.Plan(), mesh)
+    return Search(opened, mesh, shardc.Plan(), H100, 80e9, shardc.Options(cost=H100))
+
+
+def test_a_form_that_few_blocks_do_not_say_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(build(8) for _ in range(6)))
+    search, form, program = searched(model, SMALL, Mesh(dp=2)), shardc.fsdp("dp"), Opened.program
+
+    def differs(opened: Opened, *given: Any) -> Any:
+        if opened.repeats:
+            raise NotPeriodic("no two blocks are alike")
+        return program(opened, *given)
+
+    expected = search.schedule(form, search.opened)
+    monkeypatch.setattr(Opened, "program", differs)
+    assert search.schedule(form, search.opened, by_hand=False) is None, "six blocks are made of four"
+    whole = search.schedule(form, search.opened)
+    assert whole is not None and expected is not None and whole.seconds == pytest.approx(expected.seconds, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_form_under_which_alike_blocks_differ_is_scheduled() -> None:
+    """12 heads over 8 ranks: what a block takes over from the one before is laid out in two ways, in turn."""
+    config = gpt2.GPT2Config(64, 64, 768, layers=6, heads=12)
+    with torch.device("meta"):
+        model, (ids, _) = gpt2.GPT2(config), gpt2.batch(config, size=64, length=64, device="meta")
+    search, form = searched(model, ids, Mesh(tp=8)), gpt2.gpt2_tp("tp")
+    assert search.schedule(form, search.opened, by_hand=False) is None
+    assert search.schedule(form, search.opened) is not None
 
 
 def test_each_parameter_has_a_next_best_place(found: Found) -> None:
