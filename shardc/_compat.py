@@ -151,6 +151,12 @@ def is_dispatched(op: Any) -> bool:
     return bool(torch._C._dispatch_has_kernel(op.name()))
 
 
+def is_inplace(op: Any) -> bool:
+    """Whether an op overload changes its first argument, of which torch before 2.13 has no tag."""
+    first = op._schema.arguments[:1]
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in first)
+
+
 def spec_children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
     """What a structure of values is made of (2.13), in torch before an attribute of another name."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs

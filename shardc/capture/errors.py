@@ -30,7 +30,7 @@ _PRODUCTS = {
 # (what stands in an error, what the model does, what to do)
 _KNOWN = (
     (
-        "_checkpoint_without_reentrant_generator",
+        r"_checkpoint_without_reentrant_generator|_composable/checkpoint_activation\.py",
         "has a module under the composable checkpoint, whose hooks cannot be traced",
         "wrap it with checkpoint_wrapper, or call torch.utils.checkpoint.checkpoint in forward",
     ),

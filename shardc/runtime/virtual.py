@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from shardc._compat import is_inplace
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.runtime.draw import Piece, draw, shifted
@@ -129,7 +130,7 @@ class Virtual(torch.Tensor):
             return _on_whole(func, args, kwargs)
         if func in _FACTORIES and isinstance(target, Virtual):
             return _factory(func, target, args, kwargs)
-        if not isinstance(target, Virtual) or torch.Tag.inplace not in func.tags:
+        if not isinstance(target, Virtual) or not is_inplace(func):
             raise unsupported(func, views[0])
         if torch.Tag.nondeterministic_seeded in func.tags and target.meta.is_contiguous():
             fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731

@@ -184,13 +184,14 @@ class Search:
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
         """The best solutions by value, of those that fit at each price of a byte.
 
-        None if the cheapest takes longer than a plan that fits: at higher prices solutions only take longer.
+        None if all take longer than a plan that fits: at higher prices solutions only take longer.
         """
         for price in PRICES:
-            made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price))]
-            made.sort(key=lambda c: c.value)
-            if price == LEAST and made and made[0].value > MARGIN * self.limit():
+            ceiling = MARGIN * self.limit() if price == LEAST else inf
+            made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price), ceiling)]
+            if not made:
                 return
+            made.sort(key=lambda c: c.value)
             yield from made[:KEPT]
             if any(self._fits(t) for t in self.tried.values() if t.origin == "found"):
                 return
@@ -212,13 +213,13 @@ class Search:
         free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES * weights.byte)
         return Opening(laid.problem, laid.graph, weights, free, laid=laid)
 
-    def _solved(self, over: tuple[str, ...], weights: Weights) -> list[Candidate]:
+    def _solved(self, over: tuple[str, ...], weights: Weights, ceiling: float) -> list[Candidate]:
         start = time.perf_counter()
         problem = self.problem(over, weights)
         energy = problem.energy()
         built = time.perf_counter()
         try:
-            solution = solve(energy)
+            solution = solve(energy, ceiling=ceiling)
         except Infeasible:
             return []
         solved = time.perf_counter()

@@ -52,13 +52,13 @@ class Effort:
     depth: int = 0
 
 
-def search(graph: Graph, effort: Effort) -> tuple[dict[int, int] | None, float, float]:
+def search(graph: Graph, effort: Effort, ceiling: float = math.inf) -> tuple[dict[int, int] | None, float, float]:
     """Return the labels of all variables of a reduced graph and of its trail, their cost, and a lower bound.
 
-    The labels are None and the cost is inf where there is none of finite cost, or where the time did not suffice.
+    The labels are None and the cost is ``ceiling`` where none cost less, or where the time did not suffice.
     """
     if len(parts := graph.components()) < 2:
-        return Search(effort).run(graph)
+        return Search(effort, ceiling).run(graph)
     chosen: dict[int, int] | None = {}
     value = bound = graph.constant
     effort.depth += 1
@@ -77,14 +77,14 @@ class Search:
 
     Attributes:
         chosen: the best labels that were found.
-        value: what they cost.
+        value: what they cost; before there are any, what labels of interest cost less than.
         has_split: whether the graph that was given was split already.
     """
 
-    def __init__(self, effort: Effort) -> None:
+    def __init__(self, effort: Effort, ceiling: float = math.inf) -> None:
         self.effort = effort
         self.chosen: dict[int, int] | None = None
-        self.value = math.inf
+        self.value = ceiling
         self.has_split = False
 
     def run(self, graph: Graph) -> tuple[dict[int, int] | None, float, float]:

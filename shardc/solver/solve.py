@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from shardc.solver.branch import Effort, search
+from shardc.solver.branch import CLOSED, Effort, search
 from shardc.solver.clock import Clock
 from shardc.solver.energy import Energy, Infeasible, evaluate
 from shardc.solver.graph import Graph
@@ -48,7 +48,10 @@ class Solution:
         return (self.value - self.bound) / max(abs(self.value), sys.float_info.min)
 
 
-def solve(energy: Energy, *, work: float = WORK, table: int = 20_000_000, seconds: float = math.inf) -> Solution:
+def solve(
+    energy: Energy, *, work: float = WORK, table: int = 20_000_000, seconds: float = math.inf,
+    ceiling: float = math.inf,
+) -> Solution:  # fmt: skip
     """Return a labelling of least cost, or the best one found with so much work, with a bound.
 
     The result is the same on every machine, unless `seconds` is given.
@@ -58,9 +61,10 @@ def solve(energy: Energy, *, work: float = WORK, table: int = 20_000_000, second
         work: how many entries of tables are gone through before the best labelling so far is returned.
         table: the largest table, in entries of 8 bytes, that dynamic programming may make.
         seconds: a limit of time, for who needs an answer by then.
+        ceiling: only labellings that cost less are of interest, which cuts the work short where there is none.
 
     Raises:
-        Infeasible: every labelling costs inf.
+        Infeasible: every labelling costs inf, or ``ceiling`` and more.
 
     >>> import numpy as np
     >>> differ = np.array([[5.0, 0.0], [0.0, 5.0]])
@@ -72,11 +76,13 @@ def solve(energy: Energy, *, work: float = WORK, table: int = 20_000_000, second
         graph = Graph.of(energy)
         reduce(graph)
     left = len(graph.unary)
-    chosen, value, bound = search(graph, effort)
-    if chosen is None:
+    chosen, value, bound = search(graph, effort, ceiling)
+    if chosen is None or value >= ceiling:
         if math.isinf(bound):
             raise Infeasible("no labelling has a finite cost, though every pair has labels of finite cost")
-        chosen = {}
+        if bound >= ceiling - CLOSED * abs(ceiling):
+            raise Infeasible(f"no labelling costs less than {ceiling:g}")
+        chosen = chosen or {}
     labels = tuple(chosen.get(i, 0) for i in range(len(energy.unary)))
     value = evaluate(energy, labels)
     return Solution(

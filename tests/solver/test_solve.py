@@ -133,6 +133,25 @@ def test_value_and_bound_hold_at_a_limit(limit: dict[str, float]) -> None:
         assert hurried.gap >= 0
 
 
+@pytest.mark.parametrize("table", [1, 20_000_000])
+def test_a_ceiling_leaves_what_is_below_it(table: int) -> None:
+    """The optimum where it costs less, and no answer where it does not, for which less work is enough."""
+    energies = [grid(6, 6, 6, seed) for seed in range(3)] + [dense(9, 3, 1)] + [small(seed) for seed in range(100)]
+    works = []
+    for energy in energies:
+        try:
+            free = solve(energy, table=table)
+        except Infeasible:
+            continue
+        above, below = free.value + 0.1 * abs(free.value) + 1e-6, free.value - 0.1 * abs(free.value) - 1e-6
+        found = solve(energy, table=table, ceiling=above)
+        assert found.value == pytest.approx(free.value, rel=1e-9, abs=1e-9) and found.gap < 1e-9
+        with pytest.raises(Infeasible, match="no labelling costs less than"):
+            solve(energy, table=table, ceiling=below)
+        works.append((free.iterations, found.iterations))
+    assert len(works) > 50 and sum(after for _, after in works) <= sum(before for before, _ in works)
+
+
 def test_less_work_finds_no_more() -> None:
     """With little work a hard energy stays open; the limit, and not the time, says where."""
     energy = dense(9, 3, 1)
