@@ -10,6 +10,7 @@ from dataclasses import fields
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,26 @@ def dtensor_spec(device_mesh: DeviceMesh, placements: tuple[Placement, ...], met
     options: dict[str, Any] = {}
     if "use_strided_shard_as_shard_order" in {field.name for field in fields(DTensorSpec)}:
         options["use_strided_shard_as_shard_order"] = False
+        if torch.__version__ < "2.13":
+            _keep_strides(device_mesh)
     return DTensorSpec(device_mesh, placements, meta, **options)
+
+
+_keeping: WeakSet[DeviceMesh] = WeakSet()
+
+
+def _keep_strides(device_mesh: DeviceMesh) -> None:
+    """Has results of ops on ``device_mesh`` read as `dtensor_spec` says; 2.13 takes that from their operands."""
+    first, read = not _keeping, DTensorSpec.__post_init__
+    _keeping.add(device_mesh)
+
+    def as_operands(spec: Any) -> None:
+        if spec.use_strided_shard_as_shard_order is None and spec.mesh in _keeping:
+            spec.use_strided_shard_as_shard_order = False
+        read(spec)
+
+    if first and read.__name__ != as_operands.__name__:
+        DTensorSpec.__post_init__ = as_operands  # type: ignore[method-assign]
 
 
 def has_single_dim_table(op: Any) -> bool:

@@ -135,12 +135,11 @@ def shardwise_trunc_normal() -> Iterator[None]:
     outside of the bounds. Here every rank follows all elements that are still outside, wherever they are held.
     Older versions invert the distribution in place, which `shardc.runtime.virtual` runs as it is.
     """
-    original = nn.init._no_grad_trunc_normal_
+    original, in_place = nn.init._no_grad_trunc_normal_, not _compat.trunc_normal_rejects()
 
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        in_place = not _compat.trunc_normal_rejects()
         if not isinstance(tensor, Virtual) or tensor.made.whole or in_place:
             return original(tensor, mean, std, a, b, generator=generator)
         piece = piece_of(nn.init.trunc_normal_, tensor)
