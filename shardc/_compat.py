@@ -127,7 +127,7 @@ def _keep_strides(device_mesh: DeviceMesh) -> None:
         read(spec)
 
     if first and read.__name__ != as_operands.__name__:
-        DTensorSpec.__post_init__ = as_operands  # type: ignore[method-assign]
+        DTensorSpec.__post_init__ = as_operands  # type: ignore[method-assign, assignment]
 
 
 def has_single_dim_table(op: Any) -> bool:
