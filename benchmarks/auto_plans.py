@@ -153,7 +153,7 @@ def size_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     start = time.perf_counter()
     laid = opened.graph(mesh, shardc.Plan(), shardc.Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
-    free = Free(mesh.axes[:1], partial(storages, mesh.axes[:1]), batches, COPIES * LEAST)
+    free = Free(mesh.axes[:1], partial(storages, mesh.axes[:1]), batches, COPIES)
     choice = OpenChoice(laid.problem, laid.graph, Weights(of=opened.weight, byte=LEAST), free=free)
     energy = choice.energy()
     built = time.perf_counter()

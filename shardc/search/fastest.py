@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -37,6 +37,7 @@ PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # of a byte, tried in order until 
 HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3  # in which what a schedule leaves exposed prices the next
 KEPT = 3  # plans of a round that are scheduled
+ABOVE = 1e-9  # by which a ceiling lies above a solution that is known, so that it is found again if it is the best
 MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
 
 
@@ -79,7 +80,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution: its plan without pins, the layouts that it chose, and what it cost."""
+    """A solution: its plan without pins, the layouts that it chose, and what it cost.
+
+    Args:
+        bytes: of memory that its sum counts, each of them for ``byte`` seconds.
+    """
 
     plan: Plan
     laid: Laid
@@ -89,6 +94,12 @@ class Candidate:
     variables: int
     build: float
     solve: float
+    bytes: float
+    byte: float
+
+    def at(self, byte: float) -> float:
+        """What it costs where a byte of memory costs ``byte``."""
+        return self.value + (byte - self.byte) * self.bytes
 
 
 @dataclass
@@ -184,15 +195,21 @@ class Search:
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
         """The best solutions by value, of those that fit at each price of a byte.
 
-        None if all take longer than a plan that fits: at higher prices solutions only take longer.
+        None that takes longer than a plan that fits: at higher prices solutions only take longer.
         """
+        last: Mapping[tuple[str, ...], Candidate | None] = dict.fromkeys(self._overs())
         for price in PRICES:
-            ceiling = MARGIN * self.limit() if price == LEAST else inf
-            made = [c for over in self._overs() for c in self._solved(over, replace(weights, byte=price), ceiling)]
+            limit, made = MARGIN * self.limit(), dict[tuple[str, ...], Candidate]()
+            for over, before in last.items():
+                # What was found at the price before is a solution at this one, too.
+                ceiling = limit if before is None else (1 + ABOVE) * before.at(price)
+                candidate = self._solved(over, replace(weights, byte=price), ceiling)
+                if candidate is not None and candidate.at(0.0) <= limit:
+                    made[over] = candidate
             if not made:
                 return
-            made.sort(key=lambda c: c.value)
-            yield from made[:KEPT]
+            last = made
+            yield from sorted(made.values(), key=lambda c: c.value)[:KEPT]
             if any(self._fits(t) for t in self.tried.values() if t.origin == "found"):
                 return
 
@@ -210,10 +227,11 @@ class Search:
     def problem(self, over: tuple[str, ...], weights: Weights) -> Opening:
         """The choice of layouts, with storage split further over ``over`` or not."""
         laid = self.opened.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
-        free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES * weights.byte)
+        free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES)
         return Opening(laid.problem, laid.graph, weights, free, laid=laid)
 
-    def _solved(self, over: tuple[str, ...], weights: Weights, ceiling: float) -> list[Candidate]:
+    def _solved(self, over: tuple[str, ...], weights: Weights, ceiling: float) -> Candidate | None:
+        """The solution of least value, if there is one below ``ceiling``."""
         start = time.perf_counter()
         problem = self.problem(over, weights)
         energy = problem.energy()
@@ -221,24 +239,16 @@ class Search:
         try:
             solution = solve(energy, ceiling=ceiling)
         except Infeasible:
-            return []
+            return None
         solved = time.perf_counter()
         problem.apply(solution.labels)
         plan = self.hand | self.writer.plan(
             problem.stored(solution.labels), over, problem.batch(solution.labels), 3, self.opened.source.inputs
         )
-        return [
-            Candidate(
-                plan,
-                problem.laid,
-                over,
-                solution.value,
-                solution.bound,
-                len(energy.unary),
-                built - start,
-                solved - built,
-            )
-        ]
+        return Candidate(
+            plan, problem.laid, over, solution.value, solution.bound, len(energy.unary), built - start, solved - built,
+            problem.bytes(solution.labels), weights.byte,
+        )  # fmt: skip
 
     def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
         """Where a parameter, by its name in the captured model, may be stored: nowhere else than a hand's plan says."""

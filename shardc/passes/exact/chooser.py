@@ -39,7 +39,7 @@ class Weights:
     Args:
         gather: of a parameter's gathers.
         reduce: of the reductions of parameters' gradients.
-        byte: seconds that a byte of what forward saves for backward counts.
+        byte: seconds that a byte of memory counts: of parameters, and of what forward saves for backward.
         of: how many nodes of the whole model each stands for.
     """
 
@@ -91,7 +91,11 @@ class Choice:
 
     def energy(self) -> Energy:
         """The sum that is to be least."""
-        return self.builder.energy()
+        return self.builder.energy(self.weights.byte)
+
+    def bytes(self, labels: Sequence[int]) -> float:
+        """The memory that a solution holds on a rank."""
+        return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
         """Writes layouts and needs; returns the layouts in which outputs are wanted."""
@@ -124,7 +128,7 @@ class Choice:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
             self.options[node] = options = self._options(node)
-            self.variable[node] = self.builder.variable(self._costs(node, options))
+            self.variable[node] = self.builder.variable(self._costs(node, options), self._held(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
         """What each of a node's options takes on a rank."""
@@ -135,6 +139,10 @@ class Choice:
         elif (spec := spec_at(node)) is not None:
             costs = kernel_seconds(node, spec, options, self.traffic.get(node, Traffic()), self.cost)
         return self.weights.of(node) * costs
+
+    def _held(self, node: fx.Node) -> np.ndarray | float:
+        """The bytes that each of a node's options holds through the step."""
+        return 0.0
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
         """Every strategy of ``node``."""
@@ -193,8 +201,8 @@ class Choice:
             at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
             made = tuple(option.results[at] for option in self.options[maker])
             item = ir.info(maker).tensors[at].itemsize
-            byte = self.weights.byte * self.weights.of(maker) if self._saved(maker, index) else 0.0
-            self.labels[maker, index] = self.builder.value(self.variable[maker], made, found, item, byte)
+            held = self.weights.of(maker) if self._saved(maker, index) else 0.0
+            self.labels[maker, index] = self.builder.value(self.variable[maker], made, found, item, held)
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
         """Whether forward makes a value, in memory of its own, that backward reads."""

@@ -35,14 +35,14 @@ class Free:
         params: (name, layout for compute) -> the layouts in which it may be stored; none of parameters that are not
             open, and none of layouts that the plan does not let them be computed with.
         batch: the sets of axes that may split the batch, each in mesh order; none if the plan says which do.
-        byte: seconds that a byte of a parameter's storage counts.
+        copies: how many copies of a parameter's storage memory holds: itself, its gradient, its optimizer's state.
         gathers: how often a parameter is gathered in a step.
     """
 
     over: tuple[str, ...]
     params: Callable[[str, Layout], Sequence[Layout]]
     batch: tuple[tuple[str, ...], ...]
-    byte: float = 0.0
+    copies: float = 0.0
     gathers: float = 2.0
 
 
@@ -118,13 +118,15 @@ class OpenChoice(Choice):
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
         if node not in self.storages:
             return super()._costs(node, options)
-        cast = narrowed(node)
-        item, held = ir.value(cast).itemsize, ir.value(node).itemsize
-        out = []
-        for compute, storage in self.storages[node]:
-            gather = prices((storage,), (compute,), item, self.cost)[0, 0]
-            out.append(self.weights.gather * self.free.gathers * gather + self.free.byte * storage.local_numel * held)
-        return self.weights.of(node) * np.array(out)
+        item = ir.value(narrowed(node)).itemsize
+        gathers = [prices((storage,), (compute,), item, self.cost)[0, 0] for compute, storage in self.storages[node]]
+        return self.weights.of(node) * self.weights.gather * self.free.gathers * np.array(gathers)
+
+    def _held(self, node: fx.Node) -> np.ndarray | float:
+        if node not in self.storages:
+            return super()._held(node)
+        size = self.weights.of(node) * self.free.copies * ir.value(node).itemsize
+        return size * np.array([storage.local_numel for _, storage in self.storages[node]])
 
     def _computes(self, node: fx.Node) -> list[Layout]:
         """The layouts in which a parameter may be computed with: none over the axes that split storage alone."""

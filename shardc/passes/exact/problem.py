@@ -57,28 +57,36 @@ class Builder:
 
     cost: Pricing
     unary: list[Table] = field(default_factory=list)
+    held: list[Table | float] = field(default_factory=list)
     pairs: list[tuple[int, int, Table | PairCosts]] = field(default_factory=list)
 
-    def variable(self, costs: Table) -> int:
+    def variable(self, costs: Table, held: Table | float = 0.0) -> int:
+        """A variable by what each of its labels costs, and the bytes of memory that it holds."""
         self.unary.append(costs)
+        self.held.append(held)
         return len(self.unary) - 1
 
-    def energy(self) -> Energy:
-        return Energy(tuple(self.unary), tuple(self.pairs))
+    def energy(self, byte: float) -> Energy:
+        """The sum; a byte of memory costs ``byte``."""
+        costs = (own + byte * held for own, held in zip(self.unary, self.held, strict=True))
+        return Energy(tuple(costs), tuple(self.pairs))
+
+    def bytes(self, labels: Sequence[int]) -> float:
+        """The memory that the labels hold."""
+        return float(sum(held[at] for held, at in zip(self.held, labels, strict=True) if isinstance(held, np.ndarray)))
 
     def value(
-        self, maker: int, made: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, byte: float = 0.0
+        self, maker: int, made: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, held: float = 0.0
     ) -> tuple[int, tuple[Label, ...]]:
         """A variable for a value.
 
         Args:
             made: the layout in which each label of ``maker`` makes it.
-            byte: what each byte of it on a rank costs.
+            held: how often its bytes on a rank count as memory.
         """
         labels, costs, tables = _value(made, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
-        if byte:
-            costs = costs + byte * itemsize * np.array([label.made.local_numel for label in labels])
-        here = self.variable(costs)
+        sizes = held * itemsize * np.array([label.made.local_numel for label in labels]) if held else 0.0
+        here = self.variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
             if use.variable is None:
                 self.unary[here] = self.unary[here] + table.column(0)
