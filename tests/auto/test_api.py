@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,15 @@ import shardc
 from examples.models import gpt2
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
+from shardc.passes.exact.chooser import Weights
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.search import fastest
 from shardc.search.fastest import Search
 from shardc.search.meshes import meshes_of
 from shardc.search.opened import Model, Opened
 from shardc.search.result import Found, Trial
+from shardc.solver import solve
+from shardc.solver.energy import evaluate
 from tests.ranks import device_mesh, run_ranks
 from tests.sequence.models import Own
 
@@ -66,6 +70,23 @@ def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: py
 def searched(model: nn.Module, x: torch.Tensor, mesh: Mesh) -> Search:
     opened = Opened.of(Model(model, (x,), {}, lambda out: out.mean(), torch.device("meta")), shardc.Plan(), mesh)
     return Search(opened, mesh, shardc.Plan(), H100, 80e9, shardc.Options(cost=H100))
+
+
+def test_a_solution_costs_its_time_and_its_memory() -> None:
+    """So what it costs at another price of a byte is known without solving."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(build(8) for _ in range(6)))
+    search = searched(model, SMALL, Mesh(dp=2, tp=2))
+    candidate = search._solved(("dp",), Weights(byte=1e-12, of=search.opened.weight), math.inf)
+    assert candidate is not None and candidate.bytes > 4 * 6 * 2 * 8 * 32  # a quarter of the parameters, four times
+    problem = search.problem(("dp",), Weights(byte=1e-9, of=search.opened.weight))
+    labels = solve(problem.energy()).labels
+    cheap = search.problem(("dp",), Weights(byte=1e-12, of=search.opened.weight)).energy()
+    apart = evaluate(problem.energy(), labels) - evaluate(cheap, labels)
+    assert apart == pytest.approx((1e-9 - 1e-12) * problem.bytes(labels), rel=1e-9)
+    assert candidate.at(1e-12) == candidate.value
+    assert candidate.at(1e-9) >= evaluate(problem.energy(), labels) * (1 - 1e-12), "which is the least at that price"
+    assert problem.bytes(labels) <= candidate.bytes and evaluate(cheap, labels) >= candidate.value * (1 - 1e-12)
 
 
 def test_a_form_that_few_blocks_do_not_say_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
