@@ -193,9 +193,9 @@ class Search:
     # --- candidates
 
     def _candidates(self, weights: Weights) -> Iterator[Candidate]:
-        """The best solutions by value, of those that fit at each price of a byte.
+        """The best solutions by value at each price of a byte, until one fits.
 
-        None that takes longer than a plan that fits: at higher prices solutions only take longer.
+        Those that take longer than a plan that fits are left out, at higher prices too: there they only take longer.
         """
         last: Mapping[tuple[str, ...], Candidate | None] = dict.fromkeys(self._overs())
         for price in PRICES:

@@ -123,7 +123,7 @@ class Auto:
             warnings.simplefilter("ignore", ShardcWarning)
             opened = Opened.of(source, self.plan, meshes[0])
             if opened.repeats and not opened.folds(meshes[0]):
-                opened = Opened.of(source, self.plan, meshes[0], fold=False)
+                opened = opened.whole
             found = Ranged(opened, self.plan, described, memory, chosen, report).run(meshes)
         warn_unused(found, source)
         return found

@@ -75,6 +75,29 @@ def marked_dims_are_dynamic() -> None:
     assert len(families) == 1
 
 
+class Cut(nn.Linear):
+    """Pads by less than nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.pad(super().forward(x), (1, -3)).sin()
+
+
+def cuts_off() -> None:
+    """Inductor's trace of sizes that are symbols takes no such pad."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    source = Cut(8, 8).double()
+    module = shardc.compile(
+        source, mesh, shardc.fsdp("dp"), loss=F.mse_loss, dynamic={"x": {0: "b"}, "target": {0: "b"}}
+    )
+    for size in (4, 6, 8):
+        x, y = torch.randn(size, 8).double(), torch.randn(size, 6).double()
+        torch.testing.assert_close(module(*module.shard_inputs(x, y)).detach(), F.mse_loss(source(x), y).detach())
+
+
+def test_negative_padding() -> None:
+    run_ranks(2, cuts_off)
+
+
 @pytest.mark.slow
 def test_dynamic_sizes_on_two_ranks() -> None:
     run_ranks(
