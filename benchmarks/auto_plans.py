@@ -38,8 +38,9 @@ from examples.models import convnet, gpt2, llama, vit  # noqa: E402
 from shardc.cost.hardware import H100  # noqa: E402
 from shardc.passes.exact.chooser import Weights  # noqa: E402
 from shardc.passes.exact.open import Free, OpenChoice  # noqa: E402
-from shardc.search.fastest import COPIES, LEAST, Search, storages  # noqa: E402
+from shardc.search.fastest import COPIES, Search, storages  # noqa: E402
 from shardc.search.opened import Model, Opened  # noqa: E402
+from shardc.search.within import LEAST  # noqa: E402
 from shardc.solver import solve  # noqa: E402
 
 LIMIT = 80e9
@@ -154,8 +155,8 @@ def size_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     laid = opened.graph(mesh, shardc.Plan(), shardc.Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
     free = Free(mesh.axes[:1], partial(storages, mesh.axes[:1]), batches, COPIES)
-    choice = OpenChoice(laid.problem, laid.graph, Weights(of=opened.weight, byte=LEAST), free=free)
-    energy = choice.energy()
+    choice = OpenChoice(laid.problem, laid.graph, Weights(of=opened.weight), free=free)
+    energy = choice.energy(LEAST)
     built = time.perf_counter()
     solution = solve(energy)
     solved = time.perf_counter()

@@ -35,12 +35,19 @@ class Repeat:
 
 
 def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
-    """What ``name`` is called in the shortened model; None for what is in a block that it does without."""
+    """What ``name`` is called in the shortened model; None for what is in a block that it does without.
+
+    The last block of the shortened model stands for the last one.
+
+    >>> blocks = [Repeat("layers", 0, 8)]
+    >>> [short_name(f"layers.{n}.w", blocks, 4) for n in (0, 2, 3, 6, 7, 8)]
+    ['layers.0.w', 'layers.2.w', None, None, 'layers.3.w', 'layers.4.w']
+    """
     for each in repeats:
         number, dot, rest = name.removeprefix(each.prefix).partition(".")
-        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep:
+        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep - 1:
             continue
-        if int(number) < each.first + each.count:
+        if int(number) < each.first + each.count - 1:
             return None
         name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
     return name

@@ -9,7 +9,8 @@ import numpy as np
 from shardc.ir import graph as ir
 from shardc.passes.exact.chooser import Weights
 from shardc.report.export import milliseconds, plain
-from shardc.search.fastest import LEAST, Search, Tried
+from shardc.search.fastest import Search, Tried
+from shardc.search.within import LEAST
 from shardc.search.write import Stored, spec
 from shardc.solver import Infeasible, solve
 
@@ -31,8 +32,8 @@ class Alternative:
 
 def alternatives(search: Search, tried: Tried) -> list[Alternative]:
     """The next best way for each open parameter of a solution, the dearest first; each is a solution of its own."""
-    problem = search.problem(tried.over, Weights(byte=LEAST, of=search.opened.weight))
-    energy = problem.energy()
+    problem = search.problem(tried.over, Weights(of=search.opened.weight))
+    energy = problem.energy(LEAST)
     best = solve(energy)
     stored = problem.stored(best.labels)
     places = {ir.info(node).name: node for node in problem.storages}

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from math import inf
 
@@ -26,18 +26,16 @@ from shardc.plan.value import Plan
 from shardc.report.schedule import Schedule
 from shardc.search.fit import Fit, kept_whole
 from shardc.search.opened import Laid, Opened
-from shardc.search.pins import Pinner
+from shardc.search.pins import Pinner, borders
+from shardc.search.within import LEAST, Within
 from shardc.search.write import Writer
 from shardc.solver import Infeasible, solve
 
 COPIES = 4.0  # of a parameter: itself, its gradient and two of AdamW's
-LEAST = 1e-15  # seconds that a byte counts where memory is no question, so that of equal plans the smaller is taken
-PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # of a byte, tried in order until the plan fits
 # What a second of parameters' gathers, and of their gradients' reductions, counts at first.
 HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3  # in which what a schedule leaves exposed prices the next
 KEPT = 3  # plans of a round that are scheduled
-ABOVE = 1e-9  # by which a ceiling lies above a solution that is known, so that it is found again if it is the best
 MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
 
 
@@ -48,8 +46,8 @@ class Tried:
     Args:
         origin: "found", or the library's form that it is, or that was made to fit.
         over: the axes over which storage alone is split.
-        value, bound: seconds that its solution costs, and that any would; 0 of a library's form.
-        variables: of its problem.
+        value, bound: seconds that its solution costs, and that any would; 0 of what is no solution.
+        variables: of its problem; 0 of what is no solution.
         build, solve: seconds that making and solving its problem took.
     """
 
@@ -80,14 +78,14 @@ class Tried:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution: its plan without pins, the layouts that it chose, and what it cost.
+    """A solution: its plan without pins, the layouts at modules' borders, and what it cost.
 
     Args:
         bytes: of memory that its sum counts, each of them for ``byte`` seconds.
     """
 
     plan: Plan
-    laid: Laid
+    borders: Mapping[str, Layout]
     over: tuple[str, ...]
     value: float
     bound: float
@@ -104,9 +102,10 @@ class Candidate:
 
 @dataclass
 class Opening(OpenChoice):
-    """The problem of the graph ``laid``."""
+    """The problem of the graph ``laid``, which took ``seconds`` to state."""
 
     laid: Laid = field(kw_only=True)
+    seconds: float = 0.0
 
 
 @dataclass
@@ -116,6 +115,8 @@ class Search:
     Args:
         hand: what a person says of the plan already; it holds.
         memory: bytes that a rank has.
+        prices: of a byte, at which solutions were expected to fit, by the axes that split storage alone.
+        beyond: what the last plan that did not fit took at the peak beyond the bytes of its solution, by these axes.
     """
 
     opened: Opened
@@ -125,6 +126,8 @@ class Search:
     memory: float
     options: Options
     tried: dict[str, Tried] = field(default_factory=dict)
+    prices: dict[tuple[str, ...], float] = field(default_factory=dict)
+    beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.writer = Writer(self.opened.source.model, self.mesh, self.opened.repeats, self.opened.keep)
@@ -143,8 +146,7 @@ class Search:
         for _ in range(ROUNDS):
             before = len(self.tried)
             for weights in weighed:
-                for candidate in self._candidates(weights):
-                    self._try(candidate)
+                self._solutions(weights)
             best = self.best()
             if best is not None and best.origin == "found":
                 self._schedule(kept_whole(best.plan, self.hand), "found", best)
@@ -161,10 +163,11 @@ class Search:
             )
         return best
 
-    def _try(self, candidate: Candidate) -> None:
-        """Schedules a solution's plan, if it can be written as one that its model and mesh take."""
+    def _try(self, candidate: Candidate) -> Tried | None:
+        """Schedules a solution's plan; None if it cannot be written as one that its model and mesh take."""
         with suppress(ShardcError):
-            self._schedule(self.pinner.pinned(candidate.plan, candidate.laid), "found", candidate)
+            return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
+        return None
 
     def _fit(self) -> None:
         """Makes the fastest plan and the smallest one fit, if they are faster than the best that does."""
@@ -190,28 +193,38 @@ class Search:
         fitting = [t for t in self.tried.values() if self._fits(t)]
         return min(fitting, key=lambda t: (round(t.seconds, 9), str(t.plan)), default=None)
 
-    # --- candidates
+    # --- solutions
 
-    def _candidates(self, weights: Weights) -> Iterator[Candidate]:
-        """The best solutions by value at each price of a byte, until one fits.
+    def _solutions(self, weights: Weights) -> None:
+        """Schedules the fastest solutions that are expected to fit."""
+        known: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
+        solved = [self._fastest(over, weights, points) for over, points in known.items()]
+        for each in sorted((c for c in solved if c is not None), key=lambda c: c.at(0.0))[:KEPT]:
+            over = each.over
+            found = each if each.bytes <= self._room(over) else self._fastest(over, weights, known[over])
+            while found is not None:
+                tried = self._try(found)
+                if tried is None or self._fits(tried):
+                    break
+                self.beyond[over] = tried.memory - found.bytes
+                smaller = self._fastest(over, weights, known[over])
+                found = smaller if smaller is not None and smaller.bytes < found.bytes else None
 
-        Those that take longer than a plan that fits are left out, at higher prices too: there they only take longer.
+    def _fastest(self, over: tuple[str, ...], weights: Weights, known: dict[float, Candidate]) -> Candidate | None:
+        """The fastest solution with storage split over ``over`` that is expected to fit, else the smallest.
+
+        Prices of a byte begin at the one that sufficed before.
         """
-        last: Mapping[tuple[str, ...], Candidate | None] = dict.fromkeys(self._overs())
-        for price in PRICES:
-            limit, made = MARGIN * self.limit(), dict[tuple[str, ...], Candidate]()
-            for over, before in last.items():
-                # What was found at the price before is a solution at this one, too.
-                ceiling = limit if before is None else (1 + ABOVE) * before.at(price)
-                candidate = self._solved(over, replace(weights, byte=price), ceiling)
-                if candidate is not None and candidate.at(0.0) <= limit:
-                    made[over] = candidate
-            if not made:
-                return
-            last = made
-            yield from sorted(made.values(), key=lambda c: c.value)[:KEPT]
-            if any(self._fits(t) for t in self.tried.values() if t.origin == "found"):
-                return
+        problem = cache(partial(self.problem, over, weights))
+        within = Within(lambda price, ceiling: self._solved(problem(), price, ceiling), known)
+        found = within.fastest(self._room(over), MARGIN * self.limit(), self.prices.get(over, LEAST))
+        if found is not None:
+            self.prices[over] = found.byte
+        return found
+
+    def _room(self, over: tuple[str, ...]) -> float:
+        """The bytes of a solution whose plan is expected to fit, by what plans that did not fit took beyond theirs."""
+        return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
 
     def _fits(self, tried: Tried) -> bool:
         return tried.memory <= self.memory
@@ -226,28 +239,29 @@ class Search:
 
     def problem(self, over: tuple[str, ...], weights: Weights) -> Opening:
         """The choice of layouts, with storage split further over ``over`` or not."""
+        start = time.perf_counter()
         laid = self.opened.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
         free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES)
-        return Opening(laid.problem, laid.graph, weights, free, laid=laid)
+        made = Opening(laid.problem, laid.graph, weights, free, laid=laid)
+        made.seconds = time.perf_counter() - start
+        return made
 
-    def _solved(self, over: tuple[str, ...], weights: Weights, ceiling: float) -> Candidate | None:
-        """The solution of least value, if there is one below ``ceiling``."""
+    def _solved(self, problem: Opening, byte: float, ceiling: float) -> Candidate | None:
+        """The solution of least value, where a byte costs ``byte``, if there is one below ``ceiling``."""
         start = time.perf_counter()
-        problem = self.problem(over, weights)
-        energy = problem.energy()
-        built = time.perf_counter()
         try:
-            solution = solve(energy, ceiling=ceiling)
+            solution = solve(problem.energy(byte), ceiling=ceiling)
         except Infeasible:
             return None
         solved = time.perf_counter()
         problem.apply(solution.labels)
+        over = problem.free.over
         plan = self.hand | self.writer.plan(
             problem.stored(solution.labels), over, problem.batch(solution.labels), 3, self.opened.source.inputs
         )
         return Candidate(
-            plan, problem.laid, over, solution.value, solution.bound, len(energy.unary), built - start, solved - built,
-            problem.bytes(solution.labels), weights.byte,
+            plan, borders(problem.laid), over, solution.value, solution.bound, solution.variables, problem.seconds,
+            solved - start, problem.bytes(solution.labels), byte,
         )  # fmt: skip
 
     def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
@@ -293,13 +307,13 @@ class Search:
         self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None, opened: Opened | None = None
     ) -> Tried | None:
         """A plan as it was tried; None where it cannot be."""
-        if str(plan) in self.tried:
-            return self.tried[str(plan)]
-        schedule = self.schedule(plan, opened or self.opened, by_hand=origin != "found")
-        if schedule is None:
-            return None
-        said = Tried(plan, schedule, origin)
-        if candidate is not None:
+        said = self.tried.get(str(plan))
+        if said is None:
+            schedule = self.schedule(plan, opened or self.opened, by_hand=origin != "found")
+            if schedule is None:
+                return None
+            said = Tried(plan, schedule, origin)
+        if candidate is not None and not said.variables:
             said = replace(
                 said, over=candidate.over, value=candidate.value, bound=candidate.bound,
                 variables=candidate.variables, build=candidate.build, solve=candidate.solve,
@@ -311,12 +325,14 @@ class Search:
         """What ``plan`` takes; None where it cannot be.
 
         Args:
-            by_hand: alike blocks may come out different. Those of a found plan may not, since globs are to say it.
+            by_hand: alike blocks may come out different in any way. Those of a found plan may at the ends alone, since
+                globs are to say it.
         """
         try:
             return opened.program(self.mesh, plan, self.options).schedule(self.hardware)
         except NotPeriodic:
-            return self.schedule(plan, opened.whole) if by_hand and opened is not opened.whole else None
+            more = opened.more
+            return self.schedule(plan, more, by_hand) if more.repeats or (by_hand and more is not opened) else None
         except ShardcError:
             return None
 

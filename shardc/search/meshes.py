@@ -134,7 +134,7 @@ class Ranged:
         if (best := self.best(trials)) is not None:
             found = Found(best.plan, best.mesh, tuple(trials), self.hand)
             solved = found.solution
-            if not solved.found:
+            if not solved.is_solution:
                 return found
             made = searches[solved.mesh]
             return replace(found, next_best=lambda: table(alternatives(made, solved.tried)))

@@ -69,7 +69,7 @@ class Opened:
     """A model captured on a few of its alike blocks, with every module's border marked.
 
     Args:
-        repeats, keep: the runs of alike blocks, and how many of each were captured.
+        repeats, keep: the runs of alike blocks, and how many of each were captured; none where all were.
         plan, mesh: what it was captured for.
     """
 
@@ -81,16 +81,16 @@ class Opened:
     mesh: Mesh
 
     @classmethod
-    def of(cls, source: Model, plan: Plan, mesh: Mesh, fold: bool = True) -> Opened:
+    def of(cls, source: Model, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> Opened:
         """Captures ``source`` for plans that treat alike blocks as ``plan`` does, on any mesh.
 
         Args:
-            fold: a few blocks stand for all that are alike.
+            keep: how many of alike blocks stand for all; 0: all of them.
         """
         asked = source.asked(mesh, plan, Options())
-        repeats = tuple(repeats_of(asked, KEEP[0])) if fold else ()
-        dtypes = few_of(asked, repeats, KEEP[0]).dtypes
-        with shortened(source.model, repeats, KEEP[0]):
+        repeats = tuple(repeats_of(asked, keep)) if keep else ()
+        dtypes = few_of(asked, repeats, keep).dtypes
+        with shortened(source.model, repeats, keep):
             tags = [
                 Tag(name, where, 0)
                 for name, module in source.model.named_modules() if name
@@ -101,12 +101,13 @@ class Opened:
                 source.model, source.args, source.kwargs, device=source.device, loss=source.loss, tags=tags,
                 dtypes=dtypes,
             )  # fmt: skip
-        return cls(source, made, repeats, KEEP[0], plan, mesh)
+        return cls(source, made, repeats, keep, plan, mesh)
 
     @cached_property
-    def whole(self) -> Opened:
-        """The same with every block captured, for plans that make alike ones differ."""
-        return Opened.of(self.source, self.plan, self.mesh, fold=False) if self.repeats else self
+    def more(self) -> Opened:
+        """The same with more of the alike blocks captured, in the end with all, for plans that make some differ."""
+        keep = next((keep for keep in KEEP if keep > self.keep), 0)
+        return Opened.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> Laid:
         """The graph under ``plan`` with layouts chosen by ``chooser``; without one, as it is in front of the choice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -29,9 +30,8 @@ class Pinner:
     mesh: Mesh
     options: Options
 
-    def pinned(self, plan: Plan, found: Laid) -> Plan:
-        """``plan`` and the pins that it needs to come out as ``found``, whose layouts were chosen exactly."""
-        wanted = borders(found)
+    def pinned(self, plan: Plan, wanted: Mapping[str, Layout]) -> Plan:
+        """``plan`` and the pins that it needs to come out with the layouts at modules' borders that are ``wanted``."""
         pins: dict[str, str] = {}
         while len(pins) < MOST:
             trial = plan | Plan(activations=pins) if pins else plan
@@ -51,7 +51,7 @@ class Pinner:
             ".input" if where == "input" else ""
         )
 
-    def _pins(self, name: str, wanted: dict[str, Layout]) -> dict[str, str]:
+    def _pins(self, name: str, wanted: Mapping[str, Layout]) -> dict[str, str]:
         """The pins of a border in all alike blocks."""
         module, where, index = name.rsplit(".", 2)
         alike = [m for m in self.writer.alike(module) if f"{m}.{where}.{index}" in wanted]

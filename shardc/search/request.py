@@ -122,8 +122,8 @@ class Auto:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
             opened = Opened.of(source, self.plan, meshes[0])
-            if opened.repeats and not opened.folds(meshes[0]):
-                opened = opened.whole
+            while opened.repeats and not opened.folds(meshes[0]):
+                opened = opened.more
             found = Ranged(opened, self.plan, described, memory, chosen, report).run(meshes)
         warn_unused(found, source)
         return found

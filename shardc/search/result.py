@@ -54,8 +54,13 @@ class Trial:
 
     @property
     def found(self) -> bool:
-        """Whether a solution is written as this plan; else it is a form of the library's, or what was given alone."""
+        """Whether the search made it; else it is a form of the library's, or what was given alone."""
         return self.tried.origin == "found"
+
+    @property
+    def is_solution(self) -> bool:
+        """Whether it is a solution of the problem, as a form of the library's can be, too."""
+        return self.tried.variables > 0
 
     def __str__(self) -> str:
         said, too_large = self.schedule, "" if self.fits else " (does not fit)"
@@ -69,7 +74,7 @@ class Trial:
         said, tried = self.schedule, self.tried
         problem = (
             (milliseconds(tried.value), f"{tried.gap:.1g}", f"{tried.build:.1f}", f"{tried.solve:.1f}")
-            if self.found
+            if self.is_solution
             else ("", "", "", "")
         )
         return (
@@ -117,8 +122,8 @@ class Found:
 
     @property
     def solution(self) -> Trial:
-        """The plan, or, where that is a form of the library's, the fastest that is a solution of the problem."""
-        solved = [trial for trial in self.trials if trial.found]
+        """The plan, or, where that is no solution of the problem, the fastest that is one."""
+        solved = [trial for trial in self.trials if trial.is_solution]
         return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
 
     @property

@@ -67,26 +67,31 @@ def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: py
     assert found.best is found.form and found.next_best is None and str(found).startswith(f"{found.plan}\n")
 
 
-def searched(model: nn.Module, x: torch.Tensor, mesh: Mesh) -> Search:
-    opened = Opened.of(Model(model, (x,), {}, lambda out: out.mean(), torch.device("meta")), shardc.Plan(), mesh)
-    return Search(opened, mesh, shardc.Plan(), H100, 80e9, shardc.Options(cost=H100))
+def searched(model: nn.Module, x: torch.Tensor, mesh: Mesh, hand: shardc.Plan | None = None) -> Search:
+    hand = hand or shardc.Plan()
+    opened = Opened.of(Model(model, (x,), {}, lambda out: out.mean(), torch.device("meta")), hand, mesh)
+    return Search(opened, mesh, hand, H100, 80e9, shardc.Options(cost=H100))
 
 
-def test_a_solution_costs_its_time_and_its_memory() -> None:
-    """So what it costs at another price of a byte is known without solving."""
+@pytest.mark.parametrize("hand", [shardc.Plan(), shardc.Plan(activations={"*.0": "~, _"})], ids=["open", "pinned"])
+def test_a_solution_costs_its_time_and_its_memory(hand: shardc.Plan) -> None:
+    """So what it costs at another price of a byte is known without solving, and a problem is solved at many prices."""
     with torch.device("meta"):
         model = nn.Sequential(*(build(8) for _ in range(6)))
-    search = searched(model, SMALL, Mesh(dp=2, tp=2))
-    candidate = search._solved(("dp",), Weights(byte=1e-12, of=search.opened.weight), math.inf)
+    search = searched(model, SMALL, Mesh(dp=2, tp=2), hand)
+    problem = search.problem(("dp",), Weights(of=search.opened.weight))
+    candidate = search._solved(problem, 1e-12, math.inf)
     assert candidate is not None and candidate.bytes > 4 * 6 * 2 * 8 * 32  # a quarter of the parameters, four times
-    problem = search.problem(("dp",), Weights(byte=1e-9, of=search.opened.weight))
-    labels = solve(problem.energy()).labels
-    cheap = search.problem(("dp",), Weights(byte=1e-12, of=search.opened.weight)).energy()
-    apart = evaluate(problem.energy(), labels) - evaluate(cheap, labels)
-    assert apart == pytest.approx((1e-9 - 1e-12) * problem.bytes(labels), rel=1e-9)
     assert candidate.at(1e-12) == candidate.value
-    assert candidate.at(1e-9) >= evaluate(problem.energy(), labels) * (1 - 1e-12), "which is the least at that price"
-    assert problem.bytes(labels) <= candidate.bytes and evaluate(cheap, labels) >= candidate.value * (1 - 1e-12)
+    labels = solve(problem.energy(1e-6)).labels
+    apart = evaluate(problem.energy(1e-6), labels) - evaluate(problem.energy(1e-12), labels)
+    assert apart == pytest.approx((1e-6 - 1e-12) * problem.bytes(labels), rel=1e-9)
+    small = search._solved(problem, 1e-6, math.inf)
+    assert small is not None and small.bytes < candidate.bytes and small.at(0.0) > candidate.at(0.0)
+    assert candidate.at(1e-6) > small.value and small.at(1e-12) > candidate.value
+    again = search._solved(problem, 1e-12, math.inf)
+    assert again is not None and (again.plan, again.borders) == (candidate.plan, candidate.borders)
+    assert candidate.borders != small.borders
 
 
 def test_a_form_that_few_blocks_do_not_say_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +109,22 @@ def test_a_form_that_few_blocks_do_not_say_is_captured_whole(monkeypatch: pytest
     assert search.schedule(form, search.opened, by_hand=False) is None, "six blocks are made of four"
     whole = search.schedule(form, search.opened)
     assert whole is not None and expected is not None and whole.seconds == pytest.approx(expected.seconds, rel=1e-9)
+
+
+def test_a_plan_that_treats_the_last_block_otherwise_is_scheduled_as_it_is_compiled() -> None:
+    """The last of the few blocks that were captured stands for the last one."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(build(8) for _ in range(9)))
+    search = searched(model, SMALL, Mesh(dp=2))
+    plan = shardc.fsdp("dp", overrides={"8.0.weight": 1})
+    made = search.schedule(plan, search.opened, by_hand=False)
+    options = shardc.Options(cost=H100)
+    module = shardc.compile(model, search.mesh, plan, loss=lambda out: out.mean(), options=options)
+    expected = module.lower(SMALL).schedule(H100)
+    assert made is not None and made.seconds == pytest.approx(expected.seconds, rel=1e-9)
+    assert made.memory.peak.total == expected.memory.peak.total
+    alike = search.schedule(shardc.fsdp("dp"), search.opened)
+    assert alike is not None and made.memory.peak.total != alike.memory.peak.total
 
 
 @pytest.mark.slow
@@ -142,7 +163,7 @@ def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
 def test_meshes_are_searched_from_one_capture() -> None:
     came: list[Trial] = []
     found = shardc.find_plan(build(512), 4, LARGE, report=came.append)
-    assert tuple(came) == found.trials
+    assert [(t.mesh, t.plan, t.seconds) for t in came] == [(t.mesh, t.plan, t.seconds) for t in found.trials]
     assert {trial.mesh for trial in came} == {Mesh(dp=4), Mesh(dp=2, tp=2)}
 
 

@@ -12,8 +12,9 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.exact.open import Free, OpenChoice
 from shardc.passes.options import Options
-from shardc.search.fastest import COPIES, LEAST, storages
+from shardc.search.fastest import COPIES, storages
 from shardc.search.opened import Opened
+from shardc.search.within import LEAST
 from shardc.solver import Solution, solve
 from tests.auto.real_models import PRECISION, opened
 
@@ -23,8 +24,8 @@ def solved(found: Opened, mesh: Mesh, over: tuple[str, ...]) -> Solution:
     laid = found.graph(mesh, PRECISION, Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
     free = Free(over, partial(storages, over), batches, COPIES * LEAST)
-    choice = OpenChoice(laid.problem, laid.graph, Weights(of=found.weight, byte=LEAST), free=free)
-    return solve(choice.energy())
+    choice = OpenChoice(laid.problem, laid.graph, Weights(of=found.weight), free=free)
+    return solve(choice.energy(LEAST))
 
 
 QUICK = ("llama-2", "unet", "convnet")

@@ -45,7 +45,7 @@ def test_the_cheaper_way_is_taken() -> None:
     assert "send_rows" in few.text("localize") and "send_rows" not in many.text("localize")
 
 
-@pytest.mark.parametrize("chooser", ["greedy", "exact"])
+@pytest.mark.parametrize("chooser", ["greedy", pytest.param("exact", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["auto", "gather", "send"])
 def test_no_weights_of_experts_are_gathered(way: str, chooser: str) -> None:
     plan = shardc.fsdp("ep") | shardc.ep("ep", experts_of("qwen3-moe"), way=way)

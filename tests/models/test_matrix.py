@@ -81,7 +81,7 @@ SEQUENCE_MODELS = ("llama", "gpt2", "vit")
 def cases() -> list[Any]:
     """Every model under every plan on every mesh; on meshes but the first of a plan only where there is time.
 
-    Decoders take longest: of theirs, one plan over one axis and one over two are quick enough for every run.
+    Decoders take longest: of theirs, one plan over one axis and one over two are in every run, of the others some more.
     """
     out = []
     for model in MODELS:
@@ -90,7 +90,8 @@ def cases() -> list[Any]:
                 continue
             for at, mesh in enumerate(meshes):
                 everyday = at == 0 or model == "mlp"
-                quick = model not in ("llama", "gpt2") or plan in ("fsdp3", "fsdp+tp")
+                few = ("fsdp3", "fsdp+tp") if model in ("llama", "gpt2") else ("fsdp2", "tp", "tp+sp", "hsdp+tp")
+                quick = model == "mlp" or plan in few
                 marks = () if everyday and quick else pytest.mark.slow if everyday else pytest.mark.long
                 out.append(pytest.param(Case(model, plan, mesh), marks=marks))
     return out

@@ -153,7 +153,7 @@ def cases() -> list[Any]:
     for name, model in (MODELS | MORE | FSDP_ONLY).items():
         for plan in ["fsdp3"] if name in FSDP_ONLY else PLANS:
             everyday = name in MODELS and (plan != "tp" or model.tp is None)
-            quick = name not in ("t5", "bert", "vit")
+            quick = name not in ("t5", "bert", "vit") and (name, plan) not in (("qwen3", "fsdp3"), ("qwen3", "tp"))
             marks = () if everyday and quick else pytest.mark.slow if everyday else pytest.mark.long
             out.append(pytest.param(name, plan, marks=marks))
     return out

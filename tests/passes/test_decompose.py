@@ -48,7 +48,9 @@ def collectives(program: shardc.Program) -> int:
 
 @pytest.mark.parametrize("pieces", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [{"tp": 2}, pytest.param({"tp": 4}, marks=pytest.mark.slow), {"dp": 2, "tp": 2}], ids=str
+)
 def test_in_pieces_it_is_the_same(mesh: dict[str, int], sequence: bool, pieces: int) -> None:
     plan = llama.llama_tp("tp", sequence=sequence)
     plan = shardc.fsdp("dp") | plan if "dp" in mesh else plan

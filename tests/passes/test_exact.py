@@ -46,7 +46,12 @@ EVERYDAY = (
 
 def matrix() -> list[Any]:
     rest = [each.values[0] for each in cases() if each.values[0] not in EVERYDAY]
-    return [*EVERYDAY, *(pytest.param(each, marks=pytest.mark.long) for each in rest)]
+    slow = [pytest.param(each, marks=pytest.mark.slow) for each in EVERYDAY if each.model in ("gpt2", "vit")]
+    return [
+        *(each for each in EVERYDAY if each.model not in ("gpt2", "vit")),
+        *slow,
+        *(pytest.param(each, marks=pytest.mark.long) for each in rest),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::shardc.errors.ShardcWarning")

@@ -79,9 +79,9 @@ def predicted(schedule: Schedule) -> dict[str, list[float]]:
     return out
 
 
-@pytest.mark.parametrize("stage", ["schedule", "localize"])
+@pytest.mark.parametrize("stage", ["schedule", pytest.param("localize", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hardware", [BYTES, FLOPS, CORES], ids=lambda hardware: hardware.name)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*list(PLANS)[:-1], pytest.param("half precision", marks=pytest.mark.slow)])
 def test_the_chooser_and_the_schedule_agree(plan: str, hardware: Hardware, stage: str) -> None:
     program = compiled(PLANS[plan], hardware)
     schedule = program.schedule(hardware, stage=stage)

@@ -17,6 +17,13 @@ from tests.sequence.models import batch, build
 
 METHODS = ("gather", "ring", "heads", "auto")
 CAUSAL = (True, pytest.param(False, marks=pytest.mark.slow))
+
+
+def first(*methods: str) -> list[Any]:
+    """All methods; of those that are not among these, the cases are slow."""
+    return [x if x in methods else pytest.param(x, marks=pytest.mark.slow) for x in METHODS]
+
+
 MESHES: tuple[dict[str, int], ...] = ({"cp": 2}, {"cp": 4}, {"dp": 2, "cp": 2})
 
 
@@ -32,7 +39,7 @@ def test_one_of_ones_own(mesh: dict[str, int], method: str, causal: bool) -> Non
     trains_alike(partial(build, "own", causal=causal), batch(), mesh, plan(mesh, method))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first("ring", "heads"))
 @pytest.mark.parametrize("causal", CAUSAL)
 def test_lengths_that_do_not_divide(method: str, causal: bool) -> None:
     mesh = {"cp": 4}
@@ -83,14 +90,14 @@ def test_in_regions_that_run_again_with_replicas_and_levels(method: str) -> None
     trains_alike(partial(build, "own"), batch(), mesh, given | shardc.cp("cp", method=method))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first("auto"))
 def test_exactly_chosen(method: str) -> None:
     options = shardc.Options(chooser="exact")
     mesh = {"dp": 2, "cp": 2}
     trains_alike(partial(build, "own"), batch(), mesh, plan(mesh, method), options=options)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first("ring", "auto"))
 @pytest.mark.filterwarnings("ignore::shardc.ShardcWarning")
 def test_with_dropout(method: str) -> None:
     """Draws are the mesh's own: the same on one rank and on several."""
@@ -105,7 +112,7 @@ def test_with_dropout(method: str) -> None:
         assert abs(several(**batch())["loss"] - expected) < 1e-9
 
 
-@pytest.mark.parametrize("method", ["ring", *(pytest.param(x, marks=pytest.mark.slow) for x in METHODS if x != "ring")])
+@pytest.mark.parametrize("method", first("ring"))
 def test_one_program_for_many_lengths(method: str) -> None:
     with in_float64():
         model = build("own")
@@ -154,7 +161,7 @@ def test_two_sequences_and_a_bias(method: str, length: int) -> None:
     trains_alike(make, given, {"cp": 2}, shardc.cp("cp", method=method))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first("ring", "heads"))
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_models_of_transformers(name: str, method: str) -> None:
     mesh = {"dp": 2, "cp": 2}
@@ -171,7 +178,7 @@ def test_more_models_of_transformers(name: str, method: str, mesh: dict[str, int
         trains_alike(partial(build, name), batch(4, length, padding), mesh, plan(mesh, method))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", first("ring", "heads"))
 def test_padding_in_an_encoder(method: str) -> None:
     """By gradients: that of the keys' bias is zero but for rounding, of which AdamW would make steps."""
     with in_float64():

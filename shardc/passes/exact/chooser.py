@@ -39,13 +39,11 @@ class Weights:
     Args:
         gather: of a parameter's gathers.
         reduce: of the reductions of parameters' gradients.
-        byte: seconds that a byte of memory counts: of parameters, and of what forward saves for backward.
         of: how many nodes of the whole model each stands for.
     """
 
     gather: float = 0.2
     reduce: float = 0.2
-    byte: float = 0.0
     of: Callable[[fx.Node], float] = lambda node: 1.0
 
 
@@ -89,16 +87,19 @@ class Choice:
     def _finish(self) -> None:
         """Called last."""
 
-    def energy(self) -> Energy:
-        """The sum that is to be least."""
-        return self.builder.energy(self.weights.byte)
+    def energy(self, byte: float = 0.0) -> Energy:
+        """The sum that is to be least, where a byte of memory counts ``byte`` seconds."""
+        return self.builder.energy(byte)
 
     def bytes(self, labels: Sequence[int]) -> float:
         """The memory that a solution holds on a rank."""
         return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
-        """Writes layouts and needs; returns the layouts in which outputs are wanted."""
+        """Writes layouts and needs; returns the layouts in which outputs are wanted.
+
+        It may be called again, with another solution.
+        """
         for node in self.graph.nodes:
             if node.target is getitem:
                 take(node)
@@ -106,6 +107,8 @@ class Choice:
                 strategy = self.options[node][labels[self.variable[node]]]
                 if node.target is ops.tag:
                     pin(self.problem, node, strategy.operands[0])
+                elif node.target is ops.reshard and strategy.operands:  # what was a tag before
+                    ir.set_info(node, ir.info(node).at(strategy.results[0]))
                 elif node.op == "call_function" and node.target not in (ops.reshard, ops.unpad):
                     decide(node, strategy)
                 elif node.op == "placeholder" and ir.is_tensor(node):
