@@ -213,11 +213,12 @@ class Search:
     def _fastest(self, over: tuple[str, ...], weights: Weights, known: dict[float, Candidate]) -> Candidate | None:
         """The fastest solution with storage split over ``over`` that is expected to fit, else the smallest.
 
-        Prices of a byte begin at the one that sufficed before.
+        Prices of a byte begin at the one that sufficed before, with storage split over these axes or over others.
         """
         problem = cache(partial(self.problem, over, weights))
         within = Within(lambda price, ceiling: self._solved(problem(), price, ceiling), known)
-        found = within.fastest(self._room(over), MARGIN * self.limit(), self.prices.get(over, LEAST))
+        first = self.prices.get(over, min(self.prices.values(), default=LEAST))
+        found = within.fastest(self._room(over), MARGIN * self.limit(), first)
         if found is not None:
             self.prices[over] = found.byte
         return found
