@@ -267,3 +267,16 @@ def test_what_a_first_call_leaves_behind_hides_no_blocks() -> None:
     model = Settles(*(Layer() for _ in range(8)))
     found = find_repeats(model, (torch.empty(4, WIDTH),), {}, device=torch.device("cpu"), keep=4, dtypes=Dtypes())
     assert [each.count for each in found] == [8]
+
+
+def test_what_is_useful_is_counted_of_all_blocks() -> None:
+    """Also attention that is split by sequence, which is cut into other ops before blocks are unfolded."""
+    config = llama.LlamaConfig(layers=6)
+    with torch.device("meta"):
+        model, batch = llama.Llama(config), llama.batch(config)
+    useful = []
+    for plan in (shardc.fsdp("dp"), shardc.fsdp("dp") | shardc.cp("dp")):
+        for fold in (True, False):
+            module = shardc.compile(model, Mesh(dp=2), plan, loss=llama.loss, options=shardc.Options(fold=fold))
+            useful.append(module.lower(*batch).schedule("h100").useful_flops)
+    assert useful == [useful[0]] * 4

@@ -96,7 +96,7 @@ class Folded:
 
     def times(self, name: str) -> int:
         """How many nodes of the whole model the one of that name stands for."""
-        return 1 + sum(unfold.missing for unfold in self.unfolds if name in unfold.block_names)
+        return 1 + sum(unfold.missing for unfold in self.unfolds if unfold.repeats(name))
 
 
 def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:

@@ -67,6 +67,10 @@ class Unfold:
         self.regions = max(regions, default=0)
         self.block_names = frozenset(_name(n) for p, n in at.items() if p.block == self.names.last)
 
+    def repeats(self, name: str) -> bool:
+        """Whether the node of that name, of the localized graph or of one before it, is in the block that is copied."""
+        return name in self.block_names or self.names.own(name) == self.names.last
+
     def joint(self, graph: fx.Graph) -> fx.Graph:
         """The joint graph."""
         return _Unfolding(self, graph, phases(graph), {}).graph()
