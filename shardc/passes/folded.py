@@ -100,10 +100,14 @@ class Folded:
 
 
 def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
-    """What ``name`` is called in the shortened model, or, if it does without, its like in the first block."""
+    """What ``name`` is called in the shortened model, or, if it does without, its like in an inner block.
+
+    >>> [_counterpart(f"layers.{n}.w", [Repeat("layers", 0, 8)], 4) for n in (0, 2, 3, 7)]
+    ['layers.0.w', 'layers.2.w', 'layers.1.w', 'layers.3.w']
+    """
     for each in repeats:
         number, dot, rest = name.removeprefix(each.prefix).partition(".")
         inside = name.startswith(each.prefix) and number.isdecimal()
-        if inside and each.first + keep <= int(number) < each.first + each.count:
-            name = f"{each.prefix}{each.first}{dot}{rest}"
+        if inside and each.first + keep - 1 <= int(number) < each.first + each.count - 1:
+            name = f"{each.prefix}{each.first + 1}{dot}{rest}"
     return short_name(name, repeats, keep) or name

@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 LEAST = 1e-15  # seconds that a byte counts where memory is no question, so that of equal plans the smaller is taken
 PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # tried in order until a solution is small enough
-CLOSE = 4.0  # two prices between which none is looked for
+CLOSE = 4.0  # factor between two prices, below which none between them is tried
 ABOVE = 1e-9  # by which a ceiling lies above a solution that is known, so that it is found again if it is the best
 
 
@@ -48,7 +48,8 @@ class Within(Generic[P]):
     def fastest(self, room: float, limit: float, first: float = LEAST) -> P | None:
         """The fastest solution of at most ``room`` bytes, of those that are best at some price.
 
-        Prices are as close as `CLOSE`. If no price makes a solution so small, it is the smallest.
+        Between the price that is taken and one that is too low lies at most a factor of `CLOSE`, above the first two
+        of `PRICES`. If no price makes a solution so small, it is the smallest.
 
         Args:
             first: a price to begin with. If its solution is small enough, no lower one is tried.

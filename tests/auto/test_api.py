@@ -111,20 +111,22 @@ def test_a_form_that_few_blocks_do_not_say_is_captured_whole(monkeypatch: pytest
     assert whole is not None and expected is not None and whole.seconds == pytest.approx(expected.seconds, rel=1e-9)
 
 
-def test_a_plan_that_treats_the_last_block_otherwise_is_scheduled_as_it_is_compiled() -> None:
+@pytest.mark.parametrize("said", [{"overrides": {"8.0.weight": 1}}, {"levels": {"8.*": 2}}], ids=["stored", "gathered"])
+def test_a_plan_that_treats_the_last_block_otherwise_is_scheduled_as_it_is_compiled(said: dict[str, Any]) -> None:
     """The last of the few blocks that were captured stands for the last one."""
     with torch.device("meta"):
         model = nn.Sequential(*(build(8) for _ in range(9)))
     search = searched(model, SMALL, Mesh(dp=2))
-    plan = shardc.fsdp("dp", overrides={"8.0.weight": 1})
+    plan = shardc.fsdp("dp", **said)
     made = search.schedule(plan, search.opened, by_hand=False)
     options = shardc.Options(cost=H100)
     module = shardc.compile(model, search.mesh, plan, loss=lambda out: out.mean(), options=options)
     expected = module.lower(SMALL).schedule(H100)
     assert made is not None and made.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert made.memory.peak.total == expected.memory.peak.total
+    assert [x.held for x in made.memory.samples] == [x.held for x in expected.memory.samples]
     alike = search.schedule(shardc.fsdp("dp"), search.opened)
-    assert alike is not None and made.memory.peak.total != alike.memory.peak.total
+    assert alike is not None and [x.held for x in made.memory.samples] != [x.held for x in alike.memory.samples]
 
 
 @pytest.mark.slow
