@@ -6,13 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-long lint types format docs gpu
+.PHONY: demo test test-medium test-long seconds lint types format docs gpu
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_decoder.py --plan fsdp --nproc 2
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not long and not slow"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not medium and not slow and not long"
+
+test-medium: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "medium and not slow and not long"
+
+# What the tests of both take now, in tests/seconds.json: those that take some seconds are medium.
+seconds: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long" --note-seconds
 
 test-long: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow or long"

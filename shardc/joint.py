@@ -25,7 +25,7 @@ from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Policies
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
-from shardc.report.repeated import Dense, dense
+from shardc.report.repeated import Dense, dense, model_flops
 
 CUT = passes.Partition.name
 
@@ -41,14 +41,17 @@ class Kept(passes.Hook):
 
 
 class Work(passes.Hook):
-    """Counts the dense ops of a rank, and over which axes ranks compute the same."""
+    """Counts the dense ops of the model, those of a rank, and over which axes ranks compute the same."""
 
+    flops: tuple[tuple[str, int], ...] = ()
     ops: tuple[Dense, ...] = ()
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
+        if stage == passes.Seed.name:  # before ``pad``: what is computed on filling is of no use
+            self.flops = tuple((ir.info(node).name, flops) for node, flops in model_flops(gm.graph))
         if stage == passes.Collectives.name and self.mesh.ranks > 1:
             self.ops = tuple(op for _, op in dense(gm.graph, self.mesh))
 
@@ -64,6 +67,7 @@ class Joint:
         local: the joint graph at local shapes.
         kept: the graph after each stage so far, or as it was captured alone.
         work: the dense ops of a rank.
+        flops: operations of each dense op of the captured model, by its name.
     """
 
     bound: BoundPlan
@@ -73,6 +77,7 @@ class Joint:
     local: fx.GraphModule
     kept: dict[str, fx.Graph]
     work: tuple[Dense, ...] = ()
+    flops: tuple[tuple[str, int], ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,7 +172,7 @@ def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
         hook.after("capture", captured.graph)
     hooks = [*([kept] if asked.keep_stages else ()), (work := Work(mesh)), *looking]
     local = pipeline.until(CUT).run(captured.graph, *hooks)
-    return Joint(bound, options, captured, pipeline, local, graphs, work.ops)
+    return Joint(bound, options, captured, pipeline, local, graphs, work.ops, work.flops)
 
 
 def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:

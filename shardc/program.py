@@ -32,7 +32,7 @@ from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
 from shardc.report.lint import Finding, in_pieces, lint
-from shardc.report.schedule import Schedule, build, model_flops, room_of_rows
+from shardc.report.schedule import Schedule, build, room_of_rows
 from shardc.report.tiles import Tiles
 from shardc.validate import near, typed
 
@@ -232,12 +232,11 @@ class Program(Executable):
             step = of_joint(self.localized.graph, self.levels, self.options.checkpoint_collectives)
         else:
             step = of_halves(self.step(), self.levels)
-        # Before ``pad``: what is computed on filling is of no use.
-        useful = (model_flops if folded is None else folded.model_flops)(self.graph("seed")) / self.mesh.ranks
+        useful = sum(flops * (1 if folded is None else folded.times(name)) for name, flops in self.joint.flops)
         described = find(hardware) if isinstance(hardware, str) else hardware
         return build(
             step, self.mesh, described, symbols=partial(self.costs, described), order=order, causes=self.causes,
-            useful_flops=useful, optimizer_copies=optimizer_copies, skew=skew,
+            useful_flops=useful / self.mesh.ranks, optimizer_copies=optimizer_copies, skew=skew,
             notes=(*(() if folded is None else folded.notes), *room_of_rows(op.node for op in step.ops)),
             model=self.source.model, plan=str(self.plan),
         )  # fmt: skip

@@ -2,12 +2,18 @@
 
 Property tests try the same examples in every run. ``pytest -m hypothesis --hypothesis-profile=long`` tries others, many
 more, and makes what fails smaller.
+
+A test is medium if it took `MEDIUM` seconds or more when ``make seconds`` last noted what each takes, in `SECONDS`.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SHARDC_STORE", "0")  # a test compiles what it tests; tests of the store turn it on
@@ -33,13 +39,38 @@ settings.register_profile("long", max_examples=5000, deadline=None, derandomize=
 settings.load_profile("default")
 
 
+SECONDS = Path(__file__).with_name("seconds.json")
+MEDIUM = 3.0
+NOTED = 1.0  # what takes less is not in the file
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--note-seconds", action="store_true", help=f"write what each test takes to {SECONDS.name}, anew")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device."""
+    """Mark the tests that are medium; skip those marked ``gpu`` where there is no CUDA device."""
+    seconds = json.loads(SECONDS.read_text())
+    for item in items:
+        if seconds.get(item.nodeid, 0.0) >= MEDIUM:
+            item.add_marker(pytest.mark.medium)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Note what each test took, where that was asked for."""
+    if not config.getoption("--note-seconds"):
+        return
+    taken: Counter[str] = Counter()
+    for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "duration")):
+        taken[report.nodeid] += report.duration
+    noted = {name: round(seconds, 1) for name, seconds in sorted(taken.items()) if seconds >= NOTED}
+    SECONDS.write_text(json.dumps(noted, indent=0) + "\n")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -226,3 +227,14 @@ def test_readme_make_targets_exist() -> None:
 def test_demo_is_the_decoder_example() -> None:
     recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "examples/train_decoder.py --plan fsdp --nproc 2" in recipe
+
+
+def test_what_took_seconds_is_a_test() -> None:
+    """A name that no test has any more would leave a test that has another name among the quick ones."""
+    seconds = json.loads((ROOT / "tests/seconds.json").read_text())
+    for name in seconds:
+        file, _, test = name.partition("::")
+        found = re.sub(r"\[.*", "", test, flags=re.DOTALL).rpartition("::")[2]
+        is_there = f"def {found}(" in (ROOT / file).read_text() if file.startswith("tests/") else (ROOT / file).exists()
+        assert is_there, f"{name}: run `make seconds`"
+    assert list(seconds) == sorted(seconds) and min(seconds.values()) >= 1

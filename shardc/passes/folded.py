@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shardc._compat import LazyGraphModule
-from shardc.cost.kernels import flops_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.reads import Reads
@@ -88,11 +87,6 @@ class Folded:
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)
         return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
-
-    def model_flops(self, graph: fx.Graph) -> int:
-        """As `shardc.report.schedule.model_flops`, of the whole model."""
-        dense = [node for node in graph.nodes if node.op == "call_function"]
-        return sum(self.times(ir.info(node).name) * flops_of(node) for node in dense)
 
     def times(self, name: str) -> int:
         """How many nodes of the whole model the one of that name stands for."""

@@ -26,7 +26,8 @@ from shardc.ir import tally
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.report.formulas import BATCH, SEQUENCE, Costs, Moves
-from shardc.report.schedule import Schedule, model_flops
+from shardc.report.repeated import model_flops
+from shardc.report.schedule import Schedule
 
 DEGREES = {BATCH: 1, SEQUENCE: 2}
 Dims = Mapping[str, Sequence[Any]]  # input -> the symbol (or None) of each of its dims
@@ -196,7 +197,7 @@ def _sample(program: Again, hardware: Hardware) -> _Sample:
         cut = tuple(sorted(layout.bound, key=program.mesh.order))
         form.append((f"{row.name} of {row.phase}", row.kind, group, cut, itemsize))
         sizes.append(layout.numel * itemsize)
-    return _Sample(tuple(form), tuple(sizes), model_flops(graph), schedule)
+    return _Sample(tuple(form), tuple(sizes), sum(flops for _, flops in model_flops(graph)), schedule)
 
 
 def _same_form(first: _Sample, other: _Sample, where: str) -> None:

@@ -41,6 +41,13 @@ class Dense:
     gathered: tuple[tuple[str, str, int], ...] = ()
 
 
+def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """The dense ops of a global graph, and their operations on all ranks together if none is repeated."""
+    for node in graph.nodes:
+        if node.op == "call_function" and (flops := flops_of(node)):
+            yield node, flops
+
+
 def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
     """The dense ops of a global graph whose layouts agree; what no operand or result is split over is repeated."""
     for node in graph.nodes:

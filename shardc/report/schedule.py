@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from shardc.cost.hardware import Hardware, Price, price, route
-from shardc.cost.kernels import Kernel, buffers, flops_of, kernels
+from shardc.cost.kernels import Kernel, buffers, kernels
 from shardc.cost.sequence import START, Sequence
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
@@ -133,11 +133,6 @@ def build(
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
         symbols, model, plan,
     )  # fmt: skip
-
-
-def model_flops(graph: fx.Graph) -> int:
-    """Operations of the dense ops of a graph at global shapes: of the whole model, forward and backward."""
-    return sum(flops_of(node) for node in graph.nodes if node.op == "call_function")
 
 
 @dataclass(frozen=True)

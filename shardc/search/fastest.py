@@ -37,6 +37,7 @@ HIDDEN = ((0.2, 0.2), (0.05, 0.5))
 ROUNDS = 3  # in which what a schedule leaves exposed prices the next
 KEPT = 3  # plans of a round that are scheduled
 MARGIN = 1.02  # of what a schedule takes, which hides some of what a sum counts
+GLANCE = 1e8  # entries of tables that are gone through to see about what a mesh is worth
 
 
 @dataclass(frozen=True)
@@ -134,14 +135,26 @@ class Search:
         self.pinner = Pinner(self.opened, self.writer, self.mesh, self.options)
         self.said = self.opened.params(self.mesh, self.hand)
 
+    def forms(self) -> None:
+        """Schedules what a person would write without looking."""
+        for name, plan in self._forms():
+            self._schedule(plan, name)
+
+    def least(self) -> float:
+        """Seconds that every solution costs, as far as a little work shows; inf where there is none."""
+        gather, reduce = map(min, *HIDDEN)
+        problem = self.problem(None, Weights(gather, reduce, self.opened.weight))
+        try:
+            return solve(problem.energy(LEAST), work=GLANCE).bound
+        except Infeasible:
+            return inf
+
     def run(self) -> Tried:
-        """The fastest plan that fits.
+        """The fastest plan that fits, of what was scheduled before and what is found.
 
         Raises:
             PlanError: no plan fits; it says what the one that needs least takes.
         """
-        for name, plan in self._forms():
-            self._schedule(plan, name)
         weighed = [Weights(*hidden, of=self.opened.weight) for hidden in HIDDEN]
         for _ in range(ROUNDS):
             before = len(self.tried)
@@ -238,11 +251,12 @@ class Search:
         for count in range(len(free), -1, -1):
             yield from combinations(free, count)
 
-    def problem(self, over: tuple[str, ...], weights: Weights) -> Opening:
-        """The choice of layouts, with storage split further over ``over`` or not."""
+    def problem(self, over: tuple[str, ...] | None, weights: Weights) -> Opening:
+        """The choice of layouts, with storage split further over ``over`` or not; None: each parameter's over any."""
         start = time.perf_counter()
         laid = self.opened.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
-        free = Free(over, partial(self._storages, over), tuple(self._batches()), COPIES)
+        storages = self._anywhere if over is None else partial(self._storages, over)
+        free = Free(over or (), storages, tuple(self._batches()), COPIES)
         made = Opening(laid.problem, laid.graph, weights, free, laid=laid)
         made.seconds = time.perf_counter() - start
         return made
@@ -272,6 +286,11 @@ class Search:
             return []
         return storages(over, name, compute)
 
+    def _anywhere(self, name: str, compute: Layout) -> list[Layout]:
+        """Where a parameter may be stored with storage split over any axes."""
+        overs = [over for over in self._overs() if not set(over) & set(compute.bound)]
+        return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
+
     def _batches(self) -> Iterator[tuple[str, ...]]:
         """The sets of axes that may split the batch."""
         if any(entry.batch for entry in self.hand.entries):
@@ -284,7 +303,7 @@ class Search:
     # --- schedules
 
     def _forms(self) -> Iterator[tuple[str, Plan]]:
-        """What a person would write without looking."""
+        """The library's forms."""
         if self.hand.entries:
             return
         axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, prod
 
@@ -12,7 +13,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.search.alternatives import alternatives, table
-from shardc.search.fastest import Candidate, Search, Tried
+from shardc.search.fastest import MARGIN, Candidate, Search, Tried
 from shardc.search.opened import Opened
 from shardc.search.result import Found, Trial
 
@@ -109,28 +110,33 @@ class Ranged:
     report: Report | None = None
 
     def run(self, meshes: Sequence[Mesh]) -> Found:
-        """The best of ``meshes``, which are taken in their order.
+        """The best of ``meshes``. Those on which a step can be fastest are searched first.
 
         Raises:
             PlanError: nothing fits on any; it says what the plan that needs least takes.
             ShardcError: of the first mesh, where the plan by hand fits none.
         """
-        trials: list[Trial] = []
-        searches: dict[Mesh, Search] = {}
+        searches: dict[Mesh, Bounded] = {}
+        least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
         for mesh in meshes:
-            best = self.best(trials)
-            limit = inf if best is None else best.seconds
-            search = Bounded(
-                self.opened, mesh, self.hand, self.hardware, self.memory, self.options, most=limit, report=self.report
-            )
-            searches[mesh] = search
-            try:
+            with self._noted(errors):
+                search = Bounded(
+                    self.opened, mesh, self.hand, self.hardware, self.memory, self.options, report=self.report
+                )
+                search.forms()
+                searches[mesh] = search
+        for mesh, search in searches.items():
+            with self._noted(errors):
+                least[mesh] = search.least() if len(searches) > 1 else 0.0
+        for mesh in sorted(least, key=least.__getitem__):
+            search = searches[mesh]
+            search.most = min(each.limit() for each in searches.values())
+            if least[mesh] > MARGIN * search.most:
+                break
+            with self._noted(errors):
                 search.run()
-            except ShardcError as error:
-                if not search.tried:
-                    errors.append(error)
-            trials += search.trials()
+        trials = [trial for search in searches.values() for trial in search.trials()]
         if (best := self.best(trials)) is not None:
             found = Found(best.plan, best.mesh, tuple(trials), self.hand)
             solved = found.solution
@@ -141,6 +147,15 @@ class Ranged:
         if not trials:
             raise self._nothing(errors, meshes)
         raise self._too_large(trials, meshes)
+
+    @staticmethod
+    @contextmanager
+    def _noted(errors: list[ShardcError]) -> Iterator[None]:
+        """An error of one mesh is none of the others'."""
+        try:
+            yield
+        except ShardcError as error:
+            errors.append(error)
 
     @staticmethod
     def best(trials: Sequence[Trial]) -> Trial | None:

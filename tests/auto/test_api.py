@@ -24,6 +24,7 @@ from shardc.search.fastest import Search
 from shardc.search.meshes import meshes_of
 from shardc.search.opened import Model, Opened
 from shardc.search.result import Found, Trial
+from shardc.search.within import LEAST
 from shardc.solver import solve
 from shardc.solver.energy import evaluate
 from tests.ranks import device_mesh, run_ranks
@@ -165,8 +166,33 @@ def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
 def test_meshes_are_searched_from_one_capture() -> None:
     came: list[Trial] = []
     found = shardc.find_plan(build(512), 4, LARGE, report=came.append)
-    assert [(t.mesh, t.plan, t.seconds) for t in came] == [(t.mesh, t.plan, t.seconds) for t in found.trials]
+    by_mesh = sorted(came, key=lambda trial: len(trial.mesh.axes))
+    assert [(t.mesh, t.plan, t.seconds) for t in by_mesh] == [(t.mesh, t.plan, t.seconds) for t in found.trials]
     assert {trial.mesh for trial in came} == {Mesh(dp=4), Mesh(dp=2, tp=2)}
+
+
+@pytest.mark.parametrize("slow", [1e-6, 1e3])
+def test_the_mesh_that_promises_most_is_searched_first(slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be faster than what is known is not searched; the library's forms are scheduled on all."""
+    ran, run = [], Search.run
+    monkeypatch.setattr(Search, "least", lambda search: {"dp=4": slow, "dp=2 tp=2": 1e-9}[str(search.mesh)])
+    monkeypatch.setattr(Search, "run", lambda search: [ran.append(search.mesh), run(search)][1])
+    found = shardc.find_plan(build(512), 4, LARGE)
+    assert ran == [Mesh(dp=2, tp=2), Mesh(dp=4)][: 2 if slow < 1 else 1]
+    assert {trial.mesh for trial in found.trials} == {Mesh(dp=4), Mesh(dp=2, tp=2)}
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=4), Mesh(dp=2, tp=2)], ids=str)
+def test_no_solution_costs_less_than_what_a_mesh_promises(mesh: Mesh) -> None:
+    search = searched(build(512), LARGE, mesh)
+    least, values = search.least(), []
+    for hidden in fastest.HIDDEN:
+        for over in search._overs():
+            problem = search.problem(over, Weights(*hidden, of=search.opened.weight))
+            values.append(solve(problem.energy(LEAST)).value)
+    assert 0.5 * min(values) < least <= min(values) * (1 + 1e-12)
+    storages = search.problem(None, Weights()).storages.values()
+    assert set(search._overs()) == {s.bound for ways in storages for c, s in ways if not c.axes}
 
 
 @pytest.mark.parametrize(
