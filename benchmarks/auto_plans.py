@@ -184,10 +184,11 @@ def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     opened = Opened.of(MODELS[name](), shardc.Plan(), mesh)
     search = Search(opened, mesh, shardc.Plan(), H100, LIMIT, shardc.Options(cost=H100, verify=False, direct=False))
     start = time.perf_counter()
+    search.forms()
     best = search.run()
     took = time.perf_counter() - start
-    forms = {each.origin: each.schedule for each in search.tried.values() if each.origin != "found"}
-    by_hand = [*forms.values(), *filter(None, (search.schedule(plan, opened) for plan in hands(name, mesh)))]
+    forms = [each.schedule for each in search.tried.values() if each.origin != "found"]
+    by_hand = [*forms, *filter(None, (search.schedule(plan, opened) for plan in hands(name, mesh)))]
     fitting = [s for s in by_hand if s.memory.peak.total <= LIMIT]
     least = min((s.seconds for s in fitting), default=float("inf"))
     return (

@@ -16,7 +16,9 @@ from examples.models import gpt2, llama
 from shardc.capture import Dtypes, find_repeats
 from shardc.debug.explain import explain
 from shardc.errors import PlanError, ShardcWarning
+from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
+from shardc.ir.tally import collective_kind
 
 WIDTH = 16
 FOLD = shardc.Options(fold=True)
@@ -66,9 +68,11 @@ def gpt2_of(layers: int) -> tuple[nn.Module, tuple[Tensor, ...], Any]:
         return gpt2.GPT2(config), gpt2.batch(config), gpt2.loss
 
 
-def program(made: tuple[nn.Module, tuple[Tensor, ...], Any], plan: shardc.Plan, fold: bool, **axes: int) -> Any:
+def program(
+    made: tuple[nn.Module, tuple[Tensor, ...], Any], plan: shardc.Plan, fold: bool, pieces: Any = "auto", **axes: int
+) -> Any:
     model, args, loss = made
-    options = replace(FOLD, fold=fold)
+    options = replace(FOLD, fold=fold, decompose=pieces)
     return shardc.compile(model, Mesh(axes), plan, loss=loss, options=options).lower(*args)
 
 
@@ -124,6 +128,20 @@ def test_what_is_folded_is_what_is_whole(model: str, layers: int, plan: str) -> 
     make, tp = MODELS[model]
     said_of, axes = PLANS[plan]
     check(lambda: make(layers), said_of(tp), layers > 4, **axes)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_is_folded_in_pieces_is_what_is_whole(sequence: bool) -> None:
+    """Pieces cross the borders of blocks; all nodes are there, and what can stand elsewhere may."""
+    plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=sequence)
+    whole, folded = (program(llama_of(8), plan, fold, 2, dp=2, tp=2) for fold in (False, True))
+    assert folded.folded is not None
+    for one, other in zip(whole.step(), folded.step(), strict=True):
+        names, expected = ([ir.info(n).name for n in x.gm.graph.nodes if n.op != "output"] for x in (other, one))
+        assert sorted(names) == sorted(expected)
+        sent, wanted = ([ir.info(n).name for n in x.gm.graph.nodes if collective_kind(n)] for x in (other, one))
+        assert sent == wanted
+    assert folded.schedule("cpu").seconds == pytest.approx(whole.schedule("cpu").seconds, rel=1e-3)
 
 
 HALF = shardc.precision(param=torch.bfloat16, reduce=torch.float32)

@@ -25,19 +25,23 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
         run: runs it once on fake tensors.
 
     Returns:
-        A warning for each module that changes its attributes, and for globals and variables around hooks.
+        A warning for each module that changes its attributes or fills an empty buffer that it does not save, and for
+        globals and variables around hooks.
 
     Raises:
         CaptureError: it puts another tensor in the place of a buffer.
     """
     changed = [ref for text in messages if "side effects" in text for ref in re.findall(r'"([^"]+)"', text)]
+    whose: list[str | None] = []
     if any("_buffers" in ref for ref in changed):  # in place, too: ``self.count += 1`` also sets the attribute
-        for name in _replaced(model, run):
-            raise CaptureError(
-                f"the model replaces the buffer {name!r} by another tensor",
-                fix=f"change it in place, as by self.{name.rpartition('.')[2]}.copy_(new)",
-            )
-    whose = [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
+        for path, name, is_cache in _replaced(model, run):
+            if not is_cache:
+                raise CaptureError(
+                    f"the model replaces the buffer {f'{path}.{name}'.lstrip('.')!r} by another tensor",
+                    fix=f"change it in place, as by self.{name}.copy_(new)",
+                )
+            whose.append(f"{_module(path)} fills its empty buffer {name!r}")
+    whose += [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
     text = "in forward; the compiled program does not"
     return [ShardcWarning(f"{who} {text}") for who in dict.fromkeys(whose) if who is not None]
 
@@ -69,15 +73,18 @@ def _contents(value: list[Any] | dict[Any, Any]) -> list[tuple[Any, int]]:
     return [(key, id(x)) for key, x in (value.items() if isinstance(value, dict) else enumerate(value))]
 
 
-def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[str]:
-    """Names of the buffers in whose place ``run`` puts other tensors; attributes are put back."""
+def _replaced(model: nn.Module, run: Callable[[], Any]) -> Iterator[tuple[str, str, bool]]:
+    """The buffers in whose place ``run`` puts other tensors; attributes are put back.
+
+    Each comes with its module, its name there, and whether it was empty and is not saved, as a cache is.
+    """
     with _put_back(model) as before:
         with torch.no_grad():
             run()
         for path, (module, _, buffers) in before.items():
             for name, buffer in module._buffers.items():
-                if buffer is not buffers.get(name):
-                    yield f"{path}.{name}".lstrip(".")
+                if buffer is not (had := buffers.get(name)):
+                    yield path, name, had is None and name in module._non_persistent_buffers_set
 
 
 @contextlib.contextmanager
@@ -107,5 +114,9 @@ def _whose(ref: str) -> str | None:
         return None if installed else f"the model changes globals of {module or scope}{name and f' ({name[1:]})'}"
     own = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
     path = ".".join(re.findall(r"_modules\['([^']+)'\]", own[0])[1:])
-    module = f"module {path!r}" if path else "the model"
+    module = _module(path)
     return f"{module} changes its attributes" if len(own) == 1 else f"a hook of {module} changes variables around it"
+
+
+def _module(path: str) -> str:
+    return f"module {path!r}" if path else "the model"

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardc.ir.comm import WAIT
-from shardc.ir.graph import PIECE, NameScope, info, is_tensor, set_info, value, value_of
+from shardc.ir.graph import PIECE, NameScope, Origin, info, is_tensor, set_info, value, value_of
 from shardc.ir.tally import arguments_of, collective_kind
 
 aten = torch.ops.aten
@@ -168,6 +168,7 @@ class _Rewritten:
         self.parts: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
         self.stretch: dict[fx.Node, Cut] = {}  # what is in pieces and not made yet, and
         self.late: dict[fx.Node, None] = {}  # what needs that
+        self.phase = ""  # of what is being made
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -202,12 +203,13 @@ class _Rewritten:
         self.late.clear()
 
     def _take_joined(self, node: fx.Node, before: fx.Node) -> None:
+        self.phase = info(node).origin.phase if node.op == "call_function" else ""
         for x in node.all_input_nodes:
             if x in self.cuts:
                 node.replace_input_with(x, self._join(x, before))
 
     def _piece(self, node: fx.Node, number: int, before: fx.Node) -> fx.Node:
-        cut, target = self.cuts[node], node.target
+        cut, target, self.phase = self.cuts[node], node.target, info(node).origin.phase
         need = operands(node, cut)
         assert need is not None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
@@ -251,7 +253,9 @@ class _Rewritten:
             made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
             if cut.outer > 1:
                 made = self._emit(before, x, aten.reshape.default, made, list(value(x).shape))
-            self.joined[x] = set_info(made, info(x))  # it takes the place, and the name
+            self.joined[x] = set_info(
+                made, replace(info(x), origin=self._origin(x))
+            )  # it takes the place, and the name
         return self.joined[x]
 
     def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -259,5 +263,11 @@ class _Rewritten:
             made = self.graph.call_function(target, args, kwargs)
         val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
         made.meta["val"] = val
-        record = replace(info(like), name=self.names.fresh(f"{info(like).name}.piece"), role=None)
+        name = self.names.fresh(f"{info(like).name}.piece")
+        record = replace(info(like), name=name, origin=self._origin(like), role=None)
         return set_info(made, replace(record, value=value_of(val)))
+
+    def _origin(self, like: fx.Node) -> Origin:
+        """That of ``like``; but what backward alone takes a part of, or puts together, it does in backward."""
+        origin = info(like).origin
+        return replace(origin, phase="backward") if self.phase == "backward" else origin

@@ -173,6 +173,7 @@ class _Cuts:
         count: pieces of each.
         cuts: how.
         near: how many of the collectives in pieces a node is beside.
+        stretch: the place of the last collective that a node in pieces waits for.
         stopped: why a collective is whole.
     """
 
@@ -185,6 +186,7 @@ class _Cuts:
             self.cuts: dict[fx.Node, Cut] = {}
             self._mark(set(taken))
             self._prune()
+            self.stretch = self._stretches()
             near = {node: self.beside(node) for node in taken if node in self.cuts}
             self.near = Counter(x for both in near.values() for x in both[0] | both[1])
             alone = [
@@ -198,7 +200,7 @@ class _Cuts:
             taken = [node for node in taken if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What is in pieces before a collective and behind it, as far as the next one."""
+        """What is in pieces in the stretch that a collective ends, and in the one that it begins."""
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
@@ -216,10 +218,17 @@ class _Cuts:
             here = work.pop()
             for x in here.all_input_nodes if up else here.users:
                 end = x.target is WAIT if up else collective_kind(x) is not None
-                if x in self.cuts and x not in seen and not end:
+                if x in self.cuts and x not in seen and not end and self.stretch[x] == self.stretch[node]:
                     seen.add(x)
                     work.append(x)
         return seen
+
+    def _stretches(self) -> dict[fx.Node, int]:
+        found: dict[fx.Node, int] = {}
+        for node in self.cuts:
+            last = max((found[x] for x in node.all_input_nodes if x in self.cuts), default=-1)
+            found[node] = self.place[node] if node.target is WAIT else last
+        return found
 
     # --- which
 

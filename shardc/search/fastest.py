@@ -139,6 +139,8 @@ class Search:
         """Schedules what a person would write without looking."""
         for name, plan in self._forms():
             self._schedule(plan, name)
+        if (best := self.best()) is not None:
+            self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
     def least(self) -> float:
         """Seconds that every solution costs, as far as a little work shows; inf where there is none."""

@@ -71,6 +71,32 @@ def test_a_replaced_buffer_is_an_error() -> None:
         module.lower(torch.empty(8, 4))
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+def test_an_empty_buffer_that_is_filled_is_a_warning(persistent: bool) -> None:
+    """As models keep a table of positions that they make in the first call; the program makes it in each."""
+
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bias", None, persistent=persistent)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.bias is None:
+                self.bias = torch.arange(4.0)
+            return x + self.bias
+
+    model = nn.Sequential(Fills())
+    if persistent:  # a checkpoint of the model would have it from then on
+        with pytest.raises(CaptureError, match="replaces the buffer '0.bias' by another tensor"):
+            simulation(model)(torch.ones(4, 4), grad=False)
+        return
+    with pytest.warns(ShardcWarning, match="module '0' fills its empty buffer 'bias' in forward; the compiled program"):
+        sim = simulation(model)
+        for _ in range(2):
+            assert torch.equal(sim(torch.ones(4, 4), grad=False), torch.ones(4, 4) + torch.arange(4.0))
+    assert model[0].bias is None
+
+
 class Keeps(nn.Module):
     """Puts what it computes into the dict or the list that it is given."""
 

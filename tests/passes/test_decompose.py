@@ -94,8 +94,8 @@ def test_one_program_of_many_lengths() -> None:
         assert relative(sim(*given), llama.loss(alone(given[0]), given[1]).detach()) < 1e-9
 
 
-def decided(cost: CostModel, sequence: bool = True, **options: Any) -> list[Candidate]:
-    config = llama.LlamaConfig(512, 512, 1, heads=8, kv_heads=8, hidden=1024)
+def decided(cost: CostModel, sequence: bool = True, layers: int = 1, **options: Any) -> list[Candidate]:
+    config = llama.LlamaConfig(512, 512, layers, heads=8, kv_heads=8, hidden=1024)
     with torch.device("meta"):
         large, tokens = llama.Llama(config), torch.empty(4, 256, dtype=torch.int64)
     module = shardc.compile(
@@ -116,6 +116,17 @@ def test_it_is_decided_by_cost() -> None:
     )
     assert all("whole it takes" in one.reason for one in fast if "beside it" not in one.reason)
     assert decided(CostModel()) == []
+
+
+@pytest.mark.parametrize("bandwidth", [1e9, 4e9, 16e9])
+def test_depth_does_not_decide(bandwidth: float) -> None:
+    """What is added to the residual stream reaches the products of all later layers, but waits for theirs first."""
+    said: dict[str, set[tuple[int, str]]] = {}
+    for one in decided(link(bandwidth), False, layers=5):
+        where = re.fullmatch(r"layers\.[1-3]\.(attn\.wo|mlp\.down)", one.module)
+        if where and not one.name.startswith("d."):
+            said.setdefault(where[1], set()).add((one.pieces, one.reason))
+    assert set(said) == {"attn.wo", "mlp.down"} and all(len(reasons) == 1 for reasons in said.values())
 
 
 def test_messages_that_were_measured_decide() -> None:
