@@ -253,9 +253,8 @@ class _Rewritten:
             made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
             if cut.outer > 1:
                 made = self._emit(before, x, aten.reshape.default, made, list(value(x).shape))
-            self.joined[x] = set_info(
-                made, replace(info(x), origin=self._origin(x))
-            )  # it takes the place, and the name
+            record = replace(info(x), origin=self._origin(x))
+            self.joined[x] = set_info(made, record)  # it takes the place, and the name
         return self.joined[x]
 
     def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
