@@ -17,7 +17,7 @@ test: $(INSTALLED)
 test-medium: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "medium and not slow and not long"
 
-# What the tests of both take now, in tests/seconds.json: those that take some seconds are medium.
+# The tests of both that take a second and more now, in tests/seconds.json: they are the medium ones.
 seconds: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not long" --note-seconds
 

@@ -3,7 +3,7 @@
 Property tests try the same examples in every run. ``pytest -m hypothesis --hypothesis-profile=long`` tries others, many
 more, and makes what fails smaller.
 
-A test is medium if it took `MEDIUM` seconds or more when ``make seconds`` last noted what each takes, in `SECONDS`.
+A test is medium if it took `MEDIUM` seconds or more when ``make seconds`` last noted these, in `SECONDS`.
 """
 
 from __future__ import annotations
@@ -40,20 +40,19 @@ settings.load_profile("default")
 
 
 SECONDS = Path(__file__).with_name("seconds.json")
-MEDIUM = 3.0
-NOTED = 1.0  # what takes less is not in the file
+MEDIUM = 1.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--note-seconds", action="store_true", help=f"write what each test takes to {SECONDS.name}, anew")
+    parser.addoption("--note-seconds", action="store_true", help=f"write anew which tests take long to {SECONDS.name}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that are medium; skip those marked ``gpu`` where there is no CUDA device."""
-    seconds = json.loads(SECONDS.read_text())
+    medium = json.loads(SECONDS.read_text())
     for item in items:
-        if seconds.get(item.nodeid, 0.0) >= MEDIUM:
+        if item.nodeid in medium:
             item.add_marker(pytest.mark.medium)
     if torch.cuda.is_available():
         return
@@ -69,7 +68,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     taken: Counter[str] = Counter()
     for report in (r for reports in terminalreporter.stats.values() for r in reports if hasattr(r, "duration")):
         taken[report.nodeid] += report.duration
-    noted = {name: round(seconds, 1) for name, seconds in sorted(taken.items()) if seconds >= NOTED}
+    noted = {name: round(seconds, 1) for name, seconds in sorted(taken.items()) if seconds >= MEDIUM}
     SECONDS.write_text(json.dumps(noted, indent=0) + "\n")
 
 
