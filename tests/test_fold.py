@@ -130,7 +130,7 @@ def test_what_is_folded_is_what_is_whole(model: str, layers: int, plan: str) -> 
     check(lambda: make(layers), said_of(tp), layers > 4, **axes)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("sequence", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_folded_in_pieces_is_what_is_whole(sequence: bool) -> None:
     """Pieces cross the borders of blocks; all nodes are there, and what can stand elsewhere may."""
     plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=sequence)

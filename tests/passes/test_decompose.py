@@ -118,7 +118,7 @@ def test_it_is_decided_by_cost() -> None:
     assert decided(CostModel()) == []
 
 
-@pytest.mark.parametrize("bandwidth", [1e9, 4e9, 16e9])
+@pytest.mark.parametrize("bandwidth", [1e9, *(pytest.param(x, marks=pytest.mark.slow) for x in (4e9, 16e9))])
 def test_depth_does_not_decide(bandwidth: float) -> None:
     """What is added to the residual stream reaches the products of all later layers, but waits for theirs first."""
     said: dict[str, set[tuple[int, str]]] = {}
