@@ -49,8 +49,9 @@ class Options:
             None for real CPU ranks only.
         comm: "real", or "none" for local copies instead of collectives: values are wrong, for timing only. By kind:
             ``{"gather": "none"}`` for all-gathers, ``{"reduce": "none"}`` for reduce-scatters and all-reduces.
-        fold: capture and plan alike blocks on four of them, and repeat what comes of it (`shardc.fold`); the program is
-            the same. None: where the module runs. True warns where blocks look alike and do not come out so.
+        fold: capture and plan alike blocks on four of them, or six, and repeat what comes of it (`shardc.fold`). The
+            program is the same; with ``decompose``, ops that nothing orders may stand elsewhere. None: where the module
+            runs. True warns where blocks look alike and do not come out so.
         lower_by: "whole": Inductor lowers each half as one graph; "blocks": cut where its nodes repeat, each kind of
             stretch once; "auto": by blocks where four stretches are alike (`shardc.ir.segments`).
         store: keep programs on disk, in Inductor's cache folder, so that the next start of the same code neither

@@ -27,7 +27,8 @@ from shardc.passes.unfold_names import Names, NotPeriodic
 class Unfold:
     """Makes graphs of ``run.count`` blocks from those of ``keep``.
 
-    Guarantees: nodes, their order and their names are those of the graph of the whole model.
+    Guarantees: nodes and their names are those of the graph of the whole model. So is their order, but that backward's
+    ops in a graph of both phases stand behind forward's.
 
     Args:
         joint: the localized joint graph.
