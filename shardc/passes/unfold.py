@@ -27,8 +27,8 @@ from shardc.passes.unfold_names import Names, NotPeriodic
 class Unfold:
     """Makes graphs of ``run.count`` blocks from those of ``keep``.
 
-    Guarantees: nodes and their names are those of the graph of the whole model. So is their order, but that backward's
-    ops in a graph of both phases stand behind forward's.
+    Guarantees: nodes and their names are those of the graph of the whole model. So is their order, but where a forward
+    also computes ops of backward: these stand behind its own, and what they save may come in another order.
 
     Args:
         joint: the localized joint graph.

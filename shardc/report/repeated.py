@@ -50,17 +50,16 @@ def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 
 def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
     """The dense ops of a global graph whose layouts agree; what no operand or result is split over is repeated."""
-    for node in graph.nodes:
-        if node.op == "call_function" and (whole := flops_of(node)):
-            values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
-            parts = {axis for value in values if value.layout for axis in value.layout.bound}
-            done = {axis: prod(mesh.size(p) for p in parts if split_part(p)[0] == axis) for axis in mesh.axes}
-            done = {axis: min(ranks, mesh.size(axis)) for axis, ranks in done.items()}
-            times = {axis: mesh.size(axis) // ranks for axis, ranks in done.items() if mesh.size(axis) > ranks}
-            gathered = [found for x in node.all_input_nodes for found in _gathers(x) if found[0] in times]
-            record, flops = ir.info(node), whole // prod(done.values())
-            nbytes = sum(map(_local, values))
-            yield node, Dense(record.name, record.origin.module, flops, nbytes, times, tuple(gathered))
+    for node, whole in model_flops(graph):
+        values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
+        parts = {axis for value in values if value.layout for axis in value.layout.bound}
+        done = {axis: prod(mesh.size(p) for p in parts if split_part(p)[0] == axis) for axis in mesh.axes}
+        done = {axis: min(ranks, mesh.size(axis)) for axis, ranks in done.items()}
+        times = {axis: mesh.size(axis) // ranks for axis, ranks in done.items() if mesh.size(axis) > ranks}
+        gathered = [found for x in node.all_input_nodes for found in _gathers(x) if found[0] in times]
+        record, flops = ir.info(node), whole // prod(done.values())
+        nbytes = sum(map(_local, values))
+        yield node, Dense(record.name, record.origin.module, flops, nbytes, times, tuple(gathered))
 
 
 def _local(value: ir.Value) -> int:

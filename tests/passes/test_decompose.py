@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +29,9 @@ def link(bandwidth: float, latency: float = 1e-5) -> CostModel:
     return CostModel(kinds=tuple(Measured(kind, 2, latency, bandwidth) for kind in KINDS))
 
 
-def model() -> nn.Module:
+def model(layers: int = 2) -> nn.Module:
     torch.manual_seed(0)
-    made = llama.Llama(CONFIG)
+    made = llama.Llama(replace(CONFIG, layers=layers))
     for module in made.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -183,6 +184,29 @@ def trains(backend: str, pieces: int) -> None:
     made.backward()
     for (name, mine), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
         assert relative(mine.grad.full_tensor(), theirs.grad, 1e-3) < 1e-4, name
+
+
+def trains_folded() -> None:
+    """Blocks in pieces that are captured on six of them run as the whole model does."""
+    alone, given = model(8).double(), batch(4, 16)
+    expected = llama.loss(alone(given[0]), given[1])
+    expected.backward()
+    plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)
+    module = shardc.compile(
+        model(8).double(), device_mesh(Mesh(dp=2, tp=2)), plan, loss=llama.loss, backend="eager",
+        options=shardc.Options(decompose=2),
+    )  # fmt: skip
+    made = module(*module.shard_inputs(*given))
+    assert relative(made.detach(), expected.detach()) < 1e-9
+    made.backward()
+    assert [program.folded is not None for program in module.shardc.programs.values()] == [True]
+    for (name, mine), theirs in zip(module.named_parameters(), alone.parameters(), strict=True):
+        assert relative(mine.grad.full_tensor(), theirs.grad) < 1e-9, name
+
+
+@pytest.mark.slow
+def test_folded_on_ranks() -> None:
+    run_ranks(4, trains_folded)
 
 
 @pytest.mark.slow
