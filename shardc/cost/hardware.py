@@ -14,7 +14,7 @@ from math import ceil, log2
 
 import torch
 
-from shardc.cost.model import CostModel, Messages
+from shardc.cost.model import CostModel, Measured, Messages
 from shardc.errors import MeshError
 from shardc.ir.mesh import Mesh, split_part
 from shardc.validate import near
@@ -59,6 +59,8 @@ class Hardware:
         call, message: seconds that a rank computes nothing because it starts a collective, and for each message of it.
         share: of the time that something is on its way, how much the rank's own core works on it: what compute beside
             it loses. 0 where other hardware sends.
+        rings: all-reduces among more than two CPU ranks as measured, which are no messages (`shardc.runtime.wire`); of
+            other sizes each hop takes what one of the nearest size does.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Hardware:
     call: float = 0.0
     message: float = 0.0
     share: float = 0.0
+    rings: tuple[Measured, ...] = ()
 
     def __hash__(self) -> int:
         return self._hash
@@ -108,7 +111,8 @@ class Hardware:
         where = route(mesh, axes, self.node)
         if where.ranks == 1:
             return 0.0
-        return price(self, kind, where, wire_bytes).seconds + self.start_seconds(where.ranks - 1)
+        messages = 0 if is_ring(kind, where.ranks) else where.ranks - 1
+        return price(self, kind, where, wire_bytes).seconds + self.start_seconds(messages)
 
     def least_seconds(self, wire_bytes: float) -> float:
         """A lower bound of the seconds of any collectives in which a rank sends ``wire_bytes`` in all."""
@@ -235,6 +239,10 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
     if kind in ("all_to_all", "permute_ranks", "broadcast"):
         sent = where.link(hardware).ring + wire_bytes / direct_bandwidth(hardware, kind, where)
         return Price(hardware.start + sent, "direct", link)
+    if hardware.rings and is_ring(kind, where.ranks):
+        row = min(hardware.rings, key=lambda row: abs(row.ranks - where.ranks))
+        hops = row.latency * (where.ranks - 1) / (row.ranks - 1)
+        return Price(hops + wire_bytes / row.bandwidth, "ring", link)
     moved = wire_bytes / where.ring_bandwidth(hardware)
     rounds = 2 if kind == "all_reduce" else 1
     hops = rounds * ((where.ranks - where.nodes) * hardware.inside.ring + (where.nodes - 1) * hardware.between.ring)
@@ -246,6 +254,11 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
         levels = ceil(log2(where.nodes)) * hardware.between.tree
         options.append(Price(hardware.start + levels + moved, "pat", link))
     return min(options, key=lambda option: option.seconds)
+
+
+def is_ring(kind: str, ranks: int) -> bool:
+    """Whether CPU ranks do a collective by gloo's own ring, not in messages of shardc's (`shardc.runtime.wire`)."""
+    return kind == "all_reduce" and ranks > 2
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
@@ -339,6 +352,7 @@ def calibrated(cost: CostModel) -> Hardware:
         host=Link("memory", cost.memory_bandwidth / 2, 0.0, 0.0),
         start=sent.latency, kernel=0.0, matmul=1.0, streaming=1.0, wire=1.0, sources=("python -m shardc calibrate",),
         attention=cost.attention, launch=cost.launch, call=sent.call, message=sent.message, share=sent.share,
+        rings=tuple(row for row in cost.kinds if is_ring(row.kind, row.ranks)),
     )  # fmt: skip
 
 

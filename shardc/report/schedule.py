@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shardc.cost.hardware import Hardware, Price, price, route
+from shardc.cost.hardware import Hardware, Price, is_ring, price, route
 from shardc.cost.kernels import Kernel, buffers, kernels
 from shardc.cost.sequence import START, Sequence
 from shardc.errors import PlanError
@@ -193,7 +193,7 @@ def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
         sum(v.nbytes for v in values),
         round(tally.wire_bytes(node, kind, ranks) * (skew if node.target is SEND_ROWS else 1)),
-        Packing.of(rows).messages(len(rows)) * (ranks - 1),
+        0 if is_ring(kind, ranks) else Packing.of(rows).messages(len(rows)) * (ranks - 1),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch import fx
 
 import shardc
 from examples.models import llama
-from shardc.cost.hardware import H100, Hardware, calibrated
+from shardc.cost.hardware import H100, Hardware, calibrated, is_ring
 from shardc.cost.kernels import is_dense
 from shardc.cost.model import CostModel, Messages
 from shardc.cost.redistribute import LOCAL, Step, steps
@@ -92,7 +92,8 @@ def test_the_chooser_and_the_schedule_agree(plan: str, hardware: Hardware, stage
             priced[step, itemsize] += 1
             rows = schedule.by_node.pop(ir.info(node).name)
             for row in rows:
-                own = hardware.start_seconds(row.ranks - 1)  # which the schedule has beside the wire
+                messages = 0 if is_ring(row.kind, row.ranks) else row.ranks - 1
+                own = hardware.start_seconds(messages)  # which the schedule has beside the wire
                 assert step.seconds(itemsize, hardware) == pytest.approx(row.seconds + own, rel=1e-9), row
     assert priced == chosen_steps(program.graph("simplify"), hardware) and not schedule.by_node
     runs = predicted(schedule)

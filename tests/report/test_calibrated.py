@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cost.hardware import CPU, calibrated, find
-from shardc.cost.model import CostModel, Messages
+from shardc.cost.model import CostModel, Measured, Messages
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from tests.report.test_schedule import stack_program
@@ -92,3 +92,23 @@ def test_a_calibrated_machine_is_hardware_by_the_name_of_its_file(tmp_path: Path
     assert found.start_seconds(3) == pytest.approx(5e-5 + 3 * 2e-5)
     with pytest.raises(InputError, match="cannot be read"):
         find(str(tmp_path / "other.json"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_more_than_two_ranks_reduce_in_a_ring(ranks: int) -> None:
+    """Its time is its own; that of a gather, of the same bytes, is that of messages."""
+    rows = (Measured("all_reduce", 2, 1e-3, 1e8), Measured("all_reduce", 4, 3e-3, 1e9))
+    sent = Messages(1e-4, 5e-5, 2e-5, 0.0, 5e8, 0.5)
+    program = shardc.compile(
+        nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))), Mesh(dp=ranks), shardc.ddp("dp"),
+        loss=F.mse_loss, options=replace(DIRECT, bucket_size=1 << 30),
+    ).lower(torch.empty(64, 256), torch.empty(64, 256))  # fmt: skip
+    schedule = program.schedule(calibrated(CostModel(kinds=rows, messages=sent)))
+    (found,) = [each for each in schedule.collectives if each.wire > 1000]
+    in_messages = 1e-4 + found.wire / 5e8
+    ring = 1e-3 * (ranks - 1) + found.wire / 1e9
+    assert found.seconds == pytest.approx(in_messages if ranks == 2 else ring)
+    priced = schedule.hardware.collective_seconds("all_reduce", schedule.mesh, ("dp",), found.wire)
+    assert priced == pytest.approx(in_messages + 7e-5 if ranks == 2 else ring + 5e-5)
+    gather = schedule.hardware.collective_seconds("all_gather", schedule.mesh, ("dp",), 1 << 20)
+    assert gather == pytest.approx(1e-4 + (1 << 20) / 5e8 + 5e-5 + 2e-5 * (ranks - 1))
