@@ -272,15 +272,19 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
             return False
         key = (id(to_a), id(to_b), costs.tobytes())
         if key not in products:
-            product = _through(costs, to_a, to_b)
-            products[key] = (product, product.transposed, to_a, to_b)  # the last two keep the ids in the key alive
-        graph.add_pair(a, b, *products[key][:2])
+            product, alone = _through(costs, to_a, to_b)
+            products[key] = (product, product.transposed, alone, to_a, to_b)  # the ids in the key are kept alive
+        product, turned, alone = products[key][:3]
+        graph.add_pair(a, b, product, turned)
+        if alone is not None:
+            factors = (factors[alone],)
     graph.remove(i, factors)
     return True
 
 
-def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> PairCosts:
-    """Return the least costs of two neighbours of a variable, over its labels."""
+def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
+    """Return the least costs of two neighbours of a variable, over its labels, and which neighbour's label alone says
+    what its own is; None if neither's does."""
     both, classes = np.unique(to_a.rows * len(to_b.costs) + to_b.rows, return_inverse=True)
     of_a, of_b = np.divmod(both, len(to_b.costs))
     left, right = least_of_classes(classes, costs)[:, None] + to_a.costs[of_a], to_b.costs[of_b]
@@ -289,8 +293,8 @@ def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> PairCosts:
         if (finite.sum(axis=0) == 1).all():  # each label of the neighbour leaves one choice
             only = finite.argmax(axis=0)
             product = one[only, np.arange(len(only))][:, None] + other[only]
-            return PairCosts(product.T if turned else product, to_a.columns, to_b.columns)
-    return PairCosts(min_product(left, right), to_a.columns, to_b.columns)
+            return PairCosts(product.T if turned else product, to_a.columns, to_b.columns), int(turned)
+    return PairCosts(min_product(left, right), to_a.columns, to_b.columns), None
 
 
 def min_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -27,7 +27,7 @@ _AGAIN = 6  # an exchange between places that cut a dim in ways that clash: gath
 _NEVER = 255
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 6)
 def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     """Seconds from each of ``have`` to each of ``want``, layouts of one tensor; inf where no way leads there."""
     every = tuple(dict.fromkeys((*have, *want)))
@@ -48,7 +48,6 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     return found
 
 
-@lru_cache(maxsize=1 << 9)
 def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     table = _direct(layouts, itemsize, cost)
     for middle in range(len(layouts)):

@@ -110,7 +110,21 @@ def _value(
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
     """Labels of a value, what each costs, and for each use what each label costs it."""
     layouts = tuple(dict.fromkeys(made))
-    wanted = tuple(dict.fromkeys(layout for needs, _ in uses for layout in needs))
+    place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
+    wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
+    labels, costs, tables = _priced(layouts, wanted, itemsize, cost)
+    columns = (
+        _at(needs, {x: at for at, x in enumerate(some)}) for (needs, _), (some, _) in zip(uses, wanted, strict=True)
+    )
+    return labels, costs, tuple(PairCosts(*table, at) for table, at in zip(tables, columns, strict=True))
+
+
+@lru_cache(maxsize=1 << 10)
+def _priced(
+    layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
+) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
+    """The same of distinct layouts; for each use, what each class of labels costs it, and the class of each label."""
+    wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
     weight = max((w for _, w in uses), default=1.0)
@@ -121,8 +135,15 @@ def _value(
         costs[at] = weight * full[at, found].sum()
         full[at, found] = 0.0
     labels = tuple(Label(layouts[r], tuple(wanted[s] for s in found)) for r, found in zip(rows, shared, strict=True))
-    every = np.arange(len(labels))
-    return labels, costs, tuple(PairCosts.by_class(w * full, every, _at(needs, column)) for needs, w in uses)
+    tables = {}  # one for uses that are alike
+    for needs, w in dict.fromkeys(uses):
+        some = {column[x] for x in needs}
+        seen: dict[tuple[int, ...], int] = {}
+        keys = ((r, *(s for s in found if s in some)) for r, found in zip(rows, shared, strict=True))
+        classes = np.array([seen.setdefault(key, len(seen)) for key in keys])
+        _, first = np.unique(classes, return_index=True)
+        tables[needs, w] = w * full[np.ix_(first, _at(needs, column))], classes
+    return labels, costs, tuple(tables[use] for use in uses)
 
 
 def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
