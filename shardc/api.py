@@ -20,6 +20,7 @@ from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import mixin_for
+from shardc.ir.clone import clone_tree, subclass
 from shardc.ir.deferred import replicated
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -32,7 +33,6 @@ from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.precompiled.identity import described
-from shardc.runtime.clone import clone_tree, subclass
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
 from shardc.runtime.module import ShardedModule

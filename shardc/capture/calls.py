@@ -19,7 +19,7 @@ from shardc.capture.annotate import PREFIX
 from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.strides import fake_like
-from shardc.capture.trace import Loss, _faked, _Root
+from shardc.capture.trace import Loss, _Root, faked
 
 # Constants that are compared by value; any other object is only like itself.
 PLAIN = (
@@ -171,12 +171,12 @@ def record_calls(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, spec, loss)
     record = Record()
     writer = Writer(record, again)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_faked(root, mode, device, dtypes))
         forms = (*experts.other_forms(), *sorted_experts.other_forms(root))
         stack.enter_context(experts.in_their_place(forms))
         stack.callback(lambda: [handle.remove() for handle in handles])

@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc._compat import dynamo_captures
 from shardc.capture import experts, sorted_experts
-from shardc.capture.annotate import OUTPUT, PREFIX, annotate
+from shardc.capture.annotate import OUTPUT, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result
@@ -40,6 +40,7 @@ from shardc.capture.side_effects import changed_arguments, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
+from shardc.ir.clone import clone_tree
 from shardc.ir.reads import Reads
 
 Loss = Callable[..., Any]
@@ -192,10 +193,10 @@ def trace(
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
     refuse_hooks(model)
+    model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        stack.enter_context(_faked(root, mode, device, dtypes))
         stack.enter_context(dtypes.cast(model))  # before what a plan names: its layout is that of the cast tensor
         stack.enter_context(tagged(root, tags))
         stack.enter_context(torch._dynamo.config.patch(_settings()))
@@ -274,36 +275,18 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {**get_decompositions(known), **OWN, **random_decompositions()}
 
 
-@contextlib.contextmanager
-def _faked(root: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> Iterator[None]:
-    """Every parameter and buffer of ``root`` fake on ``device``; what is one tensor is one fake, at all its places."""
-    saved: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    made: dict[int, Tensor] = {}
+def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> nn.Module:
+    """A copy of ``model`` whose parameters and buffers are fake on ``device``."""
     said = dict(dtypes.modules)
-    try:
-        for path, module in root.named_modules():
-            module_dtypes = said.get(f"{path}.".removeprefix(PREFIX).rstrip("."), ModuleDtypes())
-            both: list[dict[str, Any]] = [module._parameters, module._buffers]
-            for held in both:
-                saved.append((held, dict(held)))
-                for name, tensor in held.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in made:
-                        is_param = isinstance(tensor, nn.Parameter)
-                        like = tensor.detach()
-                        with mode:
-                            dtype = module_dtypes.param if is_param else module_dtypes.buffers
-                            fake = fake_like(like, device, dtype)
-                            if is_param:
-                                fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                        made[id(tensor)] = fake
-                    held[name] = made[id(tensor)]
-        yield
-    finally:
-        for held, before in saved:
-            held.clear()
-            held.update(before)
+
+    def fake(name: str, tensor: Tensor) -> Tensor:
+        wanted, is_param = said.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
+        like = tensor.detach()
+        with mode:
+            made = fake_like(like, device, wanted.param if is_param else wanted.buffers)
+            return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
+
+    return clone_tree(model, fake)
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:

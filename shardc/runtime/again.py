@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardc.runtime.clone import unsharded
+from shardc.ir.clone import unsharded
 from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.variants import Variants
 from shardc.runtime.wire.buffers import Buffers

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardc.errors import InputError
+from shardc.ir.clone import clone_tree, unsharded
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import Executable
 from shardc.ir.graph import Role
@@ -22,7 +23,6 @@ from shardc.ir.mesh import Mesh
 from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.census import Census
-from shardc.runtime.clone import clone_tree, unsharded
 from shardc.runtime.groups import Groups
 from shardc.runtime.host import Home
 from shardc.runtime.replicas import Sources, compare_values

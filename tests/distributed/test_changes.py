@@ -95,6 +95,22 @@ def edits(plan: str) -> None:
     steps_as(module, source)
 
 
+def functions_hold(plan: str) -> None:
+    """A function that holds the model, and one that holds a parameter: the step is of the compiled module's values."""
+    source: Any = model()
+    before, scaled = source.forward, partial(torch.mul, source.odd.weight)
+    source.forward = lambda x: before(x) * source.odd.bias.mean() + scaled(2.0).mean()
+    module = sharded(source, plan)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, source)]
+    for _ in range(3):
+        steps_as(module, source)
+        step(module, source, *batch())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(module.shardc.programs) == 1
+
+
 def freezes(plan: str) -> None:
     source = model()
     module = sharded(source, plan)
@@ -206,6 +222,7 @@ def test_two_ranks() -> None:
                 partial(loads, path=f"{folder}/saved"),
                 loads_into_meta,
                 edits,
+                functions_hold,
                 converts,
                 zero_grad_keeps_or_drops,
                 initialises,

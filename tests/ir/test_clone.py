@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from shardc.runtime.clone import clone_tree, subclass
+from shardc.ir.clone import clone_tree, subclass
 
 
 class Block(nn.Module):
@@ -72,3 +74,26 @@ def test_subclass() -> None:
     subclass(model, Loud)
     assert isinstance(model, Block) and isinstance(model, Loud) and type(model).__name__ == "ShardedBlock"
     assert model(torch.ones(3)) == "loud"
+
+
+def test_functions_hold_what_is_the_clones_and_share_the_rest() -> None:
+    """A cell that others may change is theirs, too."""
+    model: Any = Model()
+    calls, count = [], 0
+
+    def counts(x: torch.Tensor, *, of: nn.Module = model.a) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        calls.append(model)
+        return x * of.fc.weight.sum()  # type: ignore[union-attr, operator]
+
+    counts.label = "kept"  # type: ignore[attr-defined]
+    plain = lambda x: len(calls)  # noqa: E731
+    model.counts, model.plain, model.again_counts = counts, plain, [counts]
+    clone: Any = clone_tree(model, lambda _, tensor: nn.Parameter(tensor.detach() * 2))
+    x = torch.ones(3)
+    assert torch.equal(clone.counts(x), 2 * model.counts(x)) and count == 2
+    assert calls == [clone, model] and clone.plain is plain
+    assert clone.counts is not counts and clone.again_counts == [clone.counts]
+    assert (clone.counts.label, clone.counts.__doc__) == ("kept", counts.__doc__)
+    assert model.counts is counts and counts.__kwdefaults__ == {"of": model.a}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from types import FunctionType, MethodType
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 TensorFn = Callable[[str, torch.Tensor], torch.Tensor]
 _HELD = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, list, set, tuple)
 
 
 def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
@@ -22,8 +24,8 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     ``name`` is the qualified name under which a tensor is first met. What is shared in the original (a module
     or a tensor at several places) is shared in the copy; ``None`` entries stay None. Other attributes are copied
     shallowly, but for lists, tuples and dicts: what these, or attributes themselves, hold of the tree (a module, a
-    tensor, a method of a module) is the copy's. A function that holds a module, or an object of another class, is the
-    same in both.
+    tensor, a method of a module) is the copy's. So is what a function, or a `functools.partial`, holds of it in its
+    closure, defaults or arguments, itself or in such a container. An object of another class is the same in both.
     """
     return _Cloner(tensor_fn).clone(module)
 
@@ -40,12 +42,18 @@ def subclass(module: nn.Module, mixin: type) -> None:
     module.__class__ = type(f"Sharded{cls.__name__}", (mixin, cls), {"__module__": cls.__module__, **calls})
 
 
-def _shown_as(function: Any, signature: inspect.Signature) -> FunctionType:
+def _shown_as(function: Any, signature: inspect.Signature) -> Any:
     """A copy of ``function`` that shows another signature."""
-    parts = (function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    made: Any = FunctionType(*parts)
-    made.__dict__.update(vars(function))
-    made.__doc__, made.__signature__ = function.__doc__, signature
+    made = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
+    made.__signature__ = signature
+    return made
+
+
+def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attributes: dict[str, Any]) -> Any:
+    """A copy of ``function`` with other cells, defaults and attributes."""
+    made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+    made.__dict__.update(attributes)
+    made.__kwdefaults__, made.__doc__ = keywords, function.__doc__
     return made
 
 
@@ -73,7 +81,8 @@ class _Cloner:
     def _module(self, module: nn.Module, prefix: str) -> nn.Module:
         # By its attributes: an `unsharded` module is the one that it is a view of.
         if id(vars(module)) in self._made:
-            return self._made[id(vars(module))]
+            known: nn.Module = self._made[id(vars(module))]
+            return known
         clone: nn.Module = module.__new__(type(module))
         self._made[id(vars(module))] = clone
         self._originals.append(module)
@@ -91,7 +100,8 @@ class _Cloner:
             return None
         if id(tensor) not in self._made:
             self._made[id(tensor)] = self._tensor_fn(name, tensor)
-        return self._made[id(tensor)]
+        made: torch.Tensor = self._made[id(tensor)]
+        return made
 
     def _copy(self, value: Any) -> Any:
         """The copy's own of what an attribute holds."""
@@ -102,9 +112,13 @@ class _Cloner:
         if isinstance(value, MethodType):
             owner = self._copy(value.__self__)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
+        if type(value) is FunctionType:
+            return self._function(value)
+        if type(value) is partial:
+            return self._partial(value)
         if type(value) is tuple:
             items = tuple(map(self._copy, value))
-            return value if all(one is other for one, other in zip(items, value, strict=True)) else items
+            return value if _same(items, value) else items
         if not isinstance(value, (dict, set, list)):
             return value
         if id(value) not in self._made:
@@ -115,3 +129,45 @@ class _Cloner:
             elif type(value) in (dict, OrderedDict, defaultdict):
                 made.update([(key, self._copy(item)) for key, item in made.items()])
         return self._made[id(value)]
+
+    def _function(self, function: FunctionType) -> Any:
+        if id(function) not in self._made:
+            self._made[id(function)] = function  # it may hold itself
+            cells = function.__closure__ and tuple(map(self._cell, function.__closure__))
+            parts = function.__defaults__, function.__kwdefaults__, vars(function)
+            own = tuple(map(self._held, parts))
+            if not _same((*(cells or ()), *own), (*(function.__closure__ or ()), *parts)):
+                self._made[id(function)] = _remade(function, cells, *own)
+        return self._made[id(function)]
+
+    def _partial(self, value: Any) -> Any:
+        parts = value.func, value.args, value.keywords, vars(value)
+        func, args, keywords, attributes = own = tuple(map(self._held, parts))
+        if _same(own, parts):
+            return value
+        made: Any = partial(func, *args, **keywords)
+        vars(made).update(attributes)
+        return made
+
+    def _cell(self, cell: CellType) -> CellType:
+        """A cell with the copy's own; the very cell if it holds nothing of the tree, as others may change it."""
+        try:
+            held = cell.cell_contents
+        except ValueError:  # it is empty
+            return cell
+        if id(cell) not in self._made:
+            own = self._held(held)
+            self._made[id(cell)] = cell if own is held else CellType(own)
+        made: CellType = self._made[id(cell)]
+        return made
+
+    def _held(self, value: Any) -> Any:
+        """The copy's own of what a function holds; a container that holds nothing of the tree stays the user's."""
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else None
+        if items is not None and all(isinstance(x, _CONTAINERS) or self._copy(x) is x for x in items):
+            return value
+        return self._copy(value)
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return all(one is other for one, other in zip(some, others, strict=True))
