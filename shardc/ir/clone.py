@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, update_wrapper
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -52,8 +52,10 @@ def _shown_as(function: Any, signature: inspect.Signature) -> Any:
 def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attributes: dict[str, Any]) -> Any:
     """A copy of ``function`` with other cells, defaults and attributes."""
     made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+    update_wrapper(made, function, updated=())
+    del made.__wrapped__
     made.__dict__.update(attributes)
-    made.__kwdefaults__, made.__doc__ = keywords, function.__doc__
+    made.__kwdefaults__ = keywords
     return made
 
 

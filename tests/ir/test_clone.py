@@ -87,7 +87,7 @@ def test_functions_hold_what_is_the_clones_and_share_the_rest() -> None:
         calls.append(model)
         return x * of.fc.weight.sum()  # type: ignore[union-attr, operator]
 
-    counts.label = "kept"  # type: ignore[attr-defined]
+    counts.label, counts.__module__ = "kept", "elsewhere"  # type: ignore[attr-defined]
     plain = lambda x: len(calls)  # noqa: E731
     model.counts, model.plain, model.again_counts = counts, plain, [counts]
     clone: Any = clone_tree(model, lambda _, tensor: nn.Parameter(tensor.detach() * 2))
@@ -95,5 +95,6 @@ def test_functions_hold_what_is_the_clones_and_share_the_rest() -> None:
     assert torch.equal(clone.counts(x), 2 * model.counts(x)) and count == 2
     assert calls == [clone, model] and clone.plain is plain
     assert clone.counts is not counts and clone.again_counts == [clone.counts]
-    assert (clone.counts.label, clone.counts.__doc__) == ("kept", counts.__doc__)
+    assert (clone.counts.label, clone.counts.__module__, clone.counts.__name__) == ("kept", "elsewhere", "counts")
+    assert not hasattr(clone.counts, "__wrapped__")
     assert model.counts is counts and counts.__kwdefaults__ == {"of": model.a}
