@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc._compat import dynamo_captures
 from shardc.capture import experts, sorted_experts
-from shardc.capture.annotate import OUTPUT, annotate
+from shardc.capture.annotate import OUTPUT, PREFIX, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result
@@ -193,6 +193,8 @@ def trace(
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
     refuse_hooks(model)
+    stored = {PREFIX + name: x.dtype for name, x in (*model.named_parameters(), *model.named_buffers())}
+    uncast = dtypes.uncast(model)
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
@@ -219,7 +221,7 @@ def trace(
         except ShardcError:
             raise
         except Exception as error:  # of Dynamo, of torch's fake kernels, of the model
-            raise capture_error(model, error, loss, named, dtypes.uncast(model)) from error
+            raise capture_error(model, error, loss, named, uncast) from error
         messages = [str(warning.message) for warning in said]
         with mode:
             changes = side_effects(messages, model, lambda: root(*fakes))
@@ -236,9 +238,9 @@ def trace(
         fake_mode=mode,
         reads=reads_of(traces[-1], model, loss),
         names=_first_names(root),
-        stored={name: x.dtype for name, x in (*root.named_parameters(), *root.named_buffers())},
+        stored=stored,
         dynamo=traced.meta["fake_mode"],
-        uncast=dtypes.uncast(model),
+        uncast=uncast,
     )
 
 
