@@ -115,7 +115,7 @@ def _foreign(text: str, value: Tensor, guard: Any) -> CaptureError:
         f"forward reads {text}, a tensor of shape {list(value.shape)} that needs a gradient and is no parameter of the "
         "compiled model",
         source=users_own(frames) or None,
-        fix="reach it through self: an attribute, a list of modules, or a function that self holds. What an object of "
-        "your own class holds stays that of the model before compile; what a function holds, that of the model before "
-        "copy.deepcopy",
+        fix="reach it through self: an attribute, a list of modules, or a function that is an attribute. compile does "
+        "not copy objects of your own classes, and copy.deepcopy does not copy functions: these keep the parameters "
+        "of the model that they were made with",
     )

@@ -16,6 +16,7 @@ import torch
 
 from shardc.cost.model import CostModel, Measured, Messages
 from shardc.errors import MeshError
+from shardc.ir.comm import is_ring
 from shardc.ir.mesh import Mesh, split_part
 from shardc.validate import near
 
@@ -59,7 +60,7 @@ class Hardware:
         call, message: seconds that a rank computes nothing because it starts a collective, and for each message of it.
         share: of the time that something is on its way, how much the rank's own core works on it: what compute beside
             it loses. 0 where other hardware sends.
-        rings: all-reduces among more than two CPU ranks as measured, which are no messages (`shardc.runtime.wire`); of
+        rings: all-reduces among more than two CPU ranks as measured, which are no messages (`shardc.ir.comm`); of
             other sizes each hop takes what one of the nearest size does.
     """
 
@@ -254,11 +255,6 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
         levels = ceil(log2(where.nodes)) * hardware.between.tree
         options.append(Price(hardware.start + levels + moved, "pat", link))
     return min(options, key=lambda option: option.seconds)
-
-
-def is_ring(kind: str, ranks: int) -> bool:
-    """Whether CPU ranks do a collective by gloo's own ring, not in messages of shardc's (`shardc.runtime.wire`)."""
-    return kind == "all_reduce" and ranks > 2
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:

@@ -49,6 +49,14 @@ IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
+def is_ring(kind: str, ranks: int) -> bool:
+    """Whether CPU ranks leave a collective to gloo's own ring.
+
+    In messages an all-reduce sends everything to everyone. Only between two ranks is that as little as a ring sends.
+    """
+    return kind == "all_reduce" and ranks != 2
+
+
 def waits_of(node: fx.Node) -> list[fx.Node]:
     """The waits for what ``node``, a collective or move or one of its results, brings."""
     out = []

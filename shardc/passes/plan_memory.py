@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, waits_of
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring, waits_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import group_of
@@ -56,7 +56,7 @@ class PlanMemory:
         results = node.meta["val"]
         names = _names(node)
         _, ranks = group_of(node, self.mesh)
-        if node.target is ALL_REDUCE and ranks != 2:
+        if node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
         made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
         packing = Packing.of(rows_of(node, ranks))

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from shardc.cost.kernels import tensor_bytes
 from shardc.cost.sequence import aliased
 from shardc.ir import graph as ir
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring
 from shardc.ir.mesh import Mesh
 from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import collective_kind, group_of
@@ -92,7 +92,7 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
     if kind == "all_gather":
         for user, x in _named(node, made):
             yield Copy(user, OWN_SHARD, tensor_bytes(x) // ranks)
-    elif node.target is ALL_REDUCE and ranks != 2:
+    elif node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
         yield Copy(name, TOGETHER, sum(map(tensor_bytes, made)))
         return
     if node.target not in IN_MESSAGES or ranks == 1:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shardc.cost.hardware import Hardware, Price, is_ring, price, route
+from shardc.cost.hardware import Hardware, Price, price, route
 from shardc.cost.kernels import Kernel, buffers, kernels
 from shardc.cost.sequence import START, Sequence
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import tally
-from shardc.ir.comm import SEND_ROWS
+from shardc.ir.comm import SEND_ROWS, is_ring
 from shardc.ir.experts import RUN, RUN_GRADIENT
 from shardc.ir.garbage import uncollected
 from shardc.ir.host import move_kind

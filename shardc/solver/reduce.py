@@ -283,8 +283,10 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 
 
 def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
-    """Return the least costs of two neighbours of a variable, over its labels, and which neighbour's label alone says
-    what its own is; None if neither's does."""
+    """Return the least costs of two neighbours of a variable, over its labels, and which neighbour decides its label.
+
+    That is 0 or 1 where the label of one neighbour alone leaves the variable one class of labels, else None.
+    """
     both, classes = np.unique(to_a.rows * len(to_b.costs) + to_b.rows, return_inverse=True)
     of_a, of_b = np.divmod(both, len(to_b.costs))
     left, right = least_of_classes(classes, costs)[:, None] + to_a.costs[of_a], to_b.costs[of_b]

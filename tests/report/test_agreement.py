@@ -12,12 +12,13 @@ from torch import fx
 
 import shardc
 from examples.models import llama
-from shardc.cost.hardware import H100, Hardware, calibrated, is_ring
+from shardc.cost.hardware import H100, Hardware, calibrated
 from shardc.cost.kernels import is_dense
 from shardc.cost.model import CostModel, Messages
 from shardc.cost.redistribute import LOCAL, Step, steps
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.comm import is_ring
 from shardc.ir.tally import collective_kind
 from shardc.passes.calls import call_of
 from shardc.passes.choose import Work, compute_seconds

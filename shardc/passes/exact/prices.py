@@ -27,7 +27,7 @@ _AGAIN = 6  # an exchange between places that cut a dim in ways that clash: gath
 _NEVER = 255
 
 
-@lru_cache(maxsize=1 << 6)
+@lru_cache(maxsize=1 << 10)
 def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     """Seconds from each of ``have`` to each of ``want``, layouts of one tensor; inf where no way leads there."""
     every = tuple(dict.fromkeys((*have, *want)))

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._C._distributed_c10d import _register_work
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.comm import IN_MESSAGES, is_ring
 from shardc.ir.packing import Packing
 from shardc.runtime.exchange import COMBINE
 from shardc.runtime.wire.buffers import empty, lend
@@ -183,7 +183,7 @@ def _reduce_scatter(
 
 def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
     group, _, _ = _group(group_name)
-    if group.size() == 2:
+    if not is_ring("all_reduce", group.size()):
         terms = [x.contiguous().view(1, -1).expand(2, -1) for x in inputs]
         return _reduced(group_name, terms, [tuple(x.shape) for x in inputs], reduce_op, slots)
     # Everything to everyone is 2(n-1)/n of the least that must be sent only where n is 2.

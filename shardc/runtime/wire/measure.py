@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
 import shardc.runtime.wire.direct  # noqa: F401  (collectives that are measured)
+from shardc.ir.comm import is_ring
 from shardc.ir.packing import LARGEST
 from shardc.ir.tally import wire_elements
 from shardc.runtime.wire.loops import let_compute_first
@@ -74,7 +75,7 @@ def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor
         "reduce_scatter": lambda xs: ops.reduce_scatter_tensor_coalesced(xs, "sum", ranks, group),
         "all_reduce": lambda xs: ops.all_reduce_coalesced(xs, "sum", group),
     }
-    return calls if ranks == 2 else {kind: calls[kind] for kind in ("all_gather", "reduce_scatter")}
+    return {kind: call for kind, call in calls.items() if not is_ring(kind, ranks)}
 
 
 class Sent(NamedTuple):
