@@ -25,6 +25,7 @@ from shardc.ir.deferred import replicated
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
+from shardc.lower.kernels import begin_check
 from shardc.passes.objective import unit_of
 from shardc.passes.options import Options
 from shardc.plan.from_dtensors import check_kept, drop_style_hooks, dtensor_entries
@@ -113,6 +114,8 @@ def compile(
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
     drop_style_hooks(template)
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
+    if groups is not None and backend == "inductor" and device.type == "cpu":
+        begin_check()
     found = None
     if isinstance(plan, Auto):
         found = search_once(Plan.of(held) | plan, template, mesh, loss, device, options, groups)

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from functools import cache
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from threading import get_ident
+from threading import Thread, current_thread, get_ident
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from shardc.lower.shared import cache_folder, caches
 
 AT_ONCE = 8  # kernels of a file; several files are compiled side by side
 _PLAIN = re.compile(r'\s*(#include [^\n]*)\s*extern "C"\s+void\s+kernel(\((?:(?!\n\s*#(?!pragma)|extern "C").)*)', re.S)
+_begun: list[Thread] = []  # the one that tests vector instructions
 Load = Callable[[], Any]
 Loads = dict[str, Load]  # by the name of a file
 _CALL, _TABLE = "static PyObject* {}_py", "static PyMethodDef"
@@ -161,19 +163,39 @@ def _has_parts() -> bool:
     return all(text.count(part) == 1 for part in parts)
 
 
+def begin_check() -> None:
+    """Starts `check_vectors` beside what this thread does next: g++ takes some seconds for a test."""
+    if _begun or _is_known():
+        return
+    thread = Thread(target=copy_context().run, args=(_try_check,), name="vector instructions", daemon=True)
+    _begun.append(thread)
+    thread.start()
+
+
 def check_vectors() -> None:
     """Finds out which vector instructions Inductor can use on this machine, if nobody has yet.
 
     Inductor compiles a test for each kind that the processor has (AVX2, AVX-512 and so on), and then uses one. Here
     that one alone is tested. If its test fails, Inductor tests all.
     """
-    listed = cpu_vec_isa.valid_vec_isa_list
-    if config.cpp.vec_isa_ok is not None or listed.cache_info().currsize:
+    if _begun and _begun[0] is not current_thread():
+        _begun[0].join()
+    if _is_known():
         return
+    listed = cpu_vec_isa.valid_vec_isa_list
     with config.patch({"cpp.vec_isa_ok": True}):
         kinds = listed()
     picked = cpu_vec_isa.pick_vec_isa()
-    if picked in kinds and not picked.check_build(cpu_vec_isa.VecISA._avx_code):
+    if picked in kinds and not cpu_vec_isa.VecISA.__bool__(picked):  # not as of the block above; kept by Inductor
         listed.cache_clear()
         for kind in kinds:
             getattr(type(kind).__bool__, "cache_clear", lambda: None)()
+
+
+def _is_known() -> bool:
+    return config.cpp.vec_isa_ok is not None or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize > 0
+
+
+def _try_check() -> None:
+    with suppress(Exception):  # the thread that needs it tries again, and raises
+        check_vectors()

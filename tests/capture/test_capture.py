@@ -372,3 +372,22 @@ def test_messages_of_loggers_are_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(logging.Logger, "warning_twice", lambda self, text: None, raising=False)
     model = double(Talkative())
     same(simulation(model)(batch(4, 4), grad=False), model(batch(4, 4)).detach())
+
+
+class Asks(nn.Module):
+    """Reads texts of a parameter's class, as libraries do that know several kinds of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind = type(self.linear.weight)
+        if kind.__module__.startswith("torchao.") or not kind.__qualname__.endswith("eter"):
+            return x
+        return self.linear(x) * len(kind.__name__.split("a"))
+
+
+def test_texts_of_a_parameters_class_are_read() -> None:
+    model = double(Asks())
+    same(simulation(model)(batch(4, 4), grad=False), model(batch(4, 4)).detach())
