@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event, Timer, current_thread
+from typing import Any
 
 import pytest
 import torch
@@ -267,6 +269,58 @@ def test_a_kernel_of_several_graphs_is_compiled_once(files: list[str], tmp_path:
     (tmp_path / "fxgraph").rename(tmp_path / "gone")
     (all_new,) = run(second)
     assert all_new.count("_py(PyObject") == 2
+
+
+def test_kernels_of_several_graphs_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch, files: list[str]) -> None:
+    """g++ works on a graph while the next one is lowered; then both run."""
+    waited: list[int] = []
+    result = kernels._Kernel.result
+
+    def noted(self: kernels._Kernel, timeout: float | None = None) -> Any:
+        waited.append(len(files))
+        return result(self, timeout)
+
+    monkeypatch.setattr(kernels._Kernel, "result", noted)
+    functions = [lambda x: [torch.mm(x.sin(), x).exp()], lambda x: [torch.mm(x.tan(), x).cosh()]]
+    x = torch.rand(48, 48)
+    with FakeTensorMode():
+        graphs = [make_fx(fn)(torch.empty(48, 48)) for fn in functions]
+    halves = [Half(kind, gm, Mesh(dp=2)) for kind, gm in zip((FORWARD, INFERENCE), graphs, strict=True)]
+    with inductor_config.patch(force_disable_caches=True):
+        made = lower(*halves, backend="inductor")
+    assert len(files) == 2 and set(waited) == {2}
+    for compiled, fn in zip(made, functions, strict=True):
+        torch.testing.assert_close(compiled([x]), fn(x), rtol=1e-5, atol=1e-5)
+
+
+def test_vector_instructions_are_tested_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread, once, and whoever needs them waits for it."""
+    started, may_end, threads = Event(), Event(), []
+
+    def slow(self: cpu_vec_isa.VecISA, code: str) -> bool:
+        threads.append(current_thread())
+        started.set()
+        return may_end.wait(30)
+
+    listed, impl = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.VecISA._VecISA__bool__impl  # type: ignore[attr-defined]
+    monkeypatch.setattr(kernels, "_begun", [])
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", slow)
+    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
+    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
+    for cached in (listed, impl):
+        cached.cache_clear()
+    try:
+        kernels.begin_check()
+        kernels.begin_check()
+        assert started.wait(30)
+        Timer(0.1, may_end.set).start()
+        kernels.check_vectors()
+        assert may_end.is_set() and list(map(str, listed())) == ["avx2"]
+        assert len(threads) == 1 and threads[0] is not current_thread()
+    finally:
+        may_end.set()
+        for cached in (listed, impl):
+            cached.cache_clear()
 
 
 HEAD = "#include <torch/csrc/inductor/cpp_prefix.h>\n"

@@ -1,4 +1,4 @@
-"""Texts of torch's classes that a model reads, such as ``type(weight).__module__``: peft's DoRA looks whose weights it has."""
+"""Texts of torch's classes that a model reads: peft's DoRA asks for the module of a weight's class."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from functools import cache
 from hashlib import sha256
 from itertools import islice
@@ -53,6 +53,10 @@ class _Kernel(CodeCacheFuture):
         return getattr(self.load(), self.name)
 
 
+_Scopes = list[tuple[dict[str, Any], dict[str, _Kernel]]]
+_later: ContextVar[_Scopes | None] = ContextVar("_later", default=None)  # the graphs that a block of `at_end` waits for
+
+
 @contextmanager
 def together() -> Iterator[None]:
     """A block in which the C++ kernels of each graph that this thread compiles or loads share files."""
@@ -68,7 +72,11 @@ def together() -> Iterator[None]:
         left = iter([kernel for kernel in kernels.values() if not _found(kernel, loads, self)])
         while some := list(islice(left, AT_ONCE)):
             _start(some, self)
-        scope.update({name: kernel.result() for name, kernel in kernels.items()})
+        if (graphs := _later.get()) is not None:
+            graphs.append((scope, kernels))
+            scope.update(dict.fromkeys(kernels))  # Inductor would wait for them
+        else:
+            _put(scope, kernels)
         wait(self, scope)
 
     if not _has_parts():
@@ -79,6 +87,26 @@ def together() -> Iterator[None]:
         yield
     finally:
         AsyncCompile.cpp_pybinding, AsyncCompile.wait = alone, wait  # type: ignore[method-assign]
+
+
+@contextmanager
+def at_end() -> Iterator[None]:
+    """A block that waits at its end for the kernels of its graphs: g++ works while the next graph is lowered.
+
+    No graph may run before.
+    """
+    graphs: _Scopes = []
+    token = _later.set(graphs)
+    try:
+        yield
+    finally:
+        _later.reset(token)
+    for scope, kernels in graphs:
+        _put(scope, kernels)
+
+
+def _put(scope: dict[str, Any], kernels: dict[str, _Kernel]) -> None:
+    scope.update({name: kernel.result() for name, kernel in kernels.items()})
 
 
 def _found(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
