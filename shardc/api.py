@@ -114,8 +114,6 @@ def compile(
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
     drop_style_hooks(template)
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
-    if groups is not None and backend == "inductor" and device.type == "cpu":
-        begin_check()
     found = None
     if isinstance(plan, Auto):
         found = search_once(Plan.of(held) | plan, template, mesh, loss, device, options, groups)
@@ -128,6 +126,8 @@ def compile(
     check_kept(held, params)
     check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
+    if groups is not None and backend == "inductor" and device.type == "cpu":
+        begin_check()
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
     homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}

@@ -93,7 +93,7 @@ def together() -> Iterator[None]:
 def at_end() -> Iterator[None]:
     """A block that waits at its end for the kernels of its graphs: g++ works while the next graph is lowered.
 
-    No graph may run before.
+    The graphs cannot run inside of the block.
     """
     graphs: _Scopes = []
     token = _later.set(graphs)
@@ -214,7 +214,7 @@ def check_vectors() -> None:
     with config.patch({"cpp.vec_isa_ok": True}):
         kinds = listed()
     picked = cpu_vec_isa.pick_vec_isa()
-    if picked in kinds and not cpu_vec_isa.VecISA.__bool__(picked):  # not as of the block above; kept by Inductor
+    if picked in kinds and not cpu_vec_isa.VecISA.__bool__(picked):  # Inductor keeps this result; the block above tested nothing
         listed.cache_clear()
         for kind in kinds:
             getattr(type(kind).__bool__, "cache_clear", lambda: None)()
