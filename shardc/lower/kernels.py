@@ -214,7 +214,7 @@ def check_vectors() -> None:
     with config.patch({"cpp.vec_isa_ok": True}):
         kinds = listed()
     picked = cpu_vec_isa.pick_vec_isa()
-    if picked in kinds and not cpu_vec_isa.VecISA.__bool__(picked):  # Inductor keeps this result; the block above tested nothing
+    if picked in kinds and not cpu_vec_isa.VecISA.__bool__(picked):  # tested now, once
         listed.cache_clear()
         for kind in kinds:
             getattr(type(kind).__bool__, "cache_clear", lambda: None)()
