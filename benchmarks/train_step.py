@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks import chart, meters, report  # noqa: E402
-from benchmarks.peers import groups  # noqa: E402
+from benchmarks.peers.rows import groups  # noqa: E402
 from benchmarks.stage import perform, room, together  # noqa: E402
 from benchmarks.work import SIZES, train_alone  # noqa: E402
 

@@ -35,6 +35,7 @@ from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
 from shardc.precompiled.identity import described
 from shardc.runtime.groups import Groups
+from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.replicas import Sources, note_source
@@ -46,6 +47,7 @@ from shardc.search.together import search_once
 from shardc.validate import checked
 
 
+@frozen()
 def compile(
     model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh,
@@ -104,7 +106,7 @@ def compile(
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     if options.silent() != frozenset():
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
-        warnings.warn(ShardcWarning(text), stacklevel=2)
+        warnings.warn(ShardcWarning(text), stacklevel=3)
     register_caches()
     module = model if isinstance(model, nn.Module) else as_module(model)
     abstract = Mesh.of(mesh)

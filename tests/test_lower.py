@@ -303,6 +303,7 @@ def test_vector_instructions_are_tested_before_they_are_needed(monkeypatch: pyte
         return may_end.wait(30)
 
     listed, impl = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.VecISA._VecISA__bool__impl  # type: ignore[attr-defined]
+    monkeypatch.setattr(kernels, "caches", lambda: False)
     monkeypatch.setattr(kernels, "_begun", [])
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", slow)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
@@ -339,24 +340,42 @@ def test_code_that_could_clash_has_a_file_of_its_own(source: str, plain: bool) -
     assert (kernels._PLAIN.fullmatch(source) is not None) == plain
 
 
-def test_vector_instructions_that_do_not_work_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first kind is tested; if that fails, Inductor tests all."""
-    tested: list[str] = []
-
-    def fails_once(self: cpu_vec_isa.VecISA, code: str) -> bool:
-        tested.append(str(self))
-        return str(self) != tested[0]
-
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., list[str]]]:
+    """What a start tests of its processor's kinds of vector instructions: those in ``fails`` do not work."""
     listed, impl = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.VecISA._VecISA__bool__impl  # type: ignore[attr-defined]
-    caches = [listed, impl, cpu_vec_isa.VecAVX512.__bool__]
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", fails_once)
-    monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
-    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
-    for cached in caches:
-        cached.cache_clear()
-    try:
-        kernels.check_vectors()
-        assert tested[0] == "avx512" and list(map(str, listed())) == ["avx2"]
-    finally:
-        for cached in caches:
+
+    def forget() -> None:
+        for cached in (listed, impl, cpu_vec_isa.VecAVX512.__bool__):
             cached.cache_clear()
+
+    def start(*kinds: str, fails: str = "") -> list[str]:
+        def check(self: cpu_vec_isa.VecISA, code: str) -> bool:
+            tested.append(str(self))
+            return str(self) != fails
+
+        tested: list[str] = []
+        forget()
+        monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check)
+        monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: list(kinds))
+        kernels.check_vectors()
+        assert str(cpu_vec_isa.pick_vec_isa()) == next(
+            kind for kind in ("avx512", "avx2") if kind in {*kinds} - {fails}
+        )
+        return tested
+
+    monkeypatch.setattr(kernels, "cache_folder", lambda name: tmp_path)
+    monkeypatch.setattr(kernels, "caches", lambda: True)
+    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
+    yield start
+    forget()
+
+
+def test_vector_instructions_that_do_not_work_are_not_used(starts: Callable[..., list[str]]) -> None:
+    """The first kind is tested; if that fails, Inductor tests all, and so does the next start."""
+    assert [starts("avx2", "avx512", fails="avx512") for _ in range(2)] == [["avx512", "avx2"]] * 2
+
+
+def test_vector_instructions_that_worked_are_not_tested_again(starts: Callable[..., list[str]]) -> None:
+    """Unless the cache comes to another processor."""
+    assert [starts(*kinds) for kinds in (["avx2", "avx512"],) * 2 + (["avx2"],) * 2] == [["avx512"], [], ["avx2"], []]

@@ -6,13 +6,15 @@ B batch, S sequence, D dim, H heads, K key/value heads, E head size, V vocabular
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import shardc
+if TYPE_CHECKING:
+    import shardc
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,8 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def llama_tp(axis: str, sequence: bool = False) -> shardc.Plan:
     """Heads, hidden features and vocabulary split over ``axis``; with ``sequence``, also the rest over the sequence."""
+    import shardc  # here, so that the model needs torch alone
+
     plan = shardc.tp(
         axis,
         colwise=[f"layers.*.{name}" for name in ("attn.wq", "attn.wk", "attn.wv", "mlp.gate", "mlp.up")] + ["head"],

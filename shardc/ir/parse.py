@@ -28,6 +28,7 @@ TENSOR = re.compile(r"(\w+)(<host>)?(\[[^\]]*\](?:\{[^}]*\})?)(\?)?")
 LAYOUT = re.compile(r"\[[^\]]*\](?:\{[^}]*\})?")
 NUMBER = re.compile(r"-?(?:\d+\.?\d*(?:e[+-]?\d+)?|inf\b)")
 WORD = re.compile(r"[A-Za-z_][\w.:]*")
+KEYWORD = re.compile(r"(\w+)=")
 AXIS = re.compile(r"\w+(?::\d+x\d+)?")
 ROLE = re.compile(r"(\w+)(?: #(\d+))?(?: (?!%)([\w.$/-]+|\"(?:[^\"\\]|\\.)*\"))?(?: |$)")
 
@@ -291,7 +292,7 @@ class _Parser:
         kwargs: dict[str, Any] = {}
 
         def one() -> None:
-            keyword = reader.match(re.compile(r"(\w+)="))
+            keyword = reader.match(KEYWORD)
             if keyword is None:
                 if kwargs:
                     reader.fail("a keyword argument")

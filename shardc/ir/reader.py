@@ -34,9 +34,11 @@ class Reader:
 
     def take(self, literal: str) -> bool:
         """Whether ``literal`` comes next; steps over it if so."""
-        self.skip()
-        found = self.line.startswith(literal, self.at)
-        self.at += len(literal) * found
+        line, at = self.line, self.at
+        while line.startswith(" ", at):
+            at += 1
+        found = line.startswith(literal, at)
+        self.at = at + len(literal) * found
         return found
 
     def expect(self, literal: str) -> None:

@@ -13,9 +13,9 @@ from itertools import accumulate
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.tally import collective_kind
@@ -70,7 +70,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     out = []
     for start, stop in zip([0, *kept], [*kept, len(half.nodes)], strict=True):
         if (key := half.key(start, stop)) not in modules:
-            modules[key] = fx.GraphModule(torch.nn.Module(), half.graph(start, stop))
+            modules[key] = LazyGraphModule({}, half.graph(start, stop))
         out.append(Segment(modules[key], *half.ports(start, stop), *half.before[start]))
     return tuple(out)
 

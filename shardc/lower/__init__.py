@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from shardc.ir.segments import LEAST, Segment, cut, whole
 from shardc.ir.verify import check_all
 from shardc.ir.verify.rows import in_order
 from shardc.ir.verify.subject import Subject, no_rules
-from shardc.lower.inductor import lowered
+from shardc.lower.inductor import lowered, settings
 from shardc.lower.kernels import at_end
 from shardc.lower.shared import in_turns
 from shardc.lower.sized import lowered_at_any_sizes
@@ -64,8 +64,9 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
     for half, row in segments.items():
         check_all(Subject(half.gm, half.mesh, no_rules), "cutting into segments", [partial(in_order, segments=row)])
     kinds = {segment.gm: half.kind for half in halves if half not in sized for segment in segments[half]}
+    known = cache(settings)
     with at_end():
-        codes = in_turns(kinds, lambda gm, kind: Code(*lowered(gm, kind)))
+        codes = in_turns(kinds, lambda gm, kind: Code(*lowered(gm, kind, known)))
     return [
         _compiled(half, segments[half], [sized[half]] if half in sized else [codes[x.gm] for x in segments[half]])
         for half in halves

@@ -47,12 +47,16 @@ def _unlike(values: Sequence[Any]) -> list[Any]:
         ]
 
 
-def lowered(gm: fx.GraphModule, kind: str) -> tuple[Any, str]:
-    """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it."""
+def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple[Any, str]:
+    """As `lowered_for`, at the sizes of the graph's placeholders, by Inductor's cache of graphs where that has it.
+
+    Args:
+        settings: `settings`, or what it gave.
+    """
     inputs = _unlike([n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")])
     with _graph_cache(inputs), _as_here(inputs):
         plain = caches() and not gm.graph.find_nodes(op="get_attr")  # the values of constants are part of the code
-        key = cache_folder("keys") / name_of(gm, kind, _settings()) if plain else None
+        key = cache_folder("keys") / name_of(gm, kind, settings()) if plain else None
         if key is not None and (found := _found(key, inputs, kind)) is not None:
             check_order(gm.graph, found.source_code)
             return found, found.source_code
@@ -82,9 +86,9 @@ def _found(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | Non
     return found
 
 
-def _settings() -> str:
+def settings() -> str:
     """All but the graph that Inductor's code depends on, by Inductor's own account, and what is widened."""
-    with FakeTensorMode():
+    with _graph_cache(()), _as_here(()), FakeTensorMode():
         return compiled_fx_graph_hash(fx.GraphModule({}, fx.Graph()), [], {}, [])[0] + str(
             sorted(map(str, slow_dtypes()))
         )

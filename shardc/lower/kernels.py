@@ -203,8 +203,9 @@ def begin_check() -> None:
 def check_vectors() -> None:
     """Finds out which vector instructions Inductor can use on this machine, if nobody has yet.
 
-    Inductor compiles a test for each kind that the processor has (AVX2, AVX-512 and so on), and then uses one. Here
-    that one alone is tested. If its test fails, Inductor tests all.
+    Inductor compiles a test for each kind that the processor has (AVX2, AVX-512 and so on), loads it in a process of
+    its own, and then uses one kind. Here that one alone is tested, and one that passed is not tested again by a later
+    start. If its test fails, Inductor tests all.
     """
     if _begun and _begun[0] is not current_thread():
         _begun[0].join()
@@ -214,7 +215,18 @@ def check_vectors() -> None:
     with config.patch({"cpp.vec_isa_ok": True}):
         kinds = listed()
     picked = cpu_vec_isa.pick_vec_isa()
-    if picked in kinds and not cpu_vec_isa.VecISA.__bool__(picked):  # tested now, once
+    if picked not in kinds:
+        return
+    passed = cache_folder("vectors") / _hash(
+        torch.__file__, cpu_vec_isa._get_isa_dry_compile_fingerprint(picked.build_arch_flags()), *map(str, kinds)
+    )
+    if caches() and passed.exists():
+        picked.check_build = lambda code: True  # type: ignore[method-assign]
+    works = cpu_vec_isa.VecISA.__bool__(picked)  # tested now, once
+    vars(picked).pop("check_build", None)
+    if works:
+        passed.touch()
+    else:
         listed.cache_clear()
         for kind in kinds:
             getattr(type(kind).__bool__, "cache_clear", lambda: None)()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm import group_name
@@ -57,7 +58,7 @@ class Localize:
         for node in gm.graph.nodes:
             emitter.at(node)
             env[node] = self._node(node, env, emitter)
-        return fx.GraphModule(gm, emitter.finish())
+        return LazyGraphModule(gm, emitter.finish())
 
     def _node(self, node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
         if node.op == "placeholder":

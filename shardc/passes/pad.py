@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc._compat import LazyGraphModule
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -79,7 +80,7 @@ class Pad:
         nothing = not self.inputs and not self.params
         if nothing and all(self.grow(t.kwargs["name"], *[ir.value(t).shape] * 2) is None for t in tags):
             return gm
-        return fx.GraphModule(gm, _Padder(self, gm.graph).run())
+        return LazyGraphModule(gm, _Padder(self, gm.graph).run())
 
 
 class _Padder(Forms):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc._compat import LazyGraphModule
 from shardc.cost.again import runs_again
 from shardc.cost.sequence import is_coordinate
 from shardc.ir import graph as ir
@@ -135,7 +136,7 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
             env[node] = graph.node_copy(node, lambda n: env[n])
     out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in kept))
     out.meta[ir.ROLES] = tuple(role for role, _ in kept)
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)
 
 
 def drop_dead(graph: fx.Graph) -> None:

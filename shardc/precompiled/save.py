@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardc._compat import LazyGraphModule
 from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
@@ -88,7 +89,7 @@ def save_program(
         record["files"][name] = hashlib.sha256(data).hexdigest()
 
     for each in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
-        half, gm = each.name, untied(each.gm)
+        half, gm = each.name, untied(each.gm) if _is_tied(each.graph) else each.gm
         try:
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # better told now than when it is loaded
@@ -126,7 +127,12 @@ def untied(gm: fx.GraphModule) -> fx.GraphModule:
         if node.op == "call_function":
             node.args = tuple(_group(arg) for arg in node.args)
             node.kwargs = {key: _group(arg) for key, arg in node.kwargs.items()}
-    return fx.GraphModule(gm, graph)
+    return LazyGraphModule(gm, graph)
+
+
+def _is_tied(graph: fx.Graph) -> bool:
+    """Whether a runtime has written names of its groups into a graph."""
+    return any(_group(x) is not x for node in graph.nodes for x in (*node.args, *node.kwargs.values()))
 
 
 def _group(arg: Any) -> Any:

@@ -24,6 +24,7 @@ from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
+from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.replicas import Sources, compare_values
 from shardc.runtime.signature import Signature
@@ -182,7 +183,7 @@ class State:
         key = self._variant(call)
         found = None if key is None else self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
         if found is None or looks and found.stored:
-            with torch.inference_mode(False), torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad(), frozen():
                 given = self.present(), args, kwargs, self.with_loss(args, kwargs)
                 found = self.build(*given, deferred) if looks or deferred else self.build.stored(*given)
             self.add(found, deferred)

@@ -23,7 +23,7 @@ from shardc.runtime.acts import program_act
 from shardc.runtime.census import Census
 from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
-from shardc.runtime.heap import keep_heap
+from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
 from shardc.runtime.storage import padded_local
 from shardc.runtime.sync import Key, Sync
@@ -123,12 +123,12 @@ class Runner:
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
-            graphs = {each.name: each.gm for each in together}
-            self.groups.agreement.act(program_act(certificate_of(together).text(), graphs, half.mesh))
-            for each in together:
-                use_groups(each.gm, self.groups)
-                prepare(each.graph)
-            with _compat.no_autocast():  # the graphs have their casts
+            with frozen(), _compat.no_autocast():  # the graphs have their casts
+                graphs = {each.name: each.gm for each in together}
+                self.groups.agreement.act(program_act(certificate_of(together).text(), graphs, half.mesh))
+                for each in together:
+                    use_groups(each.gm, self.groups)
+                    prepare(each.graph)
                 self._compiled.update(zip(together, self.lower(*together), strict=True))
         return self._compiled[half]
 

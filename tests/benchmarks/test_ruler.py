@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.peers import groups
+from benchmarks.peers.rows import groups
 from benchmarks.stage import room
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,60 @@
+"""What the garbage collector goes through while something is compiled."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from shardc.runtime.heap import frozen
+
+
+class Ring:
+    """Garbage that only a collection frees, once it is dropped."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True)
+def thawed() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+
+
+def test_a_collection_leaves_out_what_was_there_before_and_takes_the_rest() -> None:
+    before = Ring()
+    old = weakref.ref(before)
+    with frozen():
+        del before
+        new = weakref.ref(Ring())
+        gc.collect()
+        assert new() is None
+        assert old() is not None
+    gc.collect()
+    assert old() is None
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_block_within_one_thaws_nothing() -> None:
+    with frozen():
+        with frozen():
+            pass
+        assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_a_user_froze_stays_frozen() -> None:
+    gc.freeze()
+    with frozen():
+        pass
+    assert gc.get_freeze_count() > 0
+
+
+def test_an_error_thaws() -> None:
+    with pytest.raises(ZeroDivisionError), frozen():
+        1 / 0  # noqa: B018
+    assert gc.get_freeze_count() == 0
