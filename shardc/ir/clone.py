@@ -16,6 +16,8 @@ from torch import nn
 TensorFn = Callable[[str, torch.Tensor], torch.Tensor]
 _HELD = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, list, set, tuple)
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+_COPIED = frozenset({dict, OrderedDict, defaultdict, list, set})  # without `copy.copy`, which takes long to find out how
 
 
 def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
@@ -107,6 +109,8 @@ class _Cloner:
 
     def _copy(self, value: Any) -> Any:
         """The copy's own of what an attribute holds."""
+        if type(value) in _PLAIN:
+            return value
         if isinstance(value, nn.Module):
             return self._made.get(id(vars(value)), value)
         if isinstance(value, torch.Tensor):
@@ -124,7 +128,7 @@ class _Cloner:
         if not isinstance(value, (dict, set, list)):
             return value
         if id(value) not in self._made:
-            made: Any = copy.copy(value)
+            made: Any = value.copy() if type(value) in _COPIED else copy.copy(value)
             self._made[id(value)] = made
             if type(value) is list:
                 made[:] = map(self._copy, value)

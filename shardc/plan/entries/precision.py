@@ -97,6 +97,9 @@ def _around(name: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
 
+_AS_IT_IS = Precision()
+
+
 @dataclass(frozen=True)
 class Policies:
     """The precision of every module of a model: that of the last entry that covers it."""
@@ -105,7 +108,7 @@ class Policies:
 
     def of(self, module: str) -> Precision:
         """The policy of a module, by its path; one that leaves all as it is where no entry covers it."""
-        return next((entry for entry in reversed(self.entries) if entry.covers(module)), Precision())
+        return next((entry for entry in reversed(self.entries) if entry.covers(module)), _AS_IT_IS)
 
     def of_param(self, name: str) -> Precision:
         """The policy of the module that holds a parameter."""
