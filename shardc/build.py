@@ -122,8 +122,14 @@ class Build:
         signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
         return Identity(signature, described(template, self.loss, code), self.device.type)
 
-    def stored(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Executable:
-        """The program that an earlier start has stored, or else a fresh one, which is stored."""
+    def stored(
+        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool = False
+    ) -> Executable:
+        """The program that an earlier start, or another rank, has stored, or else a fresh one, which is stored.
+
+        Args:
+            evaluates: what runs where no gradients are recorded is stored too.
+        """
         fresh = partial(self, template, args, kwargs, with_loss)
         store = None
         if self.runs and self.options.store and caches():
@@ -133,13 +139,17 @@ class Build:
             return fresh()
         if (found := store.find(template, self.loss, fresh)) is not None:
             return found
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            program = fresh()
-        for each in said:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
-        store.add(program, ops, [str(each.message) for each in said if issubclass(each.category, ShardcWarning)])
+        with store.turn():
+            if (found := store.find(template, self.loss, fresh)) is not None:
+                return found
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                program = fresh()
+            for each in said:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+            ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
+            told = [str(each.message) for each in said if issubclass(each.category, ShardcWarning)]
+            store.add(program, ops, told, evaluates)
         return program
 
     def sized(

@@ -16,8 +16,8 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -42,6 +42,8 @@ from shardc.precompiled.save import save_program
 from shardc.rules import registered
 
 MADE = "made.json"  # beside a program: the files that it depends on, and the warnings that it gave
+PATIENCE = 120.0  # seconds; who waits longer for another process makes the program itself
+_POLL = 0.05  # seconds
 KEPT = 256  # programs, of all calls and models
 PACKAGE = Path(__file__).parents[1]
 # Code of these is told by a version.
@@ -62,7 +64,7 @@ class Stored(Precompiled):
         self.fresh = fresh
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
-        if phase != INFERENCE or FORWARD not in self._halves:
+        if phase != INFERENCE or phase in self._halves or FORWARD not in self._halves:
             return super().make(phase)
         with torch.inference_mode(False), torch.enable_grad():  # as where no program was stored
             return self.fresh().make(phase)
@@ -129,28 +131,59 @@ class Store:
             return found
         return None
 
-    def add(self, program: Executable, ops: Iterable[object], said: Sequence[str]) -> None:
-        """Writes ``program``, unless it depends on what cannot be told, or another process is writing it.
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A block in which a program is made and added: of all processes of a machine, one begins, and the others wait.
+
+        Then they look for what it added. Who finds nothing makes a program without keeping others waiting. Nobody waits
+        where no start added one so far, because it failed or its program cannot be stored.
+        """
+        lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
+        first = False
+        with suppress(OSError, Timeout):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire(timeout=0)
+                first = True
+            except Timeout:
+                if not self._none.exists():
+                    lock.acquire()
+                    lock.release()
+        try:
+            yield
+        finally:
+            if first and not any(self.folder.glob("*/")):
+                self._none.touch()
+            lock.release()
+
+    @property
+    def _none(self) -> Path:
+        """A file that says that a program was made, and none could be added."""
+        return self.folder / "none"
+
+    def add(self, program: Executable, ops: Iterable[object], said: Sequence[str], evaluates: bool = False) -> None:
+        """Writes ``program``, unless it depends on what cannot be told.
 
         Args:
             ops: what was captured. Of ops that are neither torch's nor shardc's, the code is not known.
             said: the warnings that it gave.
+            evaluates: also what runs where no gradients are recorded.
         """
         files = sources(program.reads.files)
         if files is None or not all(map(is_own, ops)):
             return
-        with suppress(OSError, Timeout, PrecompiledError):
+        with suppress(OSError, PrecompiledError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder / "lock", timeout=0):
-                made = Path(tempfile.mkdtemp(dir=self.folder.parent))
-                try:
-                    save_program(program, self.plan, made, None, evaluates=False)
-                    text = json.dumps({"files": files, "warnings": list(said)}, indent=1)
-                    (made / MADE).write_text(text)
-                    os.rename(made, self.folder / _hash(json.dumps([files, program.identity.signature.reads]).encode()))
-                    self._forget()
-                finally:
-                    shutil.rmtree(made, ignore_errors=True)
+            made = Path(tempfile.mkdtemp(dir=self.folder.parent))
+            try:
+                save_program(program, self.plan, made, None, evaluates)
+                text = json.dumps({"files": files, "warnings": list(said)}, indent=1)
+                (made / MADE).write_text(text)
+                os.rename(made, self.folder / _hash(json.dumps([files, program.identity.signature.reads]).encode()))
+                self._none.unlink(missing_ok=True)
+                self._forget()
+            finally:
+                shutil.rmtree(made, ignore_errors=True)
 
     def _forget(self) -> None:
         """Removes the programs under the same root, whatever they are of, that were used least recently."""

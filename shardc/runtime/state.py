@@ -44,16 +44,14 @@ class Build(Protocol):
     loss: Any
 
     def __call__(
-        self,
-        template: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        with_loss: bool,
+        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool,
         deferred: Deferred = NOTHING,
-    ) -> Executable: ...
+    ) -> Executable: ...  # fmt: skip
 
-    def stored(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Executable:
-        """As a call, or what an earlier start has stored of it."""
+    def stored(
+        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool
+    ) -> Executable:
+        """As a call, or what an earlier start or another rank has stored of it."""
 
     def sized(
         self,
@@ -183,9 +181,10 @@ class State:
         key = self._variant(call)
         found = None if key is None else self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
         if found is None or looks and found.stored:
+            evaluates = not torch.is_grad_enabled()
             with torch.inference_mode(False), torch.enable_grad(), frozen():
                 given = self.present(), args, kwargs, self.with_loss(args, kwargs)
-                found = self.build(*given, deferred) if looks or deferred else self.build.stored(*given)
+                found = self.build(*given, deferred) if looks or deferred else self.build.stored(*given, evaluates)
             self.add(found, deferred)
         return found
 

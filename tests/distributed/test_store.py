@@ -78,7 +78,7 @@ def start(folder: Path, found: bool, change: Callable[[Any], Any] | None = None,
 
 def trained(
     folder: Path, made: Any, change: Any, store: bool, found: bool, level: int = 3, backend: str = "eager",
-    loss: Callable[..., Any] = F.mse_loss, options: Any = None,
+    loss: Callable[..., Any] = F.mse_loss, options: Any = None, stores: bool = True,
 ) -> str:  # fmt: skip
     torch.manual_seed(0)
     model = made.Net()
@@ -100,8 +100,15 @@ def trained(
         out += [param.grad.to_local() for param in module.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    assert bool(counters["stats"]) != (store and found), "whether Dynamo traced the model"
-    assert all(program.stored == (store and found) for program in module.shardc.programs.values())
+    (program,) = module.shardc.programs.values()
+    assert bool(counters["stats"]) != program.stored, "whether Dynamo traced the model"
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, (found, program.stored))
+    if store and not any(found for found, _ in ranks):
+        makers = [stored for _, stored in ranks].count(False)
+        assert makers == (1 if stores else len(ranks)), "one rank makes the program, the others find it"
+    else:
+        assert ranks == [(found, store and found) for found, _ in ranks]
     with torch.no_grad():  # a half that is not stored
         torch.manual_seed(7)
         out.append(module(*module.shard_inputs(x, y)))
@@ -162,6 +169,31 @@ def evaluated_first(folder: Path) -> None:
         assert found[:2] == found[2:]
 
 
+def test_what_the_first_evaluation_makes_is_found(tmp_path: Path) -> None:
+    written(tmp_path)
+    run_ranks(2, partial(evaluated, tmp_path, 1), partial(evaluated, tmp_path, 0))
+
+
+def evaluated(folder: Path, makers: int) -> None:
+    """An evaluation by what was stored: so many ranks trace the model."""
+    with cached_in(folder):
+        made: Any = importlib.import_module("storedmodel.net")
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        torch.manual_seed(0)
+        model, (x, y) = made.Net().eval(), (torch.randn(8, 8), torch.randn(8, 4))
+        counters.clear()
+        module = shardc.compile(
+            model, mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager", options=shardc.Options(store=True)
+        )
+        with torch.no_grad():
+            loss = module(*module.shard_inputs(x, y))
+            torch.testing.assert_close(loss, F.mse_loss(model(x), y))
+        traced: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(traced, bool(counters["stats"]))
+        assert traced.count(True) == makers
+        module(*module.shard_inputs(x, y)).backward()
+
+
 def by_three(model: Any) -> None:
     model.by = 3.0
 
@@ -199,7 +231,7 @@ def with_rule(model: Any) -> None:
 def test_a_rule_that_is_registered_later_makes_another_program(tmp_path: Path) -> None:
     written(tmp_path)
     run_ranks(2, partial(start, tmp_path, False), partial(start, tmp_path, True))
-    run_ranks(2, partial(start, tmp_path, False, with_rule))
+    run_ranks(2, partial(start, tmp_path, False, with_rule, stores=False))
 
 
 def changing(x: torch.Tensor, kept: dict[str, torch.Tensor]) -> torch.Tensor:

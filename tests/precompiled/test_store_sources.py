@@ -1,11 +1,13 @@
-"""Which files a stored program depends on, whatever their package is called; and which programs stay in the store."""
+"""Which files a stored program depends on; which programs stay in the store, and who makes one while others wait."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier, Event
 
 import pytest
 import torch
@@ -55,3 +57,66 @@ def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pyte
         if at == 1:
             assert stores[0].find(model, None, lambda: program) is not None
     assert [each.find(model, None, lambda: program) is not None for each in stores] == [True, False, True]
+
+
+def in_turn(folder: Path, adds: bool) -> list[str]:
+    """What happens where two processes of a machine need a program, and the first that has the turn adds it or not.
+
+    Threads stand for them: a lock is of a file that each opens for itself.
+    """
+    said: list[str] = []
+    begun, may_end = Event(), Event()
+
+    def maker() -> None:
+        with store.Store(folder, shardc.Mesh(dp=2), shardc.Plan()).turn():
+            begun.set()
+            assert may_end.wait(30)
+            said.append("made")
+            if adds:
+                (folder / "program").mkdir()
+
+    def other() -> None:
+        assert begun.wait(30)
+        with store.Store(folder, shardc.Mesh(dp=2), shardc.Plan()).turn():
+            said.append("found" if (folder / "program").exists() else "nothing found")
+        may_end.set()
+
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(maker), pool.submit(other)]
+        assert begun.wait(30)
+        may_end.wait(0.5)  # who does not wait is through by now
+        may_end.set()
+        for each in both:
+            each.result()
+    return said
+
+
+def test_who_waited_finds_what_was_made(tmp_path: Path) -> None:
+    assert in_turn(tmp_path / "call", adds=True) == ["made", "found"]
+
+
+def test_nobody_waits_for_a_program_that_no_start_could_add(tmp_path: Path) -> None:
+    assert in_turn(tmp_path / "call", adds=False) == ["made", "nothing found"]
+    assert in_turn(tmp_path / "call", adds=False) == ["nothing found", "made"]
+
+
+def test_who_waited_in_vain_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """Three need a program, and the first fails: the others make it side by side."""
+    begun, both = Event(), Barrier(2)
+
+    def first() -> None:
+        with store.Store(tmp_path, shardc.Mesh(dp=2), shardc.Plan()).turn():
+            begun.set()
+            Event().wait(0.3)
+            raise ValueError
+
+    def other() -> None:
+        assert begun.wait(30)
+        with store.Store(tmp_path, shardc.Mesh(dp=2), shardc.Plan()).turn():
+            both.wait(30)
+
+    with ThreadPoolExecutor() as pool:
+        failing, *others = [pool.submit(first), pool.submit(other), pool.submit(other)]
+        for each in others:
+            each.result()
+        assert isinstance(failing.exception(), ValueError)
