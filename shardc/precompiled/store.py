@@ -140,7 +140,7 @@ class Store:
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
-        with suppress(OSError, Timeout):
+        with suppress(OSError, NotImplementedError, Timeout):  # a disk without locks, or none to write on
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)
@@ -152,8 +152,9 @@ class Store:
         try:
             yield
         finally:
-            if first and not any(self.folder.glob("*/")):
-                self._none.touch()
+            with suppress(OSError):
+                if first and not any(self.folder.glob("*/")):
+                    self._none.touch()
             lock.release()
 
     @property
