@@ -31,7 +31,7 @@ def frozen() -> Iterator[None]:
     """A block in which Python's garbage collector leaves out what was there before.
 
     A compile makes enough objects to start several full collections, and each of them would go through all that torch
-    and other libraries have made: a fifth of the time to a first step.
+    and other libraries have made: a tenth of the time to a first step.
     """
     if gc.get_freeze_count():  # a block around this one, or the user, froze it
         yield
