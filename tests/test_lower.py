@@ -342,7 +342,7 @@ def test_code_that_could_clash_has_a_file_of_its_own(source: str, plain: bool) -
 
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., list[str]]]:
-    """What a start tests of its processor's kinds of vector instructions: those in ``fails`` do not work."""
+    """What a start tests of its processor's kinds of vector instructions: the kind ``fails`` does not work."""
     listed, impl = cpu_vec_isa.valid_vec_isa_list, cpu_vec_isa.VecISA._VecISA__bool__impl  # type: ignore[attr-defined]
 
     def forget() -> None:

@@ -161,8 +161,7 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
         )
     record: Record = checked(found, Record, str(path), PrecompiledError, tables=True, fix=AGAIN)
     halves = set(record.halves)
-    trains = set(HALVES) - (set() if evaluates else {"inference"})
-    if halves != {"inference"} and not trains <= halves:
+    if halves not in ({"inference"}, set(HALVES), set(HALVES) if evaluates else {"forward", "backward"}):
         raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)
     needed = {f"{half}.txt" for half in halves}
     needed |= {constants(half) for half, said in record.halves.items() if said.constants}

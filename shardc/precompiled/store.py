@@ -1,4 +1,6 @@
-"""Programs that earlier starts have made, in a folder of the user's: who finds one there neither captures nor plans.
+"""Programs that earlier starts or other ranks have made, in a folder of the user's.
+
+Who finds one there neither captures nor plans.
 
 A program is found by all that it was made from: the call and the model (`Identity`), the mesh, plan and options, the
 versions of torch and shardc, the rules that the user registered, what its capture read, and the source files of each
@@ -51,7 +53,7 @@ TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))
 
 
 class Stored(Precompiled):
-    """A program of an earlier start.
+    """A program of an earlier start, or of another rank.
 
     Args:
         fresh: makes it again; asked for the halves that were not saved.
@@ -140,7 +142,7 @@ class Store:
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
-        with suppress(OSError, NotImplementedError, Timeout):  # a disk without locks, or none to write on
+        with suppress(OSError, NotImplementedError):  # no locks on this disk, or a wait too long: all make it
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire(timeout=0)

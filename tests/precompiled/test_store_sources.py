@@ -59,7 +59,7 @@ def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pyte
     assert [each.find(model, None, lambda: program) is not None for each in stores] == [True, False, True]
 
 
-def in_turn(folder: Path, adds: bool) -> list[str]:
+def in_turn(folder: Path, adds: bool, waits: bool = True) -> list[str]:
     """What happens where two processes of a machine need a program, and the first that has the turn adds it or not.
 
     Threads stand for them: a lock is of a file that each opens for itself.
@@ -84,7 +84,7 @@ def in_turn(folder: Path, adds: bool) -> list[str]:
     with ThreadPoolExecutor() as pool:
         both = [pool.submit(maker), pool.submit(other)]
         assert begun.wait(30)
-        may_end.wait(0.5)  # who does not wait is through by now
+        may_end.wait(0.5 if waits else 30)  # who does not wait gets through
         may_end.set()
         for each in both:
             each.result()
@@ -97,7 +97,12 @@ def test_who_waited_finds_what_was_made(tmp_path: Path) -> None:
 
 def test_nobody_waits_for_a_program_that_no_start_could_add(tmp_path: Path) -> None:
     assert in_turn(tmp_path / "call", adds=False) == ["made", "nothing found"]
-    assert in_turn(tmp_path / "call", adds=False) == ["nothing found", "made"]
+    assert in_turn(tmp_path / "call", adds=False, waits=False) == ["nothing found", "made"]
+
+
+def test_where_nothing_can_be_locked_each_makes_its_own(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert in_turn(tmp_path / "file" / "call", adds=False, waits=False) == ["nothing found", "made"]
 
 
 def test_who_waited_in_vain_keeps_nobody_waiting(tmp_path: Path) -> None:
