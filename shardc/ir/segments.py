@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from operator import getitem
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch import Tensor, fx
 
 from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
-from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.comm import IN_MESSAGES, WAIT
 from shardc.ir.tally import collective_kind
 
 # From so many alike stretches on, cutting pays.
 LEAST = 4
+# So many calls in a row are kept apart from what computes.
+CALLS = 64
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     borders = half.borders(0, len(half.nodes), least)
     if not borders:
         return whole(gm)
+    rows = half.rows_of_calls()
+    edges = {at for row in rows for at in row} - {0, len(half.nodes)}
+    borders = sorted(edges.union(at for at in borders if not any(start < at < stop for start, stop in rows)))
     ends = [*borders, len(half.nodes)]
     alike = [half.key(start, stop) for start, stop in zip([0, *borders], ends, strict=True)]
     counts = Counter(alike)
@@ -65,7 +70,7 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
         return whole(gm)
     # What is like nothing else is not cut from its neighbour, if that is like nothing else too.
     pairs = zip(borders, alike, alike[1:], strict=False)
-    kept = [at for at, before, behind in pairs if counts[before] > 1 or counts[behind] > 1]
+    kept = [at for at, before, behind in pairs if at in edges or counts[before] > 1 or counts[behind] > 1]
     modules: dict[Any, fx.GraphModule] = {}
     out = []
     for start, stop in zip([0, *kept], [*kept, len(half.nodes)], strict=True):
@@ -131,6 +136,15 @@ class _Half:
             return []
         left, right = self.borders(start, own[0], least), self.borders(own[-1], stop, least)
         return sorted({*left, *own, *right} - {0, len(self.nodes)})
+
+    def rows_of_calls(self) -> list[tuple[int, int]]:
+        """The long stretches that only start collectives and wait, each as the places of its first node and its end."""
+        rows, at = [], 0
+        for calls, nodes in groupby(self.nodes, is_call):
+            start, at = at, at + len(list(nodes))
+            if calls and at - start >= CALLS and max(self.crossing[start], self.crossing[at]) < float("inf"):
+                rows.append((start, at))
+        return rows
 
     def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
         """What a stretch takes, what it gives, and what it is the last to take."""
@@ -222,6 +236,11 @@ def _on_its_way(node: fx.Node) -> bool:
     """Whether ``node`` is what a collective makes, before the wait."""
     made: Any = node.args[0] if node.target is getitem else node
     return isinstance(made, fx.Node) and collective_kind(made) is not None
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether ``node`` starts a collective, takes one of its results, or waits for something."""
+    return _on_its_way(node) or node.target is WAIT
 
 
 def type_of(value: Any) -> Any:

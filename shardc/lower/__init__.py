@@ -16,6 +16,7 @@ from shardc.ir.segments import LEAST, Segment, cut, whole
 from shardc.ir.verify import check_all
 from shardc.ir.verify.rows import in_order
 from shardc.ir.verify.subject import Subject, no_rules
+from shardc.lower.calls import called, only_calls
 from shardc.lower.inductor import lowered, settings
 from shardc.lower.kernels import at_end
 from shardc.lower.shared import in_turns
@@ -64,9 +65,11 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
     for half, row in segments.items():
         check_all(Subject(half.gm, half.mesh, no_rules), "cutting into segments", [partial(in_order, segments=row)])
     kinds = {segment.gm: half.kind for half in halves if half not in sized for segment in segments[half]}
+    calls = {gm: Code(*called(gm)) for gm in kinds if only_calls(gm.graph)}
     known = cache(settings)
     with at_end():
-        codes = in_turns(kinds, lambda gm, kind: Code(*lowered(gm, kind, known)))
+        rest = {gm: kind for gm, kind in kinds.items() if gm not in calls}
+        codes = calls | in_turns(rest, lambda gm, kind: Code(*lowered(gm, kind, known)))
     return [
         _compiled(half, segments[half], [sized[half]] if half in sized else [codes[x.gm] for x in segments[half]])
         for half in halves

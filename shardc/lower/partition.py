@@ -25,7 +25,7 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
-    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go():
+    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go(), _lookups_fuse():
         return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
 
 
@@ -49,6 +49,23 @@ def _unread_waits_go() -> Iterator[None]:
         yield
     finally:
         _side_effectful_functions.update(waits)
+
+
+@contextmanager
+def _lookups_fuse() -> Iterator[None]:
+    """Inductor fuses an embedding's lookup as it does indexing: a block behind one saves what alike blocks do."""
+    listed = partitioners.get_default_op_list
+
+    def with_lookups() -> partitioners.OpTypes:
+        ops = listed()
+        ops.fusible_ops.add(torch.ops.aten.embedding)
+        return ops
+
+    partitioners.get_default_op_list = with_lookups
+    try:
+        yield
+    finally:
+        partitioners.get_default_op_list = listed
 
 
 def must_recompute(node: fx.Node, region: int) -> None:

@@ -1,0 +1,72 @@
+"""Stretches that only start collectives and wait for them: called one by one, by code in the form of Inductor's.
+
+Inductor has nothing to fuse there, and takes some 10 ms for each result of a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from operator import getitem
+from typing import Any
+
+from torch import Tensor, fx
+from torch._inductor.codecache import PyCodeCache
+
+from shardc.ir import graph as ir
+from shardc.ir.comm import WAIT, waits_of
+from shardc.ir.emitted import check_order
+from shardc.ir.segments import is_call
+
+Run = Callable[[list[Tensor]], Sequence[Any]]
+
+
+class _Name(str):
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def only_calls(graph: fx.Graph) -> bool:
+    """Whether ``graph`` starts collectives, waits for some, and does nothing else."""
+    ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return bool(ops) and all(map(is_call, ops))
+
+
+def called(gm: fx.GraphModule) -> tuple[Run, str]:
+    """What runs ``gm``, which `only_calls`, and its code."""
+    source = "\n".join(["import torch", "", "def call(args):", *(f"    {line}" for line in _lines(gm.graph)), ""])
+    check_order(gm.graph, source)
+    run: Run = PyCodeCache.load(source).call
+    return run, source
+
+
+def _lines(graph: fx.Graph) -> Iterator[str]:
+    given, ops = graph.find_nodes(op="placeholder"), [node for node in graph.nodes if node.op == "call_function"]
+    returned: Any = ir.output_node(graph).args[0]
+    name = {node: _Name(f"arg{at}") for at, node in enumerate(given)}
+    for at, node in enumerate(ops):  # a wait gives what it is given
+        name[node] = name[node.all_input_nodes[0]] if node.target is WAIT else _Name(f"buf{at}")
+    gone = _gone(ops, name)
+    for x in returned:
+        gone.pop(name.get(x), None)
+    yield f"{', '.join(name[node] for node in given)}, = args"
+    yield "args.clear()"
+    for at, node in enumerate(ops):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), name.__getitem__)
+        if node.target is getitem:
+            call = f"{args[0]}[{args[1]}]"
+        else:
+            written = [*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())]
+            call = f"torch.ops.{node.target}({', '.join(written)})"
+        line = call if node.target is WAIT else f"{name[node]} = {call}"
+        yield "; ".join([line, *(f"del {each}" for each, last in gone.items() if last == at)])
+    yield f"return ({''.join(f'{name.get(x, x)}, ' for x in returned)})"
+
+
+def _gone(ops: Sequence[fx.Node], name: dict[fx.Node, _Name]) -> dict[_Name | None, int]:
+    """By name of a value, the last op that it is in use at: what is sent is so until what comes is waited for."""
+    place, last = {node: at for at, node in enumerate(ops)}, dict[_Name | None, int]()
+    for at, node in enumerate(ops):
+        until = max([at, *(place[wait] for wait in waits_of(node) if wait in place)])
+        for x in (node, *node.all_input_nodes):
+            last[name[x]] = max(last.get(name[x], 0), until if x is not node else at)
+    return last
