@@ -25,12 +25,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardc.runtime.groups  # noqa: F401  (implements the collectives)
 from shardc.errors import VerifyError
-from shardc.ir.emitted import check_order, collective_at, of_graph, of_source
+from shardc.ir.emitted import check_order, collective_at, of_graph, of_source, uses_of
 from shardc.ir.executable import FORWARD, INFERENCE, Compiled, Half
 from shardc.ir.flops import is_dense
 from shardc.ir.mesh import Mesh
 from shardc.lower import kernels, lower, shared
-from shardc.lower.inductor import _decomposed
+from shardc.lower.inductor import _decomposed, lowered_for
 
 aten, c10d, direct = torch.ops.aten, torch.ops._c10d_functional, torch.ops.shardc
 GROUP = "shardc:dp"
@@ -145,6 +145,30 @@ def test_what_is_on_its_way_is_not_released(inference: bool) -> None:
     for name in sent:
         released = [line for line in lines[:first_wait] if re.search(rf"\bdel {name}\b", line)]
         assert not released, f"{name} is on its way: {released}"
+
+
+def calls(x: Tensor, y: Tensor, z: Tensor) -> list[Tensor]:
+    """Collectives in messages, in planned memory; one is not waited for, one was started elsewhere."""
+    first, second = direct.all_gather_into_tensor_coalesced([x, y], 2, GROUP, [0, 1, 2])
+    (summed,) = direct.all_reduce_coalesced([y], "sum", GROUP, [3])
+    return [second, c10d.wait_tensor(first), c10d.wait_tensor(z), c10d.wait_tensor(summed)]
+
+
+def test_calls_alone_are_not_given_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their code says of memory what Inductor's would, and what is sent is in use until what comes was waited for."""
+    with FakeTensorMode():
+        gm = make_fx(calls)(*(torch.empty(4, 4) for _ in range(3)))
+    with inductor_config.patch(force_disable_caches=True):
+        theirs = uses_of(lowered_for(gm, [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")], FORWARD)[1])
+    monkeypatch.setattr("shardc.lower.lowered", None)
+    source = lowered(gm, FORWARD).source_code
+    assert of_source(source) == of_graph(gm.graph)
+    ours = uses_of(source)
+    assert (ours.results, ours.wires, set(ours.waits)) == (theirs.results, theirs.wires, set(theirs.waits))
+    assert ours.results == [{1}, {0}, {-3}, {3}] and set(ours.spans) == {0, 1, 2, 3}
+    at = {line.strip(): number for number, line in enumerate(source.splitlines())}
+    first, _, summed = (number for line, number in at.items() if "wait_tensor" in line)
+    assert first < at["del arg0"] and summed < at["del arg1"], source
 
 
 def test_another_order_is_an_error() -> None:

@@ -16,6 +16,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, waits_of
 from shardc.ir.emitted import check_order
 from shardc.ir.segments import is_call
+from shardc.ir.tally import collective_kind
 
 Run = Callable[[list[Tensor]], Sequence[Any]]
 
@@ -45,9 +46,10 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
     name = {node: _Name(f"arg{at}") for at, node in enumerate(given)}
     for at, node in enumerate(ops):  # a wait gives what it is given
         name[node] = name[node.all_input_nodes[0]] if node.target is WAIT else _Name(f"buf{at}")
-    gone = _gone(ops, name)
-    for x in returned:
-        gone.pop(name.get(x), None)
+    gone: list[list[_Name]] = [[] for _ in range(len(ops) + 1)]  # behind each op, and behind all
+    kept = {name.get(x) for x in returned}
+    for each, at in _last(ops, name).items():
+        gone[at] += [each] if each not in kept else []
     yield f"{', '.join(name[node] for node in given)}, = args"
     yield "args.clear()"
     for at, node in enumerate(ops):
@@ -57,16 +59,18 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
         else:
             written = [*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())]
             call = f"torch.ops.{node.target}({', '.join(written)})"
-        line = call if node.target is WAIT else f"{name[node]} = {call}"
-        yield "; ".join([line, *(f"del {each}" for each, last in gone.items() if last == at)])
-    yield f"return ({''.join(f'{name.get(x, x)}, ' for x in returned)})"
+        yield call if node.target is WAIT else f"{name[node]} = {call}"
+        yield from (f"del {each}" for each in gone[at])
+    yield f"return ({', '.join(str(name.get(x, x)) for x in returned)},)"
 
 
-def _gone(ops: Sequence[fx.Node], name: dict[fx.Node, _Name]) -> dict[_Name | None, int]:
+def _last(ops: Sequence[fx.Node], name: dict[fx.Node, _Name]) -> dict[_Name, int]:
     """By name of a value, the last op that it is in use at: what is sent is so until what comes is waited for."""
-    place, last = {node: at for at, node in enumerate(ops)}, dict[_Name | None, int]()
+    place, last = {node: at for at, node in enumerate(ops)}, dict[_Name, int]()
     for at, node in enumerate(ops):
-        until = max([at, *(place[wait] for wait in waits_of(node) if wait in place)])
-        for x in (node, *node.all_input_nodes):
-            last[name[x]] = max(last.get(name[x], 0), until if x is not node else at)
+        until = at
+        if collective_kind(node) is not None:
+            until = max((place[wait] for wait in waits_of(node)), default=len(ops))
+        for x in node.all_input_nodes:
+            last[name[x]] = max(last.get(name[x], 0), until)
     return last

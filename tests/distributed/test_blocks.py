@@ -21,6 +21,7 @@ from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
 from shardc.ir.segments import cut
 from shardc.ir.tally import collective_kind
+from shardc.lower.calls import only_calls
 from shardc.runtime.wire import direct
 from tests.ranks import run_ranks
 
@@ -76,9 +77,9 @@ def trained(module: Any) -> list[Tensor]:
         return [*found, module(module.shard_inputs(rows(3)))]
 
 
-def steps_are_those_of_the_whole() -> None:
-    _, whole = tower(lower_by="whole", fold=False)
-    _, blocks = tower()
+def steps_are_those_of_the_whole(**options: Any) -> Any:
+    _, whole = tower(lower_by="whole", fold=False, **options)
+    _, blocks = tower(**options)
     expected, found = trained(whole), trained(blocks)
     (one,), (other,) = whole.shardc.programs.values(), blocks.shardc.programs.values()
     assert one.folded is None and str(other.folded.repeats[0]) == f"layers.0 to layers.{DEPTH - 1}"
@@ -90,6 +91,17 @@ def steps_are_those_of_the_whole() -> None:
     used, plain = blocks.memory(), whole.memory()
     assert used.strays == 0 and used.observed <= max(used.planned.values()), (used, plain)
     assert used.planned_peak <= 1.1 * plain.planned_peak
+    return other
+
+
+def calls_in_a_row_are_not_lowered() -> None:
+    """All parameters in one gather, and all gradients in one reduce-scatter: what starts them and waits is apart."""
+    with patch("shardc.ir.segments.CALLS", 40):
+        program = steps_are_those_of_the_whole(bucket_size=1 << 30, max_in_flight=1 << 30)
+        halves = [half.gm for half in program.step()]
+        rows = [[only_calls(each.gm.graph) for each in cut(gm)] for gm in halves]
+        a_fault_is_of_its_own_block(bucket_size=1 << 30, max_in_flight=1 << 30)
+    assert [sum(row) for row in rows] == [1, 1] and rows[0][0] and rows[1][-1], rows
 
 
 def gradients_are_those_of_one_device() -> None:
@@ -122,9 +134,9 @@ def parameters_are_watched_in_all_blocks() -> None:
     torch.testing.assert_close(found.detach(), model(rows(0)).detach(), rtol=1e-9, atol=1e-12)
 
 
-def a_fault_is_of_its_own_block() -> None:
+def a_fault_is_of_its_own_block(**options: Any) -> None:
     """The collective that fails is named, in code that several blocks share, at its start or in a later segment."""
-    _, module = tower()
+    _, module = tower(**options)
     x = module.shard_inputs(rows(0))
     module(x).backward()
     (program,) = module.shardc.programs.values()
@@ -163,7 +175,7 @@ def each_graph_is_compiled_by_one_rank() -> None:
         _, module = tower()
         module(module.shard_inputs(rows(0))).backward()
         (program,) = module.shardc.programs.values()
-        distinct = {each.gm for half in program.step() for each in cut(half.gm)}
+        distinct = {x.gm for half in program.step() for x in cut(half.gm) if not only_calls(x.gm.graph)}
         mine, of_all = counters["inductor"]["fxgraph_cache_miss"], [0, 0]
         dist.all_gather_object(of_all, mine)
         dist.barrier()
@@ -176,5 +188,5 @@ def each_graph_is_compiled_by_one_rank() -> None:
 def test_on_two_ranks() -> None:
     run_ranks(
         2, steps_are_those_of_the_whole, gradients_are_those_of_one_device, parameters_are_watched_in_all_blocks,
-        a_fault_is_of_its_own_block, each_graph_is_compiled_by_one_rank,
+        a_fault_is_of_its_own_block, calls_in_a_row_are_not_lowered, each_graph_is_compiled_by_one_rank,
     )  # fmt: skip

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import shardc
+from examples.models.llama import Llama, LlamaConfig, loss
+from shardc.ir import graph as ir
 
 
 class Sum(nn.Module):
@@ -61,3 +63,15 @@ def test_evaluation_is_the_same_before_and_behind_training(plan: shardc.Plan) ->
             assert "tangents_1" in program.backward.code
         texts.append(program.inference.code)
     assert texts[0] == texts[1]
+
+
+def test_a_block_behind_an_embedding_saves_what_the_others_do() -> None:
+    """So that all of them are compiled once; torch's cut alone takes the embedding for something that never fuses."""
+    module = shardc.compile(
+        Llama(LlamaConfig(64, 16, 3, heads=2, kv_heads=1, hidden=32)), shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=loss
+    )
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    graph = module.lower(tokens, tokens).forward.graph
+    names = [ir.info(node).name for role, node in ir.outputs(graph) if role.kind == "saved"]
+    blocks = [{name.partition(f"layers.{at}.")[2] for name in names if f"layers.{at}." in name} for at in range(3)]
+    assert blocks[0] == blocks[1] and len(blocks[0]) > 5
