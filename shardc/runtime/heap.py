@@ -11,6 +11,7 @@ import torch
 
 # The largest block that moves the thresholds of glibc's malloc, DEFAULT_MMAP_THRESHOLD_MAX, but for malloc's own words.
 _BLOCK = (32 << 20) - 8192
+_OBJECTS = 20_000  # that are made until garbage is looked for: a graph of some thousand ops, which stays
 
 
 @cache
@@ -28,7 +29,7 @@ def keep_heap() -> None:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """A block in which Python's garbage collector leaves out what was there before.
+    """A block in which Python's garbage collector leaves out what was there before, and runs less often.
 
     A compile makes enough objects to start several full collections, and each of them would go through all that torch
     and other libraries have made: a tenth of the time to a first step.
@@ -36,8 +37,11 @@ def frozen() -> Iterator[None]:
     if gc.get_freeze_count():  # a block around this one, or the user, froze it
         yield
         return
+    asked = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(max(asked[0], _OBJECTS) if asked[0] else 0, *asked[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*asked)
         gc.unfreeze()

@@ -55,6 +55,18 @@ def test_what_a_user_froze_stays_frozen() -> None:
 
 
 def test_an_error_thaws() -> None:
+    asked = gc.get_threshold()
     with pytest.raises(ZeroDivisionError), frozen():
+        assert gc.get_threshold()[0] > asked[0]
         1 / 0  # noqa: B018
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() == 0 and gc.get_threshold() == asked
+
+
+def test_collections_that_a_user_switched_off_stay_off() -> None:
+    asked = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        with frozen():
+            assert gc.get_threshold()[0] == 0
+    finally:
+        gc.set_threshold(*asked)

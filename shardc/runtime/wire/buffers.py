@@ -12,6 +12,7 @@ import ctypes
 import mmap
 import threading
 import weakref
+from bisect import bisect, insort
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,36 +33,36 @@ class Arena:
     def __init__(self) -> None:
         self.size = 0
         self._memory: mmap.mmap | None = None
-        self._used: dict[int, tuple[int, int]] = {}  # by turn: (from, to)
-        self._turn = 0
+        self._used: list[tuple[int, int]] = []  # (from, to), in order; other threads take some out
 
     def reserve(self, size: int) -> None:
         """Makes room for ``size`` bytes; what lies in the arena stays where it is and leaves with its last user."""
         if size > self.size:
             self._memory, self.size = mmap.mmap(-1, size, flags=_FLAGS), size
-            self._used = {}
+            self._used = []
 
     def take(self, slot: Slot, dtype: torch.dtype, shape: Sequence[int], left: Callable[[], None]) -> Tensor | None:
         """A tensor at the slot's place, or None where not all of it is free; ``left`` is called when it is given up."""
-        first, last = slot.offset, slot.offset + slot.size
-        if (
-            last > self.size
-            or prod(shape) * dtype.itemsize > slot.size
-            or any(first < b and a < last for a, b in self._used.values())
-        ):
+        first, last = span = slot.offset, slot.offset + slot.size
+        used = self._used
+        if last > self.size or prod(shape) * dtype.itemsize > slot.size or not _is_free(span, used.copy()):
             return None
-        self._turn += 1
-        turn, used = self._turn, self._used
-        used[turn] = first, last
+        insort(used, span)
 
         def gone(_: Any) -> None:
-            used.pop(turn, None)
+            used.remove(span)
             left()
 
         assert self._memory is not None
         made = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=first).view(list(shape))
         _watch(made, gone)
         return made
+
+
+def _is_free(span: tuple[int, int], used: Sequence[tuple[int, int]]) -> bool:
+    """Whether ``span`` meets none of ``used``, which are in order and apart from one another."""
+    at = bisect(used, span)
+    return all(span[1] <= a or b <= span[0] for a, b in used[max(at - 1, 0) : at + 1])
 
 
 @dataclass(frozen=True)
