@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """No garbage collection meanwhile: over a large graph it takes longer than the work.
 
-    Also a decorator.
+    What was made counts as old afterwards, so that the next collection does not go through it either. Also a decorator.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -19,4 +19,7 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -4,22 +4,24 @@ A DTensor tells a checkpoint of one box: its first element's offset and its loca
 layout such as ``(3 32@tp)``, where the local tensor is three boxes (torch 2.13 then refuses to save, with
 "overlapping chunks"). Optimizer state is made by torch as DTensors like the parameter, so the answer has to
 stand on DTensor itself: `install` makes its three checkpoint hooks list every box. DTensors of one box, and
-all other uses of DTensor, are as before.
+all other uses of DTensor, are as before. The checkpoint's own modules are imported when it asks: that takes a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise, product
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-Box = tuple[tuple[slice, ...], ChunkStorageMetadata]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+Box: TypeAlias = "tuple[tuple[slice, ...], ChunkStorageMetadata]"
 
 _HOOKS = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
 _original = {name: getattr(DTensor, name) for name in _HOOKS}
@@ -32,6 +34,9 @@ def install() -> None:
 
 
 def _write_items(self: DTensor, fqn: str, value: Any) -> list[WriteItem]:
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
     boxes = _boxes(self)
     if len(boxes) == 1:
         return _original["__create_write_items__"](self, fqn, value)
@@ -60,6 +65,8 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 def _boxes(tensor: DTensor) -> list[Box]:
     """Where each box lies in the local tensor, and where in the global one; one box for most layouts."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
         whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
         return [((), whole)]
