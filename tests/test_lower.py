@@ -195,16 +195,35 @@ def test_lines_tell_their_collective() -> None:
     assert product is None
 
 
-def test_nobody_waits_for_a_graph_that_cannot_be_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one rank compiled and could not leave in the cache, another compiles too, while others have it in work."""
-    with FakeTensorMode():
-        gm = make_fx(lambda x: x + 1)(torch.empty(4))
-    waited: list[float] = []
+@pytest.fixture
+def first_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first of two ranks, with an empty cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(shared.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(shared.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(shared.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(shared, "_POLL", 0.0)
+    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
+        yield
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_what_no_rank_has_made_comes_first() -> None:
+    """What another has made may still be with g++, and is there in the end."""
+    with FakeTensorMode():
+        made, other, third = (make_fx(op)(torch.empty(4)) for op in (torch.sin, torch.cos, torch.tan))
+    graphs, order = dict.fromkeys((made, other, third), FORWARD), list[fx.GraphModule]()
+    shared.in_turns({made: FORWARD}, lambda gm, kind: kind)
+    shared.in_turns(graphs, lambda gm, kind: order.append(gm))
+    assert order == [other, third, made]
+
+
+@pytest.mark.usefixtures("first_of_two")
+def test_nobody_waits_for_a_graph_that_cannot_be_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank compiled and could not leave in the cache, another compiles too, while others have it in work."""
+    with FakeTensorMode():
+        gm = make_fx(lambda x: x + 1)(torch.empty(4))
+    waited: list[float] = []
 
     def compiled(gm: fx.GraphModule, kind: str) -> str:
         counters["inductor"]["fxgraph_cache_bypass"] += 1
@@ -215,13 +234,12 @@ def test_nobody_waits_for_a_graph_that_cannot_be_cached(tmp_path: Path, monkeypa
         lock.release()
 
     monkeypatch.setattr(shared.time, "sleep", other_is_done)
-    with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
-        lock = FileLock(shared.cache_folder("locks") / f"{shared.name_of(gm, FORWARD)}.lock")
-        lock.acquire()
-        assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
-        lock.acquire()
-        assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
-        lock.release()
+    lock = FileLock(shared.cache_folder("locks") / f"{shared.name_of(gm, FORWARD)}.lock")
+    lock.acquire()
+    assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
+    lock.acquire()
+    assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
+    lock.release()
 
 
 def many_kernels(x: Tensor, y: Tensor) -> list[Tensor]:

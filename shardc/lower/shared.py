@@ -22,15 +22,16 @@ from shardc.progress import steps
 
 PATIENCE = 600.0  # seconds; who waits for longer compiles the graph itself
 _POLL = 0.05  # seconds
+MADE, ALONE = ".made", ".alone"
 T = TypeVar("T")
 
 
 def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
     """What ``make`` gives for each of ``graphs``, of whatever kind it is.
 
-    Every rank begins with another one and leaves those for later that another process has in work. So all of them
-    compile side by side, and what one has finished the others read from Inductor's cache. What that cannot hold every
-    rank compiles, and nobody waits for it.
+    Every rank begins with another one and leaves those for later that another process has in work or has made. So all
+    of them compile side by side, and what one has finished the others read from Inductor's cache at last. What that
+    cannot hold every rank compiles, and nobody waits for it.
     """
     made: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -47,8 +48,8 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
         before = _uncached()
         try:
             made[gm] = make(gm, graphs[gm])
-            if shares and _uncached() > before:
-                _alone(locks[gm]).touch()
+            if shares:
+                _mark(locks[gm], ALONE if _uncached() > before else MADE).touch()
         finally:
             if shares:
                 locks[gm].release()
@@ -56,17 +57,22 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
 
 
 def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:
-    """Takes one of ``waiting`` that no other process has in work, and its lock where it can be shared."""
+    """Takes one of ``waiting`` that no other process has in work, and its lock where it can be shared.
+
+    One that nobody has made comes first: g++ may still be at work for those that are made.
+    """
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
-        for _ in range(len(waiting)):
-            gm = waiting.popleft()
-            if _alone(locks[gm]).exists():
-                return gm
-            with suppress(Timeout):
-                locks[gm].acquire(timeout=0)
-                return gm
-            waiting.append(gm)
+        for anew in (True, False):
+            for _ in range(len(waiting)):
+                gm = waiting.popleft()
+                if _mark(locks[gm], ALONE).exists():
+                    return gm
+                with suppress(Timeout):
+                    if not (anew and _mark(locks[gm], MADE).exists()):
+                        locks[gm].acquire(timeout=0)
+                        return gm
+                waiting.append(gm)
         time.sleep(_POLL)
     return waiting.popleft()
 
@@ -76,9 +82,9 @@ def _uncached() -> int:
     return int(counters["inductor"]["fxgraph_cache_bypass"])
 
 
-def _alone(lock: BaseFileLock) -> Path:
-    """The file that says that the cache cannot hold what ``lock`` is for."""
-    return Path(lock.lock_file).with_suffix(".alone")
+def _mark(lock: BaseFileLock, what: str) -> Path:
+    """The file that says of what ``lock`` is for that it was made, or that the cache cannot hold it."""
+    return Path(lock.lock_file).with_suffix(what)
 
 
 def caches() -> bool:
