@@ -18,7 +18,7 @@ from shardc.cost.sequence import of_halves, of_joint
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
 from shardc.ir import verify
-from shardc.ir.executable import FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
+from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.text import dump
 from shardc.joint import CUT, Joint, Kept
@@ -80,6 +80,7 @@ class Program(Executable):
         self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)
         self.causes: Mapping[str, str] = {name: p.compute_cause for name, p in self.bound.params.items()}
         self.deferred = self.bound.deferred
+        self._untaken: dict[Phase, fx.GraphModule | None] = {}  # halves as they were cut
         forward = [(role, x) for role, x in ir.outputs(joint.local.graph) if role.kind != "grad"]
         self.outputs = tuple(role for role, _ in forward)
         self.output_values = tuple(x if not isinstance(x, fx.Node) else None for _, x in forward)
@@ -118,13 +119,13 @@ class Program(Executable):
         if phase == INFERENCE:
             made = passes.inference(self.joint.local)
             return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
-        first, second = self._cut
-        if second is None:
-            return None
-        half = untied(first if phase == FORWARD else second)
-        return self._scheduled(half if isinstance(phase, str) else passes.Absent(phase)(half))
+        which = FORWARD if phase == FORWARD else BACKWARD
+        if which not in self._untaken:
+            first, second = self._cut()
+            self._untaken = {FORWARD: None if second is None else first, BACKWARD: second}
+        half = self._untaken.pop(which)  # passes change it; it is cut again for whoever asks again
+        return half and self._scheduled(half if isinstance(phase, str) else passes.Absent(phase)(half))
 
-    @cached_property
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """The halves, of all blocks, as they are cut; where nothing needs a gradient the forward alone."""
         local = self.joint.local
@@ -156,10 +157,10 @@ class Program(Executable):
     def _last(self) -> dict[str, fx.Graph]:
         """The halves after each of the stages behind the cut, which are made once more for those who look at them."""
         kept: dict[str, fx.Graph] = {}
-        for half, suffix in zip(self._cut, ("", ".backward"), strict=True):
+        for half, suffix in zip(self._cut(), ("", ".backward"), strict=True):
             if half is not None:
                 kept[f"{CUT}{suffix}"] = half.graph
-                self.halves.run(untied(half), Kept(kept, suffix))
+                self.halves.run(LazyGraphModule(half, ir.copied(half.graph)), Kept(kept, suffix))
         return kept
 
     def whole(self, stage: str) -> fx.Graph:
@@ -280,8 +281,3 @@ class Program(Executable):
                 paths.append(folder / f"{at:02d}_{stage}.txt")
                 paths[-1].write_text(self.text(stage))
         return paths
-
-
-def untied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a half, for passes to change."""
-    return LazyGraphModule(gm, ir.copied(gm.graph))
