@@ -30,8 +30,6 @@ from shardc.plan.resolve import ParamPlan, resolve_params
 from shardc.plan.value import Plan
 from shardc.program import Program
 
-Border = tuple[str, str, int]  # module, "input" or "output", position
-
 
 @dataclass(frozen=True)
 class Model:
