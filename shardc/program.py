@@ -124,7 +124,9 @@ class Program(Executable):
             first, second = self._cut()
             self._untaken = {FORWARD: None if second is None else first, BACKWARD: second}
         half = self._untaken.pop(which)  # passes change it; it is cut again for whoever asks again
-        return half and self._scheduled(half if isinstance(phase, str) else passes.Absent(phase)(half))
+        if half is None:
+            return None
+        return self._scheduled(half if isinstance(phase, str) else passes.Absent(phase)(half))
 
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """The halves, of all blocks, as they are cut; where nothing needs a gradient the forward alone."""

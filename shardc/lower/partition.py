@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -58,8 +59,7 @@ def _lookups_fuse() -> Iterator[None]:
 
     def with_lookups() -> partitioners.OpTypes:
         ops = listed()
-        ops.fusible_ops.add(torch.ops.aten.embedding)
-        return ops
+        return replace(ops, fusible_ops=ops.fusible_ops | {torch.ops.aten.embedding})
 
     partitioners.get_default_op_list = with_lookups
     try:
