@@ -1,8 +1,8 @@
 """shardc: a sharding compiler for PyTorch."""
 
-from shardc.ir.garbage import uncollected
+from shardc.ir.garbage import outgrown
 
-with uncollected():  # a quarter of the time to import torch's compilers
+with outgrown():  # collections would take a quarter of the time that these imports take
     from shardc import optim
     from shardc.api import compile
     from shardc.errors import ShardcError, ShardcWarning

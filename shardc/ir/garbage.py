@@ -11,7 +11,7 @@ from collections.abc import Iterator
 def uncollected() -> Iterator[None]:
     """No garbage collection meanwhile: over a large graph it takes longer than the work.
 
-    What was made counts as old afterwards, so that the next collection does not go through it either. Also a decorator.
+    Also a decorator.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -19,7 +19,14 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
+
+
+@contextlib.contextmanager
+def outgrown() -> Iterator[None]:
+    """As `uncollected`; what was made counts as old then, so that the next collection does not go through it either."""
+    with uncollected():
+        yield
+        if not gc.get_freeze_count():  # what the user froze stays frozen
+            gc.freeze()
+            gc.unfreeze()

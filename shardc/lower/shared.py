@@ -30,7 +30,7 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     """What ``make`` gives for each of ``graphs``, of whatever kind it is.
 
     Every rank begins with another one and leaves those for later that another process has in work or has made. So all
-    of them compile side by side, and what one has finished the others read from Inductor's cache at last. What that
+    of them compile side by side, and each reads from Inductor's cache at the end what others have made. What that
     cannot hold every rank compiles, and nobody waits for it.
     """
     made: dict[fx.GraphModule, T] = {}

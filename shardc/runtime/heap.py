@@ -11,7 +11,7 @@ import torch
 
 # The largest block that moves the thresholds of glibc's malloc, DEFAULT_MMAP_THRESHOLD_MAX, but for malloc's own words.
 _BLOCK = (32 << 20) - 8192
-_OBJECTS = 20_000  # that are made until garbage is looked for: a graph of some thousand ops, which stays
+_OBJECTS = 20_000  # new ones after which garbage is looked for, in place of Python's 700
 
 
 @cache

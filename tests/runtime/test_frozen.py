@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shardc.ir.garbage import outgrown
 from shardc.runtime.heap import frozen
 
 
@@ -70,3 +71,20 @@ def test_collections_that_a_user_switched_off_stay_off() -> None:
             assert gc.get_threshold()[0] == 0
     finally:
         gc.set_threshold(*asked)
+
+
+def test_what_outgrew_its_block_is_gone_through_by_full_collections_alone() -> None:
+    with outgrown():
+        made = Ring()
+    assert gc.isenabled() and any(each is made for each in gc.get_objects(generation=2))
+    garbage = weakref.ref(made)
+    del made
+    gc.collect()
+    assert garbage() is None and gc.get_freeze_count() == 0
+
+
+def test_what_a_user_froze_outgrows_nothing() -> None:
+    gc.freeze()
+    with outgrown():
+        pass
+    assert gc.get_freeze_count() > 0
