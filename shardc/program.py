@@ -28,6 +28,7 @@ from shardc.passes.deferred import Sum, deferred_reduction
 from shardc.passes.folded import Folded
 from shardc.plan.match import near_names
 from shardc.precompiled import Identity, save_program
+from shardc.precompiled.unused import backward_for
 from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
@@ -119,14 +120,13 @@ class Program(Executable):
         if phase == INFERENCE:
             made = passes.inference(self.joint.local)
             return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
-        which = FORWARD if phase == FORWARD else BACKWARD
-        if which not in self._untaken:
+        if not isinstance(phase, str):
+            return backward_for(phase, self.half(BACKWARD), *self._hooks)
+        if phase not in self._untaken:
             first, second = self._cut()
             self._untaken = {FORWARD: None if second is None else first, BACKWARD: second}
-        half = self._untaken.pop(which)  # passes change it; it is cut again for whoever asks again
-        if half is None:
-            return None
-        return self._scheduled(half if isinstance(phase, str) else passes.Absent(phase)(half))
+        half = self._untaken.pop(phase)  # passes change it; it is cut again for whoever asks again
+        return None if half is None else self._scheduled(half)
 
     def _cut(self) -> tuple[fx.GraphModule, fx.GraphModule | None]:
         """The halves, of all blocks, as they are cut; where nothing needs a gradient the forward alone."""
@@ -138,8 +138,13 @@ class Program(Executable):
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:
         """``half`` bucketed and scheduled."""
+        return self.halves.run(half, *self._hooks)
+
+    @property
+    def _hooks(self) -> tuple[passes.Hook, ...]:
+        """What looks at a half around each pass."""
         checks = (VerifyHalf(self.mesh, self.halves, self.causes),) if self.options.verify else ()
-        return self.halves.run(half, *checks, *self.options.hooks)
+        return (*checks, *self.options.hooks)
 
     def cause(self, collective: fx.Node) -> Cause:
         """Why a collective of one of the halves that run is there."""

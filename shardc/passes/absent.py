@@ -19,7 +19,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class Absent:
-    """Takes a backward half; the gradients of outputs that are not ``used`` are not zero but absent, as in torch.
+    """Takes a backward half, bucketed or not; the gradients of outputs that are not ``used`` are not zero but absent, as in torch.
 
     What is made of absent gradients alone is absent, be it a parameter's gradient: its output is None. Where one meets
     a gradient that is there, a sum is the other term, a collective of several leaves it out, and any other op takes
@@ -51,7 +51,7 @@ class Absent:
             elif not missing:
                 continue
             elif _of_several(node):
-                absent.update(_leave_out(node, absent))
+                absent.update(_reduced_to([at for at, x in enumerate(node.args[0]) if x not in absent], node))
             elif (other := _other_term(node, missing)) is not None:
                 node.replace_all_uses_with(other)
             else:
@@ -62,6 +62,8 @@ class Absent:
         for node in reversed(list(graph.nodes)):
             if node is not output and not node.users:
                 graph.erase_node(node)
+            elif _of_several(node):
+                _reduced_to(sorted({item.args[1] for item in node.users}), node)
         gm.recompile()
         return gm
 
@@ -71,21 +73,22 @@ def _of_several(node: fx.Node) -> bool:
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
-def _leave_out(node: fx.Node, absent: set[fx.Node]) -> list[fx.Node]:
-    """Takes absent tensors out of a collective of several; the results of these, which are absent too."""
+def _reduced_to(numbers: list[int], node: fx.Node) -> list[fx.Node]:
+    """Leaves only the tensors of these numbers to a collective of several; the results of the others."""
     given: Any = node.args[0]
-    kept = [at for at, x in enumerate(given) if x not in absent]
+    if len(numbers) == len(given):
+        return []
     record, val = ir.info(node), node.meta["val"]
     assert isinstance(record.value, tuple)
-    node.args = ([given[at] for at in kept], *node.args[1:])
-    node.meta["val"] = [val[at] for at in kept]
-    ir.set_info(node, replace(record, value=tuple(record.value[at] for at in kept)))
+    node.args = ([given[at] for at in numbers], *node.args[1:])
+    node.meta["val"] = [val[at] for at in numbers]
+    ir.set_info(node, replace(record, value=tuple(record.value[at] for at in numbers)))
     gone = []
     for item in list(node.users):
         assert item.target is getitem, f"{item} reads all results of {node}"
         at: Any = item.args[1]
-        if at in kept:
-            item.args = (node, kept.index(at))
+        if at in numbers:
+            item.args = (node, numbers.index(at))
         else:
             gone.append(item)
     return gone

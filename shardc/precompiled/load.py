@@ -25,13 +25,12 @@ from shardc.ir.parse import parse
 from shardc.ir.reads import Reads
 from shardc.ir.verify import check, verify
 from shardc.lower.inductor import fakes, load_artifacts
-from shardc.passes import Absent, PlanMemory
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed, allowed_op
 from shardc.precompiled.identity import Identity, check_same, signature_of
 from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
-from shardc.precompiled.save import untied
 from shardc.precompiled.spec import spec_from_json
+from shardc.precompiled.unused import backward_for
 from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked
 
@@ -86,7 +85,7 @@ class Precompiled(Executable):
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if not isinstance(phase, str):
-            return PlanMemory(self.mesh)(Absent(phase)(untied(self._halves[BACKWARD])))
+            return backward_for(phase, self.half(BACKWARD))
         return self._halves.get(phase)
 
     def _half(self, half: str, record: Record, saved: Mapping[str, str]) -> tuple[fx.GraphModule, dict[str, str]]:

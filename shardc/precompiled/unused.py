@@ -1,0 +1,33 @@
+"""The backward for a loss that uses some of the outputs only, derived from the backward for all of them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardc import _compat
+from shardc.ir import graph as ir
+from shardc.ir.arena import PLAN
+from shardc.ir.executable import Half
+from shardc.lower.values import give_values
+from shardc.passes import Absent, PlanMemory
+from shardc.passes.pipeline import Hook, Pipeline
+from shardc.precompiled.save import untied
+
+
+def backward_for(used: frozenset[int], backward: Half, *hooks: Hook) -> fx.GraphModule:
+    """The backward for a loss that uses the outputs ``used``.
+
+    It is derived from the half that runs, whose text the ranks have compared, and from nothing that only a compiled
+    program knows: so a rank that compiled the program and one that loaded it derive the same graph.
+
+    Args:
+        backward: the half for all outputs. It stays as it is.
+    """
+    gm = untied(backward.gm)
+    for node in gm.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            node.meta = {ir.KEY: node.meta[ir.KEY]}
+    ir.output_node(gm.graph).meta.pop(PLAN, None)
+    with _compat.no_autocast():
+        give_values(gm)
+    return Pipeline((Absent(used), PlanMemory(backward.mesh))).run(gm, *hooks)
