@@ -116,6 +116,17 @@ def test_kernels_of_several_graphs_are_waited_for_at_the_end(monkeypatch: pytest
         torch.testing.assert_close(compiled([x]), fn(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.fixture
+def x86(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Any machine is one of x86, on which no environment variable speaks of vector instructions."""
+    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    with inductor_config.patch({"cpp.simdlen": None, "cpp.vec_isa_ok": None}):
+        yield
+
+
+@pytest.mark.usefixtures("x86")
 def test_vector_instructions_are_tested_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a thread, once, and whoever needs them waits for it."""
     started, may_end, threads = Event(), Event(), []
@@ -130,7 +141,6 @@ def test_vector_instructions_are_tested_before_they_are_needed(monkeypatch: pyte
     monkeypatch.setattr(kernels, "_begun", [])
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", slow)
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2"])
-    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
     for cached in (listed, impl):
         cached.cache_clear()
     try:
@@ -165,7 +175,7 @@ def test_code_that_could_clash_has_a_file_of_its_own(source: str, plain: bool) -
 
 @pytest.fixture(params=[False, True], ids=["plain", "bf16"])
 def starts(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, x86: None
 ) -> Iterator[Callable[..., list[str]]]:
     """What a start tests of its processor's kinds of vector instructions: the kind ``fails`` does not work.
 
@@ -197,7 +207,6 @@ def starts(
 
     monkeypatch.setattr(kernels, "cache_folder", lambda name: tmp_path)
     monkeypatch.setattr(kernels, "caches", lambda: True)
-    monkeypatch.setattr(cpu_vec_isa.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: request.param, raising=False)
     yield start
     forget()
