@@ -169,8 +169,9 @@ def difference(one: int, ones: Lines, other: int, others: Lines) -> MeshError:
         )
     topic = min(topics, key=lambda topic: (topic != "act", not topic.startswith("input '")))  # also what only one has
     here, there = mine.get(topic), theirs.get(topic)
-    if topic == "values":
-        return MeshError(next(text for text in (here, there) if text != SAME) or "", fix=_FIXES[topic])
+    if topic.startswith("values"):
+        of = next(lines for lines in (mine, theirs) if lines.get(topic) != SAME)
+        return MeshError(of[topic], fix=of.get("fix", _FIXES["values"]))
     if here is not None and there is not None and "\n" in here + there:
         pairs = zip_longest(here.splitlines(), there.splitlines(), fillvalue="nothing more")
         here, there = next(pair for pair in pairs if pair[0] != pair[1])

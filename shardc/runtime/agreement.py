@@ -59,6 +59,7 @@ class Agreement:
         self._runs: dict[str, Act] = {}
         self._told: set[str] = set()
         self._last_compared: int | None = None
+        self._said: str | None = None
         self._lock = Lock()
         self._asked: set[int] = set()
         self._answered: deque[int] = deque(maxlen=64)
@@ -99,10 +100,16 @@ class Agreement:
             self._answer_if_asked()
 
     def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`."""
+        """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`.
+
+        All ranks have read what was said at an earlier exchange by then; it is deleted.
+        """
         store, at = self._connected(), self._at(self.number + 1)
         store.set(f"{at}said/{self.rank}", text)
         self.act(act, ask=True)
+        if self._said is not None:
+            store.delete_key(self._said)
+        self._said = f"{at}said/{self.rank}"
         said = {rank: store.get(f"{at}said/{self.ranks[rank]}").decode() for rank in ranks}
         return said
 

@@ -88,8 +88,10 @@ class ShardedModule(nn.Module):
             )
         state.check(runs=True)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        program, rows = self._program(args, kwargs, leaves, spec)
+        program, rows, compares = self._program(args, kwargs, leaves, spec)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if compares:
+            state.compare_inputs(program, tensors, rows.axes if rows is not None else None)
         assert state.device_mesh is not None
         layouts = [layout for _, layout in program.inputs]
         local = [
@@ -283,10 +285,10 @@ class ShardedModule(nn.Module):
             changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
         return self
 
-    def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> tuple[Executable, Rows | None]:
+    def _program(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> tuple[Executable, Rows | None, bool]:
         """The program for a call on local inputs; what it takes to find it is done once for calls that are alike.
 
-        And how many rows each rank passes, where that is not the same.
+        And how many rows each rank passes, where that is not the same; and whether ranks compare inputs.
         """
         state, mode, deferred = self.shardc, self.shardc.census.mode(), self.shardc.sync.deferred()
         assert state.groups is not None
@@ -302,6 +304,7 @@ class ShardedModule(nn.Module):
                 state.known[key] = known
         state.groups.agreement.call = known.act
         state.groups.agreement.act(known.act.fresh if state.fresh else known.act)
+        compares = state.turns.due(known.act.key)
         if state.fresh:
             state.compare_values()
         if any(known.row_axes):
@@ -311,10 +314,10 @@ class ShardedModule(nn.Module):
             ]
             rows = Rows.exchanged(names, tensors, known.row_axes, state.groups, state.device)
             if not rows.even:
-                return self._uneven(rows, args, kwargs, leaves, spec), rows
+                return self._uneven(rows, args, kwargs, leaves, spec), rows, compares
         if known.program is None:
             known.program = self._found(state.signature(args, kwargs), args, kwargs, leaves, spec)
-        return known.program, None
+        return known.program, None, compares
 
     def _row_axes(self, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
         """Over which axes the rows of each tensor of a call are split."""

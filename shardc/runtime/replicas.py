@@ -1,9 +1,11 @@
-"""Values that several ranks hold are the same on all of them: compared before the first use of a module."""
+"""Values that several ranks hold are the same: parameters are compared before their first use, inputs now and then."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,6 +17,24 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
 
 Sources = dict[str, tuple[int, int]]  # parameter -> fingerprints of the whole that it was cut of, and of the cut
+
+_APART = 32  # kinds of calls that are counted each for itself
+_EVERY = 1024  # calls between two comparisons, once they are this many
+
+
+class Turns:
+    """Counts the calls of a module, which all ranks make, and says at which of them the ranks compare inputs."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+
+    def due(self, kind: str) -> bool:
+        """Whether ranks compare at this call: the first three of a kind, then at powers of two and every 1024."""
+        counts = self._counts
+        if kind not in counts and len(counts) >= _APART:
+            kind = ""
+        count = counts[kind] = counts.get(kind, 0) + 1
+        return count & (count - 1) == 0 or count == 3 or count % _EVERY == 0
 
 
 def compare_values(
@@ -41,14 +61,14 @@ def compare_values(
         return
     mine: dict[str, list[int | None]] = {}
     for key, x in tensors.items():
-        local = 0 if x.is_meta else fingerprint(x._local_tensor if isinstance(x, DTensor) else x)
+        local = _fingerprint(x)
         whole, cut = sources.get(key, (None, None))
         mine[key] = [local, whole if cut == local else None]
     listed = "\n".join(
         f"{key} of shape {list(x.shape)}, {x.dtype}{_stored(storages.get(key))}" for key, x in tensors.items()
     )
     act = Act((("act", f"first use of the values of {name}"), ("parameters and buffers", listed)))
-    first = {key: _first(storages.get(key), groups) for key in tensors}
+    first = {key: _first(storages[key].bound if key in storages else (), groups) for key in tensors}
     said = agreement.exchange(act, json.dumps(mine), {0, *first.values()})
     theirs = {rank: json.loads(text) for rank, text in said.items()}
     wrong = [
@@ -68,6 +88,77 @@ def compare_values(
     agreement.act(Act((("act", f"comparison of the values of {name}"), ("values", found))), ask=True)
 
 
+class Passed(NamedTuple):
+    """An input of a call as this rank passes it.
+
+    Args:
+        value: a tensor, or a DTensor.
+        split: the axes over which ranks pass different parts of it; along the others they pass the same.
+        rows: those that split its rows.
+    """
+
+    value: Tensor
+    split: tuple[str, ...]
+    rows: tuple[str, ...]
+
+    @classmethod
+    def of(cls, x: Tensor, layout: Layout, rows: tuple[str, ...] = ()) -> Passed:
+        """An input that the program takes in ``layout``.
+
+        Args:
+            rows: the axes over which ranks pass different numbers of its rows.
+        """
+        if isinstance(x, DTensor):
+            placed = zip(layout.mesh.axes, x.placements, strict=True)
+            return cls(x, tuple(axis for axis, placement in placed if not placement.is_replicate()), ())
+        return cls(x, tuple(dict.fromkeys((*rows, *layout.axes))), rows or layout.dim_axes(0) if layout.ndim else ())
+
+
+def compare_inputs(name: str, inputs: Mapping[str, Passed], groups: Groups) -> None:
+    """Compares fingerprints of the inputs of one call over the ranks that must pass the same, through the store.
+
+    Args:
+        name: of the module.
+        inputs: by name.
+
+    Raises:
+        MeshError: on every rank, where ranks pass different values: names the input, the axes and the ranks.
+    """
+    agreement, sizes = groups.agreement, dict(groups.mesh.shape)
+    shared = {key: x for key, x in inputs.items() if prod(map(groups.mesh.size, x.split)) < prod(sizes.values())}
+    if agreement.alone or not shared:
+        return
+    first = {key: _first(x.split, groups) for key, x in shared.items()}
+    mine = {key: _fingerprint(x.value) for key, x in shared.items()}
+    act = Act((("act", f"comparison of inputs of {name}"), ("inputs", ", ".join(mine))))
+    texts = agreement.exchange(act, json.dumps(mine), set(first.values()))
+    theirs = {rank: json.loads(text) for rank, text in texts.items()}
+    wrong = [key for key, value in mine.items() if theirs[first[key]][key] != value]
+    lines = _differing(wrong, shared[wrong[0]], first[wrong[0]], groups) if wrong else [("values of inputs", SAME)]
+    agreement.act(Act((("act", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
+
+
+def _differing(names: list[str], one: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
+    """What to say where this rank's inputs ``names``, of which ``one`` is the first, are not those of ``first``."""
+    mesh, key = groups.mesh, names[0]
+    along = ", ".join(axis for axis in mesh.axes if mesh.index(axis, first) != mesh.index(axis, groups.rank))
+    lies = f"split over {', '.join(one.split)}" if one.split else "whole on every rank"
+    more = f"; other inputs that differ: {', '.join(names[1:])}" if names[1:] else ""
+    text = (
+        f"input {key!r} has other values on rank {groups.agreement.rank} than on rank {groups.everyone()[first]}; "
+        f"these differ along {along}, and it is {lies}{more}"
+    )
+    sampler = ""
+    if one.rows:
+        index = f'mesh.get_local_rank("{one.rows[0]}")' if len(one.rows) == 1 else f"the index along {one.rows}"
+        sampler = f" (a sampler with num_replicas={prod(map(mesh.size, one.rows))}, rank={index})"
+    fix = (
+        f"pass the same data on ranks that differ along {along}{sampler}, and draw what is random from the same seed; "
+        f"or split it over {along} too: shardc.Plan(inputs={{{key!r}: ...}})"
+    )
+    return [("values of inputs", text), ("fix", fix)]
+
+
 def note_source(sources: Sources, name: str, storage: Layout, whole: Tensor, param: Tensor) -> None:
     """Notes what parameter ``param`` was cut of, if it was."""
     if storage.bound:
@@ -83,10 +174,12 @@ def _alike(one: int | None, other: int | None) -> bool:
     return one is None or other is None or one == other
 
 
-def _first(storage: Layout | None, groups: Groups) -> int:
-    """The first rank of the mesh that holds the same part as this one."""
-    if storage is None:
-        return 0
-    parts = (flat_index(storage.mesh, storage.bound, rank) for rank in range(storage.mesh.ranks))
-    mine = flat_index(storage.mesh, storage.bound, groups.rank)
-    return next(rank for rank, part in enumerate(parts) if part == mine)
+def _first(split: tuple[str, ...], groups: Groups) -> int:
+    """The first rank of the mesh that holds the same part as this one of what is split over axes ``split``."""
+    mine = flat_index(groups.mesh, split, groups.rank)
+    return next(rank for rank in range(groups.mesh.ranks) if flat_index(groups.mesh, split, rank) == mine)
+
+
+def _fingerprint(x: Tensor) -> int:
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return 0 if x.is_meta else fingerprint(x)

@@ -26,7 +26,7 @@ from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
-from shardc.runtime.replicas import Sources, compare_values
+from shardc.runtime.replicas import Passed, Sources, Turns, compare_inputs, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
 from shardc.runtime.surroundings import Surroundings
@@ -110,6 +110,7 @@ class State:
         sources: fingerprints of what stored shards were cut of; see `shardc.runtime.replicas`.
         fresh: whether values came since the ranks compared them.
         uneven: whether ranks may pass different numbers of rows.
+        turns: at which calls ranks compare inputs.
         explicit: whether `ShardedModule.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
@@ -140,6 +141,7 @@ class State:
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
     uneven: bool = False
+    turns: Turns = field(default_factory=Turns)
     sources: Sources = field(default_factory=dict)
     fresh: bool = True
     known: dict[Any, Known] = field(default_factory=dict)
@@ -341,6 +343,21 @@ class State:
             once = {id(x): (name, x) for name, x in reversed(held)}  # the first name of what is tied
             compare_values(self.name, dict(reversed(once.values())), self.storages, self.sources, self.groups)
             self.fresh = False
+
+    def compare_inputs(
+        self, program: Executable, tensors: Sequence[Tensor], rows: Sequence[tuple[str, ...]] | None
+    ) -> None:
+        """Ranks compare the inputs of a call that several of them must pass the same.
+
+        Args:
+            rows: the axes over which ranks pass different numbers of rows of each, where they do.
+        """
+        assert self.groups is not None
+        passed = {
+            name: Passed.of(x, layout, over)
+            for (name, layout), x, over in zip(program.inputs, tensors, rows or [()] * len(tensors), strict=True)
+        }
+        compare_inputs(self.name, passed, self.groups)
 
     def runner(self, program: Executable) -> Runner:
         """What runs ``program`` on this rank."""
