@@ -16,7 +16,7 @@ from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.plan.forms import Form, freeze
-from shardc.plan.spec import to_layout
+from shardc.plan.spec import Uneven, to_layout
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
 
@@ -113,7 +113,9 @@ def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str
     what = f"input {name!r}"
     uneven = grown_layout(spec, mesh, shape, what=what, entry=entry)
     if uneven is None:
-        return InputPlan(to_layout(spec, mesh, shape, what=what, entry=entry), entry)
+        # A dim of one element is not grown, as ops may expand it: each rank takes it whole.
+        drop: Uneven = "drop" if 1 in shape else "error"
+        return InputPlan(to_layout(spec, mesh, shape, what=what, entry=entry, uneven=drop), entry)
     odd = [dim for dim, size in enumerate(shape) if uneven.shape[dim] != size]
     axes = [axis for dim in odd for axis in uneven.dim_axes(dim)]
     ranks = prod(mesh.size(axis) for axis in axes)

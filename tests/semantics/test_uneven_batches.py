@@ -106,6 +106,61 @@ def outputs_as_dtensors() -> None:
         close(out.full_tensor().detach(), source(x).detach())
 
 
+class Decoder(nn.Module):
+    """Embedding, attention and, if asked for, batch norm; returns its loss."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.qkv, self.out = nn.Embedding(11, 8), nn.Linear(8, 24), nn.Linear(8, 11)
+        self.norm = nn.BatchNorm1d(8) if norm else None
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.embed(ids)
+        q, k, v = self.qkv(x).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        if self.norm is not None:
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return F.cross_entropy(self.out(x).flatten(0, 1), target.flatten())
+
+
+def rank_without_rows(plan: str, norm: bool) -> None:
+    """At the first call too, and where the other rank has a single row."""
+    source = Decoder(norm).double()
+    module = compiled(plan, {"dp": 2}, source)
+    ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.5) for one in (module, source))
+    for counts in ([0, 1], [1, 0], [2, 2], [3, 0]):
+        ids, target = torch.randint(11, (2, sum(counts), 5), generator=torch.Generator().manual_seed(sum(counts)))
+        value, expected = module(rows_of(module, counts, ids), rows_of(module, counts, target)), source(ids, target)
+        close(value.detach(), expected.detach())
+        value.backward()
+        expected.backward()
+        assert_same(module, source, grads=True)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(module, source)
+    module.eval()
+    source.eval()
+    with torch.no_grad():
+        close(module(rows_of(module, counts, ids), rows_of(module, counts, target)), source(ids, target))
+
+
+def refused_before_capture() -> None:
+    """Without the option, whatever the sizes; nothing is captured."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for counts in ((0, 5), (1, 0), (4, 3)):
+        module = shardc.compile(model(), mesh, PLANS["fsdp"](), backend="eager", loss=loss)
+        x, y = torch.ones(counts[rank], 6, dtype=torch.float64), torch.zeros(counts[rank], dtype=torch.long)
+        with pytest.raises(MeshError) as caught:
+            module(x, y)
+        shapes = [f"rank {at} has shape [{count}, 6], torch.float64" for at, count in enumerate(counts)]
+        assert caught.value.what.endswith(f"in input 'input': {', '.join(shapes)}"), caught.value.what
+        assert "Options(uneven=True)" in (caught.value.fix or "")
+        assert not module.shardc.programs
+
+
 def refused() -> None:
     """What each rank would get a part of that is not its own, a gradient of rows that went elsewhere, other sizes."""
     rank = dist.get_rank()
@@ -139,8 +194,10 @@ def test_two_ranks() -> None:
             for plan in ("ddp", "fsdp")
         ),
         with_model_that_returns_its_loss,
+        *(partial(rank_without_rows, *case) for case in (("fsdp", True), ("ddp", False))),
         outputs_as_dtensors,
         refused,
+        refused_before_capture,
     )
 
 
