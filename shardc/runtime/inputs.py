@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -126,3 +128,25 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
         return f"DTensor input {name!r} has global shape {list(shape)}; {expected}"
     hint = ", which is the whole global input" if shape == layout.shape else ""
     return f"input {name!r} has local shape {list(shape)}{hint}; {expected}"
+
+
+def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_args: int | None) -> bool:
+    """Whether a call of ``model`` passes the loss, which takes ``loss_args``, its arguments; see `State.with_loss`."""
+    own = len(args) - (loss_args or 0)
+    if loss_args is not None and own >= 0 and _refuses(model, args[:own], kwargs) is None:
+        return True
+    reason = _refuses(model, args, kwargs)
+    if reason is None:
+        return False
+    takes = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+    after = f", and after these {loss_args} for the loss, by position" if loss_args else ""
+    raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
+
+
+def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+    """Why ``model.forward`` does not take these arguments, or None where it does."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None

@@ -23,6 +23,7 @@ from shardc.runtime.initialize import init_weights
 from shardc.runtime.inputs import check_kinds, local_input, local_part, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
+from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting
 from shardc.runtime.state import Known, State
 from shardc.runtime.storage import refill
@@ -91,7 +92,7 @@ class ShardedModule(nn.Module):
         program, rows, compares = self._program(args, kwargs, leaves, spec)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if compares:
-            state.compare_inputs(program, tensors, rows.axes if rows is not None else None)
+            compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), state.groups)
         assert state.device_mesh is not None
         layouts = [layout for _, layout in program.inputs]
         local = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -114,18 +114,29 @@ class Passed(NamedTuple):
         return cls(x, tuple(dict.fromkeys((*rows, *layout.axes))), rows or layout.dim_axes(0) if layout.ndim else ())
 
 
-def compare_inputs(name: str, inputs: Mapping[str, Passed], groups: Groups) -> None:
+def compare_inputs(
+    name: str,
+    inputs: Sequence[tuple[str, Layout]],
+    tensors: Sequence[Tensor],
+    rows: Sequence[tuple[str, ...]],
+    groups: Groups,
+) -> None:
     """Compares fingerprints of the inputs of one call over the ranks that must pass the same, through the store.
 
     Args:
         name: of the module.
-        inputs: by name.
+        inputs, tensors: name and layout of each, as the program takes it, and what this rank passes.
+        rows: the axes over which ranks pass different numbers of rows of each; empty where no numbers differ.
 
     Raises:
         MeshError: on every rank, where ranks pass different values: names the input, the axes and the ranks.
     """
-    agreement, sizes = groups.agreement, dict(groups.mesh.shape)
-    shared = {key: x for key, x in inputs.items() if prod(map(groups.mesh.size, x.split)) < prod(sizes.values())}
+    passed = {
+        key: Passed.of(x, layout, over)
+        for (key, layout), x, over in zip(inputs, tensors, rows or [()] * len(tensors), strict=True)
+    }
+    agreement, mesh = groups.agreement, groups.mesh
+    shared = {key: x for key, x in passed.items() if prod(map(mesh.size, x.split)) < mesh.ranks}
     if agreement.alone or not shared:
         return
     first = {key: _first(x.split, groups) for key, x in shared.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +25,8 @@ from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
-from shardc.runtime.replicas import Passed, Sources, Turns, compare_inputs, compare_values
+from shardc.runtime.inputs import takes_loss
+from shardc.runtime.replicas import Sources, Turns, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
 from shardc.runtime.surroundings import Surroundings
@@ -344,21 +344,6 @@ class State:
             compare_values(self.name, dict(reversed(once.values())), self.storages, self.sources, self.groups)
             self.fresh = False
 
-    def compare_inputs(
-        self, program: Executable, tensors: Sequence[Tensor], rows: Sequence[tuple[str, ...]] | None
-    ) -> None:
-        """Ranks compare the inputs of a call that several of them must pass the same.
-
-        Args:
-            rows: the axes over which ranks pass different numbers of rows of each, where they do.
-        """
-        assert self.groups is not None
-        passed = {
-            name: Passed.of(x, layout, over)
-            for (name, layout), x, over in zip(program.inputs, tensors, rows or [()] * len(tensors), strict=True)
-        }
-        compare_inputs(self.name, passed, self.groups)
-
     def runner(self, program: Executable) -> Runner:
         """What runs ``program`` on this rank."""
         assert self.groups is not None
@@ -390,25 +375,3 @@ class State:
             for which, size in runner.planned().items():
                 planned[which] = max(size, planned.get(which, 0))
         return self.buffers.use(planned)
-
-
-def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_args: int | None) -> bool:
-    """Whether a call of ``model`` passes the loss, which takes ``loss_args``, its arguments; see `State.with_loss`."""
-    own = len(args) - (loss_args or 0)
-    if loss_args is not None and own >= 0 and _refuses(model, args[:own], kwargs) is None:
-        return True
-    reason = _refuses(model, args, kwargs)
-    if reason is None:
-        return False
-    takes = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
-    after = f", and after these {loss_args} for the loss, by position" if loss_args else ""
-    raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
-
-
-def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-    """Why ``model.forward`` does not take these arguments, or None where it does."""
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        return str(error)
-    return None

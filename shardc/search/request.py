@@ -20,7 +20,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.resolve import check_axes
 from shardc.plan.value import Plan
-from shardc.runtime.state import takes_loss
+from shardc.runtime.inputs import takes_loss
 from shardc.search.meshes import Ranged, Report, meshes_of
 from shardc.search.opened import Model, Opened
 from shardc.search.result import Found
