@@ -70,7 +70,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
     if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):
         whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
         return [((), whole)]
-    runs = [list(_runs(index)) for index in _held(tensor)]
+    runs = [list(_runs(index)) for index in local_indices(tensor)]
     return [
         (
             tuple(slice(at, at + size) for at, _, size in box),
@@ -80,7 +80,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
     ]
 
 
-def _held(tensor: DTensor) -> list[torch.Tensor]:
+def local_indices(tensor: DTensor) -> list[torch.Tensor]:
     """Per dim the global indices that this rank holds: the placements applied to the indices themselves."""
     held = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()

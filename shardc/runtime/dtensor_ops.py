@@ -1,0 +1,305 @@
+"""Ops on parameters and gradients that give what one device gives.
+
+Parameters and gradients are DTensors. Of some ops DTensor gives something else, or nothing: the number read of a
+pending sum is a rank's own term, the mean of uneven shards is not the mean, a write to a view that had to be gathered
+is lost, and many ops are refused. `install` puts a rule in front of DTensor's, for DTensors on the meshes of compiled
+modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors (`shardc.runtime.gathered`),
+which costs a gather. DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from math import prod
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._op_schema import OutputSharding
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardc import _compat
+from shardc.runtime.gathered import (
+    broadcast,
+    check_equal,
+    gather,
+    is_view,
+    replicated,
+    scatter_into,
+    settle,
+    view_of,
+    written,
+)
+
+aten = torch.ops.aten
+pytree = _compat.pytree
+
+# Right for any shards, uneven and empty ones too.
+_ANY_SHARDS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.linalg_vector_norm.default, aten._foreach_norm.Scalar,
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.detach.default, aten.alias.default, aten.t.default, aten.transpose.int, aten.permute.default,
+    aten.unsqueeze.default, aten.stack.default, aten.select.int, aten.slice.Tensor, aten.expand.default,
+    aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default,
+    aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.tensor_lr,
+    aten._amp_foreach_non_finite_check_and_unscale_.default,
+}  # fmt: skip
+_NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)  # of positive finite order
+# Right where all ranks hold shards of one size.
+_EVEN_SHARDS = {
+    aten.amax.default, aten.amin.default, aten.max.default, aten.min.default, aten.any.default, aten.all.default,
+    aten.any.dim, aten.all.dim, aten.prod.default, aten.view.default, aten._unsafe_view.default,
+}  # fmt: skip
+# Right where all operands are pending sums, or norms, of one kind.
+_PENDING = {aten.stack.default, aten.add.Tensor, aten.sum.default}
+# Right for `_StridedShard`, beside ops on each element.
+_STRIDED = {
+    aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
+    aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.detach.default, aten.alias.default, aten._fused_adam_.default, aten._fused_adamw_.default,
+    aten._fused_sgd_.default, aten._fused_adagrad_.default, aten._amp_foreach_non_finite_check_and_unscale_.default,
+}  # fmt: skip
+# Of which DTensor has handlers that are asked before any rule.
+_HANDLED = (aten.argmin.default, aten.argmax.default, aten.as_strided.default, aten.copy_.default)
+
+_meshes: WeakSet[DeviceMesh] = WeakSet()
+
+
+def install(device_mesh: DeviceMesh) -> None:
+    """Makes ops on DTensors on ``device_mesh`` give what one device gives."""
+    if device_mesh in _meshes:
+        return
+    dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
+    if not _meshes:
+        theirs = dispatcher._propagate_op_sharding_dispatch_slow_path
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _rule(theirs)
+        for op in _HANDLED:
+            table[op] = _handler(table.get(op))
+        for name, method in _METHODS.items():
+            setattr(DTensor, name, method)
+    _meshes.add(device_mesh)
+    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+
+
+def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """DTensor's rule, ``theirs``, with ours before it: the sharding of an op, or its result."""
+
+    def rule(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
+        mesh = info.compute_mesh
+        specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
+        if mesh not in _meshes or _is_traced(args):
+            return theirs(op, args, kwargs, info, try_cache)
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        if any(x.is_partial() for spec in specs for x in spec.placements):
+            if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # as `sum` begins
+                return args[0].clone()
+            if not (op in _PENDING and _one_sum(specs, op, args, kwargs)):
+                for x in tensors:
+                    settle(x)
+                return op(*args, **kwargs)
+        if op is aten.equal.default:
+            return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
+        if op in _MEANS:
+            return _mean(*args, **kwargs)
+        if not _trusts(op, specs, args):
+            return on_wholes(op, args, kwargs, mesh)
+        try:
+            sharding = theirs(op, args, kwargs, info, try_cache)
+        except (NotImplementedError, RuntimeError):
+            return on_wholes(op, args, kwargs, mesh)
+        if isinstance(sharding, OutputSharding) and not _is_in_place(op, info, sharding):
+            return on_wholes(op, args, kwargs, mesh)
+        return sharding
+
+    return rule
+
+
+def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
+    """DTensor's handler of an op, ``theirs``, with ours before it."""
+
+    def handler(op: Any, args: Any, kwargs: Any) -> Any:
+        first = args[0]
+        if isinstance(first, DTensor) and first.device_mesh in _meshes and not _is_traced(args):
+            return _copy(*args) if op is aten.copy_.default else on_wholes(op, args, kwargs, first.device_mesh)
+        if theirs is not None:
+            return theirs(op, args, kwargs)
+        table = DTensor._op_dispatcher._custom_op_handlers
+        mine = table.pop(op)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            table[op] = mine
+
+    return handler
+
+
+def _copy(target: DTensor, value: Any, *_: Any) -> DTensor:
+    """``target.copy_(value)`` of a DTensor in any layout, or of a whole tensor."""
+    settle(target)
+    if isinstance(value, DTensor) and value.shape == target.shape and value.placements == target.placements:
+        target._local_tensor.copy_(value._local_tensor)
+        return target
+    if not isinstance(value, DTensor) and value.numel() > 1:
+        check_equal([value], target.device_mesh, aten.copy_.default)
+    whole = gather(value) if isinstance(value, DTensor) else value
+    scatter_into(target, whole.expand(target.shape))
+    return target
+
+
+def _is_traced(args: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    local = [x._local_tensor for x in pytree.tree_leaves(args) if isinstance(x, DTensor)]
+    return any(x.is_meta or isinstance(x, FakeTensor) for x in local) or torch.compiler.is_compiling()
+
+
+def _one_sum(specs: list[DTensorSpec], op: Any, args: Any, kwargs: Any) -> bool:
+    """Whether all operands are pending in the same way, and the op keeps that."""
+    if op is aten.stack.default:
+        return all(spec.placements == specs[0].placements for spec in specs)
+    if op is aten.add.Tensor and (kwargs or len(specs) < 2):
+        return False
+    sums = all(x.is_partial("sum") or x.is_replicate() for x in specs[0].placements)
+    return sums and all(spec.placements == specs[0].placements for spec in specs)
+
+
+def _is_pointwise(op: Any) -> bool:
+    name = op._schema.name
+    if torch.Tag.pointwise in op.tags:
+        return True
+    return name.startswith("aten::_foreach_") and not any(x in name for x in ("norm", "max", "copy"))
+
+
+def _trusts(op: Any, specs: list[DTensorSpec], args: Any) -> bool:
+    """Whether DTensor is known to do ``op`` right on operands laid out as ``specs``."""
+    if torch.Tag.nondeterministic_seeded in op.tags or any(x.is_out for x in op._schema.arguments):
+        return (
+            all(x.is_replicate() for spec in specs for x in spec.placements) and "out" not in op._schema.overload_name
+        )
+    if all(x.is_replicate() for spec in specs for x in spec.placements):
+        return True
+    if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
+        laid = {spec.placements for spec in specs if not all(x.is_replicate() for x in spec.placements) or spec.ndim}
+        shapes = {spec.shape for spec in specs if spec.ndim}
+        return len(laid) == 1 and len(shapes) == 1 and (op in _STRIDED or _is_pointwise(op))
+    if op in _NORMS and len(args) > 1 and not 0 < args[1] < float("inf"):
+        return False
+    return _is_pointwise(op) or op in _ANY_SHARDS or (op in _EVEN_SHARDS and all(map(_is_even, specs)))
+
+
+def _is_even(spec: DTensorSpec) -> bool:
+    for dim, size in enumerate(spec.shape):
+        over = [n for n, x in zip(spec.mesh.shape, spec.placements, strict=True) if x.is_shard(dim)]
+        if size % prod(over):
+            return False
+    return True
+
+
+def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
+    """Whether what the op writes, or gives a view of, is the memory of its operands, not of copies."""
+    writes = any(x.alias_info is not None for x in op._schema.arguments)
+    again = sharding.redistribute_schema
+    if not writes or not sharding.needs_redistribute or again is None:
+        return True
+    new = pytree.tree_leaves(again.args_schema)
+    moved = [
+        old.placements != now.placements
+        for old, now in zip(info.flat_args_schema, new, strict=False)
+        if isinstance(old, DTensorSpec) and isinstance(now, DTensorSpec)
+    ]
+    # The operands that alias come first.
+    return not (moved[0] if is_view(op) or not op._schema.name.startswith("aten::_foreach_") else any(moved))
+
+
+def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
+    """``op`` on whole tensors, on every rank; each takes its part of what the op writes. All ranks run it.
+
+    What draws random numbers draws those of the mesh's first rank.
+    """
+    first = args[0] if args else None
+    if is_view(op) and isinstance(first, DTensor):
+        return view_of(first, op, args, kwargs)
+    writes = list(written(op, args, kwargs))
+    wholes: dict[int, Tensor] = {}
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, DTensor):
+            return x
+        if id(x) not in wholes:
+            settle(x)
+            wholes[id(x)] = gather(x)
+        return wholes[id(x)]
+
+    result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        for x in [wholes[id(y)] for y in writes] or [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]:
+            broadcast(x, mesh)
+    for x in writes:
+        if isinstance(x, DTensor):
+            scatter_into(x, wholes[id(x)])
+    originals = {id(wholes[id(x)]): x for x in writes if id(x) in wholes}
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return originals[id(x)] if id(x) in originals else replicated(x, mesh)
+
+    return pytree.tree_map(wrap, result)
+
+
+_MEANS = (aten.mean.default, aten.mean.dim)
+
+
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """The mean as a sum: an average of shards' averages is right for even shards only, and gloo has none."""
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    total = x.sum(dims, keepdim=keepdim, dtype=dtype) if x.dim() else x.to(dtype or x.dtype)
+    return total / prod(x.shape[at] for at in dims if x.dim())
+
+
+def _is_ours(x: DTensor) -> bool:
+    return x.device_mesh in _meshes
+
+
+def _tolist(self: DTensor) -> Any:
+    return gather(self).tolist() if _is_ours(self) else Tensor.tolist(self)
+
+
+def _numpy(self: DTensor, *, force: bool = False) -> Any:
+    if not _is_ours(self):
+        return Tensor.numpy(self, force=force)
+    torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises what torch does
+    detached: Any = self.detach()
+    out = gather(detached).cpu().numpy().copy()
+    out.flags.writeable = False  # what was written to it would reach no shard
+    return out
+
+
+def _format(self: DTensor, spec: str) -> str:
+    return format(self.item(), spec) if spec and self.dim() == 0 and _is_ours(self) else Tensor.__format__(self, spec)
+
+
+def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+    """A leaf of its own memory, laid out like ``self``; torch's fails on DTensors."""
+    if id(self) in memo:
+        return memo[id(self)]
+    if not self.is_leaf or not _is_ours(self):
+        return _torch_deepcopy(self, memo)
+    out: Any = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
+    if isinstance(self, nn.Parameter):
+        out = nn.Parameter(out.detach(), requires_grad=self.requires_grad)
+    memo[id(self)] = out
+    if self.grad is not None:
+        out.grad = deepcopy(self.grad, memo)
+    return out
+
+
+_torch_deepcopy = DTensor.__deepcopy__
+_METHODS: dict[str, Any] = {"tolist": _tolist, "numpy": _numpy, "__format__": _format, "__deepcopy__": _deepcopy}

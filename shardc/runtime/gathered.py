@@ -1,0 +1,194 @@
+"""Whole tensors of DTensors and back, and views of shards that only a whole tensor has.
+
+``weight[0]`` of a parameter that is split along dim 0 is no view of a rank's shard. DTensor returns a gathered copy, and
+what is written to it is lost. Here it is a `GatheredView`: it reads what the parameter holds at that time, and what is
+written to it goes to the parameter's shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._collective_utils import mesh_broadcast
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Replicate
+
+from shardc import _compat
+from shardc.errors import LayoutError
+from shardc.runtime.fingerprint import fingerprint
+from shardc.runtime.strided_checkpoint import local_indices
+
+pytree = _compat.pytree
+
+
+def gather(x: DTensor) -> Tensor:
+    """The whole tensor of ``x``, pending reductions done; the local tensor itself where it is whole.
+
+    A collective call, unless ``x`` is whole on every rank.
+    """
+    if all(placement.is_replicate() for placement in x.placements):
+        return x._local_tensor
+    local, kind = x._local_tensor.detach(), x.device_mesh.device_type
+    there = local if local.device.type == kind else local.to(kind)  # what is kept on the host is gathered on the device
+    meta = TensorMeta(x.shape, x._spec.tensor_meta.stride if x._spec.tensor_meta else x.stride(), x.dtype)
+    spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
+    return DTensor(there, spec, requires_grad=False).full_tensor().to(local.device)
+
+
+def replicated(whole: Tensor, device_mesh: DeviceMesh) -> DTensor:
+    """``whole`` as a DTensor that every rank has all of."""
+    return DTensor(whole, replicated_spec(whole, device_mesh), requires_grad=False)
+
+
+def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
+    """The spec of ``whole`` on every rank."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    return _compat.dtensor_spec(device_mesh, (Replicate(),) * device_mesh.ndim, meta)
+
+
+def settle(x: DTensor) -> DTensor:
+    """``x`` itself, with its pending reductions done: later reads of it communicate nothing."""
+    if any(placement.is_partial() for placement in x.placements):
+        whole = gather(x)
+        x._local_tensor, x._spec = whole, replicated_spec(whole, x.device_mesh)
+    return x
+
+
+def scatter_into(x: DTensor, whole: Tensor) -> None:
+    """Writes this rank's part of ``whole`` into ``x``, which keeps its memory.
+
+    Raises:
+        LayoutError: ``whole`` has another shape.
+    """
+    if whole.shape != x.shape:
+        raise LayoutError(
+            f"an op in place would make a DTensor of shape {list(x.shape)} one of shape {list(whole.shape)}",
+            fix="keep its shape; for a new value of another shape, change the model and compile it again",
+        )
+    part = whole
+    for dim, index in enumerate(local_indices(x)):
+        if len(index) != whole.shape[dim]:
+            part = part.index_select(dim, index.to(part.device))
+    if part is not x._local_tensor:
+        x._local_tensor.copy_(part)
+
+
+def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None:
+    """Checks that plain ``tensors``, which meet DTensors in ``op``, are the same on all ranks of the mesh.
+
+    A collective call.
+
+    Raises:
+        LayoutError: they differ, so that they cannot be whole tensors.
+    """
+    for x in tensors:
+        mine = torch.tensor([fingerprint(x) >> 1], device=device_mesh.device_type)
+        low, high = mine.clone(), mine.clone()
+        for dim in range(device_mesh.ndim):
+            group = device_mesh.get_group(dim)
+            torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN, group)
+            torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX, group)
+        if bool((low != high).any()):
+            raise LayoutError(
+                f"{op} has a parameter or gradient and a plain tensor of shape {list(x.shape)}, which stands for a "
+                "whole tensor; its values differ between ranks",
+                fix="make the same tensor on all ranks (the same seed), or a DTensor with the parameter's placements",
+            )
+
+
+def broadcast(x: Tensor, device_mesh: DeviceMesh) -> None:
+    """Gives ``x`` on all ranks the values that it has on the mesh's first."""
+    for dim in range(device_mesh.ndim):
+        mesh_broadcast(x, device_mesh, dim)
+
+
+def is_view(op: Any) -> bool:
+    """Whether results of ``op`` share memory with an argument that it does not write."""
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
+
+
+def written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """The tensors among the arguments that ``op`` writes."""
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            yield from (x for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+
+
+class _Source:
+    """The DTensor that views are of, and the whole tensor whose views their local tensors are."""
+
+    def __init__(self, base: DTensor, whole: Tensor) -> None:
+        self.base, self.whole = base, whole
+
+    def read(self) -> None:
+        """Takes the values that the base holds now."""
+        self.whole.copy_(gather(self.base))
+
+    def write(self) -> None:
+        """Gives the base the values that were written to the whole tensor."""
+        scatter_into(self.base, self.whole)
+
+
+class GatheredView(DTensor):
+    """A view of a DTensor's whole tensor: ops on it read the DTensor's values of then, and write to its shards.
+
+    Each op on it gathers the DTensor: all ranks run it.
+    """
+
+    _source: _Source
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        views = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GatheredView)]
+        for source in {id(x._source): x._source for x in views}.values():
+            source.read()
+        first = args[0] if args else None
+        if is_view(func) and isinstance(first, GatheredView):
+            return _wrapped(func(first._local_tensor, *args[1:], **kwargs), first._source)
+        writes = list(written(func, args, kwargs))
+        mesh = views[0].device_mesh
+        plain = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+        check_equal([x for x in plain if x.numel() > 1], mesh, func)
+        stands_for: dict[int, Any] = {}
+
+        def without(x: Any) -> Any:
+            if isinstance(x, GatheredView):
+                return stands_for.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
+            if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.numel() > 1:
+                return replicated(x, mesh)
+            return x
+
+        result = func(*pytree.tree_map(without, args), **pytree.tree_map(without, kwargs))
+        for x in writes:
+            if isinstance(x, GatheredView):
+                x._source.write()
+        originals = {id(stand): x for x in writes for stand in [stands_for.get(id(x))] if stand is not None}
+        return pytree.tree_map(lambda x: originals.get(id(x), x), result)
+
+
+def view_of(base: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
+    """What the view ``op`` gives of ``base``, the first of its arguments: `GatheredView`\\ s."""
+    whole = gather(base)
+    if whole is base._local_tensor:
+        whole = whole.detach()
+    return _wrapped(op(whole, *args[1:], **kwargs), _Source(base, whole))
+
+
+def _wrapped(results: Any, source: _Source) -> Any:
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        view = GatheredView(x, replicated_spec(x, source.base.device_mesh), requires_grad=False)
+        view._source = source
+        return view
+
+    return pytree.tree_map(wrap, results)
