@@ -19,7 +19,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class Absent:
-    """Takes a backward half, bucketed or not; the gradients of outputs that are not ``used`` are not zero but absent, as in torch.
+    """Takes a backward half; the gradients of outputs that are not ``used`` are not zero but absent, as in torch.
 
     What is made of absent gradients alone is absent, be it a parameter's gradient: its output is None. Where one meets
     a gradient that is there, a sum is the other term, a collective of several leaves it out, and any other op takes

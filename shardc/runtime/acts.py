@@ -12,6 +12,7 @@ from itertools import groupby, zip_longest
 from operator import attrgetter
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
@@ -179,6 +180,26 @@ def difference(one: int, ones: Lines, other: int, others: Lines) -> MeshError:
     return MeshError(
         f"ranks differ at a {mine['act']}, {what}: rank {one} has {here or 'none'}, rank {other} has {there or 'none'}",
         fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
+    )
+
+
+def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
+    """What to say where not all of ``ranks`` came; None where the last of them just did."""
+    waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
+    try:
+        late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
+    except RuntimeError:
+        return MeshError(
+            "the store in which ranks compare what they run is gone",
+            fix="look first at the process that keeps it (rank 0, or torchrun): it died; then restart all ranks",
+        )
+    if not late:
+        return None
+    which = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+    return MeshError(
+        f"{which} of {list(ranks)} did not come to compare what they run within {waited}",
+        fix=f"look at {which} first: it died, raised, never called the module, or still compiles (then give "
+        "init_process_group a longer timeout); all ranks must call it equally often, with inputs of the same shapes",
     )
 
 

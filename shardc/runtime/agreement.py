@@ -5,30 +5,37 @@ all ranks expect the same of the same past, so a rank that does something else a
 announces what it does through the store, never through a collective, and waits until all ranks have said the same of
 this number. Ranks that were not asked do not come to compare; a thread of theirs (`shardc.runtime.wire.listen`) answers
 for them, and where they differ makes them raise too.
+
+A rank that raises in what all ranks do tells the others (`Agreement.fails`). They raise its error as soon as they get
+further than it came: in front of their next act, out of a collective, or out of what they compile. Each rank that
+raises, its own error or another one's, begins to count anew, so that ranks that catch the error can go on.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from threading import Event, Lock
+from threading import Event, Lock, get_ident
 from typing import Any
 from weakref import WeakMethod
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardc.errors import MeshError
-from shardc.runtime.acts import Act, difference
-from shardc.runtime.wire.listen import Listener
+from shardc.errors import CollectiveError, MeshError, ShardcError
+from shardc.runtime.acts import Act, difference, late_ranks
+from shardc.runtime.wire.listen import Listener, Stopped, raise_in
 
 _PAST = 4096  # acts that are remembered
 _AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
 _BEFORE = "differ before"  # a verdict: at an act with a lower number
 _HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
+_GRACE = 0.4  # seconds in which a rank may raise by itself what another one has raised
+_TEXT = 4000  # characters of another rank's error
 
 
 class Agreement:
@@ -65,6 +72,9 @@ class Agreement:
         self._answered: deque[int] = deque(maxlen=64)
         self._waits: int | None = None
         self._different: MeshError | None = None
+        self._failure: tuple[int, MeshError] | None = None  # of another rank, and the last act that this has done
+        self._inside = False  # whether this rank failed within its last act
+        self._compiles: int | None = None  # the thread that does
         self._found = Event()
         self._heard: str | None = None
         self._broken = False
@@ -84,8 +94,7 @@ class Agreement:
         """
         if self.alone:
             return
-        if self._different is not None:
-            raise self._raised()
+        self._check(self.number + 1)
         past, key = self._past, act.key
         expected = past[-self._period] if self._period <= len(past) else None
         if key != expected:
@@ -122,11 +131,72 @@ class Agreement:
         self.act(self._runs.setdefault(what, Act((("act", f"run of the {what}"),))))
         self.running = True
         try:
-            if self._different is not None:
-                raise self._raised()
+            self._check(self.number)
             yield
+        except BaseException:
+            self._inside = True
+            raise
         finally:
             self.running = False
+
+    @contextmanager
+    def waits(self) -> Iterator[None]:
+        """A block in which this rank is in a collective that is no part of a graph, and can be interrupted."""
+        self.running = True
+        try:
+            self._check(self.number + 1)
+            yield
+        except RuntimeError as error:
+            raise self.behind() or error from None
+        finally:
+            self.running = False
+
+    @contextmanager
+    def compiles(self) -> Iterator[None]:
+        """A block in which this rank captures, plans or lowers, which ends early where another rank has failed."""
+        thread = get_ident()
+        try:
+            try:
+                self._compiles = thread
+                yield
+            finally:
+                with self._lock:
+                    self._compiles = None
+                raise_in(thread, None)
+        except Stopped:
+            raise self._raised() from None
+
+    @contextmanager
+    def tells(self) -> Iterator[None]:
+        """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
+        epoch = self.epoch
+        try:
+            yield
+        except BaseException as error:
+            self.fails(error, epoch)
+            raise
+
+    @property
+    def epoch(self) -> int:
+        """How often this rank began to count anew."""
+        return self.number // _AGAIN
+
+    def fails(self, error: BaseException, epoch: int) -> None:
+        """Tells the other ranks that this one raises ``error`` in what all of them do.
+
+        Args:
+            epoch: when that began; in a later one they know already.
+        """
+        if self.alone or epoch != self.epoch or self._broken or isinstance(error, CollectiveError):
+            return
+        with self._lock:
+            number = self.number - (self._inside or self._waits is not None)
+            self._begin_anew()
+        text = error.what if isinstance(error, ShardcError) else str(error)
+        said = f"rank {self.rank} raised {type(error).__name__}" + (f": {text[:_TEXT]}" if text else "")
+        source, fix = (error.source, error.fix) if isinstance(error, ShardcError) else (None, None)
+        with suppress(RuntimeError):  # the store is gone
+            self._log(self._connected(), [self.rank, number, said, source, fix])
 
     def behind(self) -> MeshError | None:
         """That the ranks differ, where that is why a collective failed on this rank."""
@@ -142,11 +212,23 @@ class Agreement:
                 self._broken |= self._connected().check([f"{self._prefix}broken"])
         if not self._broken:
             with self._lock:
-                self.number = (self.number // _AGAIN + 1) * _AGAIN
-                self._past.clear()
-                self._found.clear()
-                self._different = None
-        return MeshError(error.what, fix=error.fix)
+                self._begin_anew()
+        return MeshError(error.what, source=error.source, fix=error.fix)
+
+    def _begin_anew(self) -> None:
+        self.number = (self.epoch + 1) * _AGAIN
+        self._past.clear()
+        self._found.clear()
+        self._different = self._failure = self._waits = None
+        self._inside = False
+
+    def _check(self, upcoming: int) -> None:
+        """Raises what another rank has raised, where this one gets further than that one did, or that they differ."""
+        failure = self._failure
+        if failure is not None and upcoming > failure[0]:
+            self._different = failure[1]
+        if self._different is not None:
+            raise self._raised()
 
     # --- comparing
 
@@ -156,6 +238,8 @@ class Agreement:
             store.set(f"{self._prefix}what/{act.key}", json.dumps(act.lines))
             self._told.add(act.key)
         self._waits = number
+        if self._failure is not None:  # that rank will not come
+            self._check(self._failure[0] + 1)
         with self._lock:
             # The thread that listens may have answered for this rank just now.
             other = None if number in self._answered else self._arrive(store, number, act.key)
@@ -175,7 +259,7 @@ class Agreement:
         first = store.compare_set(f"{at}first", "", mine).decode()
         store.set(f"{at}here/{self.rank}", "")
         if first == mine:
-            store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", str(number))
+            self._log(store, number)
         rank, theirs = first.split()
         if theirs != key:
             store.set(f"{at}verdict", mine)
@@ -190,7 +274,7 @@ class Agreement:
         try:
             store.wait([f"{at}verdict"])
         except RuntimeError as error:  # of every kind of store
-            missing = _missing(store, at, self.ranks)
+            missing = late_ranks(store, at, self.ranks)
             if missing is not None:
                 raise missing from error
         verdict = store.get(f"{at}verdict").decode()
@@ -221,12 +305,21 @@ class Agreement:
 
     # --- answering, where this rank does as expected and another one asks
 
-    def asked(self, store: dist.Store, number: int) -> None:
-        """Another rank announced what it does at ``number``; by the thread that listens.
+    def _log(self, store: dist.Store, entry: Any) -> None:
+        """Lets the threads that listen hear of ``entry``."""
+        store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
+
+    def heard(self, store: dist.Store, entry: str) -> None:
+        """A rank announced what it does at a number, or that it failed; by the thread that listens.
 
         Args:
             store: of this thread.
         """
+        said = json.loads(entry)
+        if not isinstance(said, int):
+            self._fails_there(store, *said)
+            return
+        number = said
         self._asked.add(number)  # before the look at where this rank is, which looks here after it went on
         if number <= self.number:
             self._answer(store, number)
@@ -258,6 +351,38 @@ class Agreement:
             assert interrupt is not None, "what runs on a mesh keeps it"
             interrupt()
 
+    def _fails_there(self, store: dist.Store, rank: int, number: int, text: str, source: Any, fix: Any) -> None:
+        """Rank ``rank`` failed behind its act ``number``; this one raises too where it gets further."""
+        with self._lock:
+            epoch = self.epoch
+            if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
+                return
+            fix = f"mend it on rank {rank}" + (f": {fix}" if fix else ", and see its traceback")
+            self._failure = number, MeshError(text, source=source, fix=fix)
+        waits = self._waits
+        if waits is not None and store.compare_set(f"{self._at(waits)}verdict", "", _BEFORE).decode() == _BEFORE:
+            self._different = self._failure[1]
+            self._found.set()
+            return
+        until = time.monotonic() + _GRACE  # it may raise the same by itself
+        while time.monotonic() < until and self.epoch == epoch and (self.running or self._compiles):
+            time.sleep(0.02)
+        with self._lock:
+            if self.epoch != epoch or self._different is not None:
+                return
+            if self._compiles is not None and self.number >= number:
+                self._different = self._failure[1]
+                raise_in(self._compiles, Stopped)
+                return
+            if not self.running or self.number <= number:
+                return
+            self._different = self._failure[1]
+            self._found.set()
+            self._break_if_running(store)
+        interrupt = self._interrupt()
+        assert interrupt is not None, "what runs on a mesh keeps it"
+        interrupt()
+
     def _break_if_running(self, store: dist.Store) -> None:
         if self.running and not self._broken:
             self._broken = True
@@ -269,25 +394,5 @@ class Agreement:
             store: Any = c10d._get_default_store()
             self._store = store.clone()
             self._store.set_timeout(store.timeout)
-            Listener(store.clone(), f"{self._prefix}log", self.asked).start()
+            Listener(store.clone(), f"{self._prefix}log", self.heard).start()
         return self._store
-
-
-def _missing(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
-    """What to say where not all of ``ranks`` came; None where the last of them just did."""
-    waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
-    try:
-        late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
-    except RuntimeError:
-        return MeshError(
-            "the store in which ranks compare what they run is gone",
-            fix="look first at the process that keeps it (rank 0, or torchrun): it died; then restart all ranks",
-        )
-    if not late:
-        return None
-    which = f"rank {late[0]}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
-    return MeshError(
-        f"{which} of {list(ranks)} did not come to compare what they run within {waited}",
-        fix=f"look at {which} first: it died, raised, never called the module, or still compiles (then give "
-        "init_process_group a longer timeout); all ranks must call it equally often, with inputs of the same shapes",
-    )

@@ -68,6 +68,11 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
+        with ctx.runner.groups.agreement.tells():
+            return Step._backward(ctx, *tangents)
+
+    @staticmethod
+    def _backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
         runner: Runner = ctx.runner
         if torch.is_grad_enabled():
             raise BackwardError(

@@ -136,14 +136,16 @@ class Groups:
     def of_first(self, x: torch.Tensor) -> torch.Tensor:
         """``x``, which all ranks have, with the values of the mesh's first rank: a broadcast along each axis."""
         for axis, group in self._along_each_axis():
-            dist.broadcast(x, self.ranks((axis,))[0], group)
+            with self.agreement.waits():
+                dist.broadcast(x, self.ranks((axis,))[0], group)
         return x
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank of the mesh; all of them call it."""
         found = torch.tensor([flag], dtype=torch.int32, device=self._device_mesh.device_type)
         for _, group in self._along_each_axis():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group)
+            with self.agreement.waits():
+                dist.all_reduce(found, dist.ReduceOp.MAX, group)
         return bool(found.item())
 
     def _along_each_axis(self) -> Iterator[tuple[str, dist.ProcessGroup]]:

@@ -87,6 +87,16 @@ class ShardedModule(nn.Module):
                 f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
                 fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
             )
+        agreement = state.groups.agreement
+        epoch = agreement.epoch
+        try:
+            return self._step(state, args, kwargs)
+        except BaseException as error:
+            agreement.fails(error, epoch)
+            raise
+
+    def _step(self, state: State, args: Any, kwargs: Any) -> Any:
+        assert state.groups is not None
         state.check(runs=True)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         program, rows, compares = self._program(args, kwargs, leaves, spec)
@@ -317,7 +327,10 @@ class ShardedModule(nn.Module):
             if not rows.even:
                 return self._uneven(rows, args, kwargs, leaves, spec), rows, compares
         if known.program is None:
-            known.program = self._found(state.signature(args, kwargs), args, kwargs, leaves, spec)
+            with state.groups.agreement.compiles():
+                found = self._found(state.signature(args, kwargs), args, kwargs, leaves, spec)
+                found.step(torch.is_grad_enabled())
+            known.program = found
         return known.program, None, compares
 
     def _row_axes(self, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
@@ -342,7 +355,9 @@ class ShardedModule(nn.Module):
                 "lowered for",
                 fix="lower it for these sizes too, or do not lower it: a call then compiles what it needs",
             )
-        program = state.program_for(*examples)
+        with state.groups.agreement.compiles():
+            program = state.program_for(*examples)
+            program.step(torch.is_grad_enabled())
         if not state.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
                                              role.kind == "output"):  # fmt: skip
             raise InputError(

@@ -76,7 +76,10 @@ class Runner:
         """The backward for a loss that uses these outputs."""
         whole = self.half(BACKWARD)
         every = {port.role.index for port in whole.takes if port.role.kind == "tangent"}
-        return whole if used >= every else self.half(used)
+        if used >= every:
+            return whole
+        with self.groups.agreement.compiles():
+            return self.half(used)
 
     def run(self, half: Half, inputs: list[Any]) -> Sequence[Any]:
         """The results of a half, lowered if it was not yet; ``inputs`` are emptied.
@@ -123,7 +126,7 @@ class Runner:
         if half not in self._compiled:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
-            with frozen(), _compat.no_autocast():  # the graphs have their casts
+            with self.groups.agreement.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
                 graphs = {each.name: each.gm for each in together}
                 self.groups.agreement.act(program_act(certificate_of(together).text(), graphs, half.mesh))
                 for each in together:
@@ -136,7 +139,8 @@ class Runner:
         """Each parameter's padded gradient, of local sums that are used up."""
         key = tuple((name, layout, x.dtype) for (name, layout), x in sums.items())
         if key not in self._reductions:
-            self._reductions[key] = self.program.reduction(key)
+            with self.groups.agreement.compiles():
+                self._reductions[key] = self.program.reduction(key)
         half, given = self._reductions[key], iter(list(sums.values()))
         feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(given) for port in half.takes]
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}

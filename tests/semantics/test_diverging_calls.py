@@ -187,7 +187,7 @@ def each_rank_comes_once() -> None:
     compare = agreement._compare
 
     def answered_first(act: Any) -> None:
-        agreement.asked(agreement._connected(), agreement.number)
+        agreement.heard(agreement._connected(), str(agreement.number))
         compare(act)
         came.append(int(agreement._store.add(f"{agreement._at(agreement.number)}came", 0)))
         dist.barrier()
@@ -209,7 +209,7 @@ def the_thread_that_listens_differs_first() -> None:
         store = agreement._connected()  # as `_compare` begins
         store.set(f"{agreement._prefix}what/{act.key}", json.dumps(act.lines))
         agreement._waits = agreement.number
-        agreement.asked(agreement._connected(), agreement.number)
+        agreement.heard(agreement._connected(), str(agreement.number))
         compare(act)
 
     if dist.get_rank() == 1:

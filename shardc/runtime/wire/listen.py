@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -18,17 +19,17 @@ _LOOKS = 0.2  # seconds between looks, a small request each; c10d would log ever
 
 
 class Listener(Thread):
-    """Reads a list of numbers in the store, ``log/1`` and so on, as they come.
+    """Reads a list of entries in the store, ``log/1`` and so on, as they come.
 
     It ends with its world, with the store and with the interpreter.
 
     Args:
         store: its own connection.
         log: the list's key, which is the count of its entries too.
-        heard: a method that is called with ``store`` and each number.
+        heard: a method that is called with ``store`` and each entry.
     """
 
-    def __init__(self, store: dist.Store, log: str, heard: Callable[[dist.Store, int], None]) -> None:
+    def __init__(self, store: dist.Store, log: str, heard: Callable[[dist.Store, str], None]) -> None:
         super().__init__(name="shardc-listener", daemon=True)
         self._store, self._log = store, log
         # It keeps nothing alive: a world's port is free again when its last group is gone.
@@ -45,9 +46,9 @@ class Listener(Thread):
                     if self._ends.wait(_LOOKS):
                         return
                     continue
-                number, heard = int(self._store.get(key)), self._heard()
+                entry, heard = self._store.get(key).decode(), self._heard()
                 if heard is not None:
-                    heard(self._store, number)
+                    heard(self._store, entry)
                 del heard
                 at += 1
 
@@ -66,6 +67,15 @@ def _end_all() -> None:
     for listener in list(_listening):
         if listener.is_alive():
             listener.end()
+
+
+class Stopped(BaseException):
+    """Raised in the midst of what a thread does, where no handler of its own may catch it."""
+
+
+def raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raises ``error`` in a thread, at its next instruction; None takes back what was not yet raised."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))
 
 
 def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
