@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -150,3 +151,15 @@ def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> s
     except TypeError as error:
         return str(error)
     return None
+
+
+def examples_of(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """The arguments of a call at global shapes, on ``meta``."""
+    whole = iter(shapes)
+    examples = [
+        torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
+        if isinstance(x, Tensor)
+        else x
+        for x in leaves
+    ]
+    return pytree.tree_unflatten(examples, spec)

@@ -20,7 +20,7 @@ from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.habits import INSTEAD
 from shardc.runtime.initialize import init_weights
-from shardc.runtime.inputs import check_kinds, local_input, local_part, shard_input
+from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.replicas import compare_inputs
@@ -87,13 +87,8 @@ class ShardedModule(nn.Module):
                 f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
                 fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
             )
-        agreement = state.groups.agreement
-        epoch = agreement.epoch
-        try:
+        with state.groups.agreement.tells():
             return self._step(state, args, kwargs)
-        except BaseException as error:
-            agreement.fails(error, epoch)
-            raise
 
     def _step(self, state: State, args: Any, kwargs: Any) -> Any:
         assert state.groups is not None
@@ -348,7 +343,7 @@ class ShardedModule(nn.Module):
         assert state.groups is not None
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         shapes = rows.totals(_global(rows.names, tensors, state.global_shapes), state.groups)
-        examples = _examples(leaves, spec, shapes)
+        examples = examples_of(leaves, spec, shapes)
         if state.explicit and not state.lowered(*examples):
             raise InputError(
                 f"the ranks' rows make inputs of shapes {[list(shape) for shape in shapes]}, which the module was not "
@@ -376,7 +371,7 @@ class ShardedModule(nn.Module):
 
         def by_plan() -> Any:
             names = [name for name, _ in call.tensors]
-            return _examples(leaves, spec, _global(names, tensors, state.whole_shapes))
+            return examples_of(leaves, spec, _global(names, tensors, state.whole_shapes))
 
         if not state.explicit:
             return state.program_for(*by_plan())
@@ -389,7 +384,7 @@ class ShardedModule(nn.Module):
             if not state.lowered_but_for_sizes(*examples):
                 raise
             return state.program_for(*examples)
-        return state.program_for(*_examples(leaves, spec, shapes))
+        return state.program_for(*examples_of(leaves, spec, shapes))
 
 
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:
@@ -397,15 +392,3 @@ def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[...
     # The plan speaks of all inputs, by name and by position: a DTensor stands among them with the shape of its shard.
     found = whole([(name, tuple(local_part(x).shape)) for name, x in zip(names, tensors, strict=True)])
     return [tuple(x.shape) if isinstance(x, DTensor) else shape for x, shape in zip(tensors, found, strict=True)]
-
-
-def _examples(leaves: list[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-    """The arguments of a call at global shapes, on ``meta``."""
-    whole = iter(shapes)
-    examples = [
-        torch.empty(next(whole), dtype=x.dtype, device="meta").requires_grad_(x.requires_grad)
-        if isinstance(x, Tensor)
-        else x
-        for x in leaves
-    ]
-    return pytree.tree_unflatten(examples, spec)
