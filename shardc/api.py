@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from shardc.build import Build
 from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, ShardcWarning
-from shardc.integrations import mixin_for
+from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, subclass
 from shardc.ir.deferred import replicated
 from shardc.ir.layout import Layout
@@ -37,9 +38,9 @@ from shardc.precompiled.identity import described
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
-from shardc.runtime.module import ShardedModule
+from shardc.runtime.initializers import initializers
+from shardc.runtime.module import BehindModel, ShardedModule
 from shardc.runtime.replicas import Sources, note_source
-from shardc.runtime.state import State
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
 from shardc.search.request import Auto
@@ -137,7 +138,8 @@ def compile(
     store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
     sharded = clone_tree(module, store)
     drop_style_hooks(sharded)
-    state = State(
+    front, namespace = classes_for(model)
+    state = namespace(
         mesh=abstract,
         device_mesh=mesh if isinstance(mesh, DeviceMesh) else None,
         param_mesh=view,
@@ -160,7 +162,7 @@ def compile(
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
         loss_args=None if loss is None else loss_arity(loss),
-        lower=partial(lower, backend=backend, by=options.lower_by),
+        lower_half=partial(lower, backend=backend, by=options.lower_by),
         device=device,
         homes=homes,
         dtensor_outputs=plan.setting("dtensor_outputs"),
@@ -179,7 +181,7 @@ def compile(
     for name, param in sharded.named_parameters():
         if (kept := plan.precision.of_param(name).grads) is not None:
             param.grad_dtype = kept
-    subclass(sharded, mixin_for(model))
+    subclass(sharded, front, BehindModel, initializers(type(sharded)))
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     for program in saved:
@@ -203,6 +205,11 @@ def _check_kinds(
             f"the model {type(original).__name__} is wrapped by torch.compile; shardc uses Inductor itself",
             fix="pass the model that torch.compile was given",
         )
+    if isinstance(model, nn.Module) and _has_own(model, "shardc"):
+        raise InputError(
+            f"the model {type(model).__name__} has an attribute 'shardc', which a compiled module has",
+            fix="give that attribute of the model another name",
+        )
     for name, param in model.named_parameters() if isinstance(model, nn.Module) else ():
         if isinstance(param, UninitializedParameter):
             raise InputError(
@@ -217,6 +224,12 @@ def _check_kinds(
     kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
     checked(init_sync, bool, "init_sync")
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
+
+
+def _has_own(model: nn.Module, name: str) -> bool:
+    """Whether ``model`` has an attribute of that name; a ``__getattr__`` of its own is not asked."""
+    held = (model._parameters, model._buffers, model._modules)
+    return any(name in kind for kind in held) or inspect.getattr_static(model, name, model) is not model
 
 
 def _loaded(given: Any) -> list[Precompiled]:

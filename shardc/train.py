@@ -50,7 +50,7 @@ def train_step(
         loss.backward()
         if not sharded.shardc.sync.held():
             if max_norm is not None:
-                sharded.clip_grad_norm_(max_norm)
+                sharded.shardc.clip_grad_norm_(max_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         return loss.detach()

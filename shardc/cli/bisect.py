@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         raise InputError(f"{found.name} is on meta, without values", fix="use a target with real values on the CPU")
     # The verifier of the passes would stop at what it refuses; here each stage is verified when its turn comes.
     module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=shardc.Options(verify=False))
-    program = module.lower(*args)
+    program = module.shardc.lower(*args)
     stages = target.stages_of(options.passes, program.stages)
     verdict = bisect(program, model, *args, loss=loss, stages=stages, tolerance=options.tolerance)
     print(verdict.text(), end="")

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
             described.check(each)
     costs = (
         shardc.compile(found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold))
-        .lower(*found.args)
+        .shardc.lower(*found.args)
         .costs(described)
     )
     values = costs.values()

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Prints the stage asked for; with ``--out``, writes all of them and prints where."""
     found, mesh, plan, loss = target.resolve(options)
-    program = shardc.compile(found.model, mesh, plan, loss=loss).lower(*found.args)
+    program = shardc.compile(found.model, mesh, plan, loss=loss).shardc.lower(*found.args)
     if options.stage is not None and options.stage not in program.stages:
         raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
     stages = target.stages_of(options.passes, program.stages)

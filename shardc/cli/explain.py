@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> None:
     """Prints layouts and who decided them, the strategies that there were, uses and collectives."""
     described = hardware.find(options.hardware)
     found, mesh, plan, loss = target.resolve(options)
-    program = shardc.compile(found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)).lower(
-        *found.args
-    )
+    program = shardc.compile(
+        found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)
+    ).shardc.lower(*found.args)
     print(explain(program, options.tensor, described).text(), end="")

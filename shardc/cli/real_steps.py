@@ -149,9 +149,9 @@ def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> 
     module = shardc.compile(found.model, device_mesh, said, loss=loss, backend=work.backend)
     if isinstance(found.model, nn.Module) and any(p.is_meta for p in found.model.parameters()):
         module.to_empty(device="cpu")
-        module.init_weights()
-    schedule = module.lower(*found.args).schedule(described)
-    cut = module.shard_inputs(*(_real(x) for x in found.args))
+        module.shardc.init_weights()
+    schedule = module.shardc.lower(*found.args).schedule(described)
+    cut = module.shardc.shard_inputs(*(_real(x) for x in found.args))
     inputs = cut if isinstance(cut, tuple) else (cut,)
     return _Training(plan, module, schedule, inputs, torch.optim.AdamW(module.parameters(), lr=0.0))
 
@@ -169,7 +169,7 @@ def _compared(one: _Training, timed: tuple[float, ...]) -> Comparison:
     held = _alive([*module.parameters(), *module.buffers(), *one.inputs, *_state(one.optimizer)])
     seen: Profiled = profile_step(one.step)
     one.optimizer.zero_grad()
-    memory = held + seen.allocated + module.memory().arena
+    memory = held + seen.allocated + module.shardc.memory().arena
     pairs = [_pair(c, r) for c, r in zip(schedule.collectives, seen.collectives, strict=False)]
     waited = seen.waited + sum(each.called for each in seen.collectives)
     return Comparison(

@@ -32,7 +32,7 @@ def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
     found, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
     made = shardc.Options(fold=options.fold, direct=described.sends or None)
-    program = shardc.compile(found.model, mesh, plan, loss=loss, options=made).lower(*found.args)
+    program = shardc.compile(found.model, mesh, plan, loss=loss, options=made).shardc.lower(*found.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 

@@ -133,7 +133,7 @@ def _row(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)  # a line for each row would hide the table
-            program = shardc.compile(found.model, mesh, plan, loss=loss, options=options).lower(*found.args)
+            program = shardc.compile(found.model, mesh, plan, loss=loss, options=options).shardc.lower(*found.args)
             schedule = program.schedule(described)
     except ShardcError as error:
         return Row(mesh.ranks, str(mesh), text, error=" ".join(error.what.split()))

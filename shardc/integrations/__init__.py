@@ -6,13 +6,14 @@ import sys
 from typing import Any
 
 from shardc.runtime.module import ShardedModule
+from shardc.runtime.namespace import Namespace
 
 
-def mixin_for(model: Any) -> type[ShardedModule]:
-    """What `shardc.compile` mixes into the class of ``model``."""
+def classes_for(model: Any) -> tuple[type[ShardedModule], type[Namespace]]:
+    """What `shardc.compile` puts in front of the class of ``model``, and the class of ``module.shardc``."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
-        from shardc.integrations.transformers import ShardedPretrained
+        from shardc.integrations.transformers import PretrainedNamespace, ShardedPretrained
 
-        return ShardedPretrained
-    return ShardedModule
+        return ShardedPretrained, PretrainedNamespace
+    return ShardedModule, Namespace

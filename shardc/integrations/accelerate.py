@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
         parameters, mine = list(parameters), self._sharded
         if mine is None or {id(x) for x in parameters} != {id(x) for x in mine.parameters()}:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return mine.clip_grad_norm_(float(max_norm), float(norm_type))
+        return mine.shardc.clip_grad_norm_(float(max_norm), float(norm_type))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The rows of all ranks, each once, without those that fill up the last batch."""
@@ -127,7 +127,7 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """The whole tensors of a compiled module; all ranks call it."""
         if isinstance(model, ShardedModule):
-            return model.full_state_dict("cpu")
+            return model.shardc.full_state_dict("cpu")
         return super().get_state_dict(model, unwrap)
 
 
@@ -184,15 +184,15 @@ class Trainer(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = output_dir or self.args.output_dir
-        if not hasattr(self.model, "load_pretrained"):
-            return super()._save(folder, self.model.full_state_dict("cpu"))
+        if not hasattr(self.model.shardc, "load_pretrained"):
+            return super()._save(folder, self.model.shardc.full_state_dict("cpu"))
         super()._save(folder, {})  # all but the weights
         self.model.save_pretrained(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not hasattr(self.model, "load_pretrained"):
+        if not hasattr(self.model.shardc, "load_pretrained"):
             return super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.model.load_pretrained(resume_from_checkpoint)
+        self.model.shardc.load_pretrained(resume_from_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = get_optimizer_state_dict(self.model, self._own_optimizer())

@@ -24,6 +24,8 @@ from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
+from shardc.runtime.namespace import Namespace
+from shardc.runtime.state import State
 from shardc.runtime.whole import whole_on_first
 
 _LENGTHS = 'name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")'
@@ -31,8 +33,53 @@ _LENGTHS_OF_DECODERS = '"decoder_input_ids": {1: "length"}'
 _NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_values")  # as `generate` knows arguments
 
 
+class PretrainedNamespace(Namespace):
+    """``module.shardc`` of a compiled `transformers.PreTrainedModel`."""
+
+    def load_pretrained(self, folder: str | Path) -> None:
+        """Loads a checkpoint of ``transformers``; each rank reads its own shards of it.
+
+        The model may be on ``meta``: parameters get memory as they are read, and what is not in the files (buffers such
+        as rotary frequencies) is computed as the model's own ``from_pretrained`` does. Values are cast to the dtypes
+        that the module has. No rank holds more than its shards and one tensor. Parameters that the files lack are
+        initialised as by ``from_pretrained``, from the CPU's generator; these are whole on each rank until it returns.
+
+        Args:
+            folder: of safetensors files, one or several with an index.
+
+        Raises:
+            InputError: no such files.
+            RuntimeError: the library's own: a tensor has another shape. What is missing or unexpected is a warning.
+        """
+        if self.groups is None:
+            raise MeshError(f"the module was compiled for the abstract mesh {self.mesh} and holds no shards")
+        self.check()
+        owner, cls = self.owner, type(self.view)
+        dtypes = {param.dtype for param in owner.parameters() if param.is_floating_point()}
+        source = cls.from_pretrained(
+            None,
+            config=copy.deepcopy(owner.config),
+            state_dict=safetensors.read_folder(Path(folder)),
+            dtype=reduce(torch.promote_types, dtypes) if dtypes else None,
+        )
+        fresh: dict[int, Tensor] = {}
+        for name, buffer in list(owner.named_buffers(remove_duplicate=False)):
+            if id(buffer) not in fresh:
+                given = source.get_buffer(name)
+                value = given.value() if isinstance(given, Lazy) else given
+                fresh[id(buffer)] = value.to(self.device, buffer.dtype)
+            path, _, key = name.rpartition(".")
+            owner.get_submodule(path)._buffers[key] = fresh[id(buffer)]
+        buffers = dict(owner.named_buffers(remove_duplicate=False))
+        owner.load_state_dict({name: buffers.get(name, value) for name, value in source.state_dict().items()})
+        if (Path(folder) / "generation_config.json").is_file():
+            owner.generation_config = GenerationConfig.from_pretrained(folder)
+        if (used := getattr(source, "_weight_conversions", None)) is not None:
+            owner._weight_conversions = used
+
+
 class ShardedPretrained(ShardedModule):
-    """Mixed into the class of a `transformers.PreTrainedModel` by `shardc.compile`."""
+    """Stands in front of the class of a `transformers.PreTrainedModel` in that of a compiled one."""
 
     def save_pretrained(
         self,
@@ -73,7 +120,7 @@ class ShardedPretrained(ShardedModule):
         writes = state.rank == 0
         # Config, generation config and code of the model's own; without tensors it writes no others.
         cls.save_pretrained(state.view, save_directory, writes, {}, save_original_format=False)
-        tensors = self._unsharded_tensors(save_original_format)
+        tensors = _unsharded_tensors(state, save_original_format)
         split = split_state_dict_into_shards_factory(
             tensors,
             get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
@@ -89,76 +136,6 @@ class ShardedPretrained(ShardedModule):
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (folder / safetensors.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         state.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
-
-    def _unsharded_tensors(self, original_format: bool) -> dict[str, Lazy]:
-        """What a checkpoint holds, by name; each is gathered, on all ranks, where it is read."""
-        state = self.shardc
-        present: Any = state.present()
-        ignored = set(present._keys_to_ignore_on_save or ())
-        metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}
-        held = {id(param): name for name, param in self.named_parameters()}
-        values = self.state_dict(keep_vars=True)
-        last: dict[str, Tensor] = {}  # several tensors of a file may be parts of one parameter
-
-        def gathered(name: str) -> Tensor:
-            if name not in last:
-                last.clear()
-                value = values[name]
-                if isinstance(value, DTensor):
-                    assert state.groups is not None
-                    last[name] = whole_on_first(value, state.storages[held[id(value)]], state.groups)
-                else:
-                    last[name] = value.detach()
-            return last[name]
-
-        def lazy(name: str, meta: Tensor) -> Lazy:
-            return Lazy(meta, lambda index: part(gathered(name), index))
-
-        kept = remove_tied_weights_from_state_dict(metas, present)
-        tensors: Any = {name: lazy(name, meta) for name, meta in kept.items()}
-        return revert_weight_conversion(state.view, tensors) if original_format else tensors
-
-    def load_pretrained(self, folder: str | Path) -> None:
-        """Loads a checkpoint of ``transformers``; each rank reads its own shards of it.
-
-        The model may be on ``meta``: parameters get memory as they are read, and what is not in the files (buffers such
-        as rotary frequencies) is computed as the model's own ``from_pretrained`` does. Values are cast to the dtypes
-        that the module has. No rank holds more than its shards and one tensor. Parameters that the files lack are
-        initialised as by ``from_pretrained``, from the CPU's generator; these are whole on each rank until it returns.
-
-        Args:
-            folder: of safetensors files, one or several with an index.
-
-        Raises:
-            InputError: no such files.
-            RuntimeError: the library's own: a tensor has another shape. What is missing or unexpected is a warning.
-        """
-        state = self.shardc
-        if state.groups is None:
-            raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
-        state.check()
-        cls: Any = type(state.view)
-        dtypes = {param.dtype for param in self.parameters() if param.is_floating_point()}
-        source = cls.from_pretrained(
-            None,
-            config=copy.deepcopy(self.config),
-            state_dict=safetensors.read_folder(Path(folder)),
-            dtype=reduce(torch.promote_types, dtypes) if dtypes else None,
-        )
-        fresh: dict[int, Tensor] = {}
-        for name, buffer in list(self.named_buffers(remove_duplicate=False)):
-            if id(buffer) not in fresh:
-                given = source.get_buffer(name)
-                value = given.value() if isinstance(given, Lazy) else given
-                fresh[id(buffer)] = value.to(state.device, buffer.dtype)
-            path, _, key = name.rpartition(".")
-            self.get_submodule(path)._buffers[key] = fresh[id(buffer)]
-        buffers = dict(self.named_buffers(remove_duplicate=False))
-        self.load_state_dict({name: buffers.get(name, value) for name, value in source.state_dict().items()})
-        if (Path(folder) / "generation_config.json").is_file():
-            self.generation_config = GenerationConfig.from_pretrained(folder)
-        if (used := getattr(source, "_weight_conversions", None)) is not None:
-            self._weight_conversions = used
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.
@@ -218,3 +195,31 @@ class ShardedPretrained(ShardedModule):
             length = generation_config._mask_length
             model_kwargs["attention_mask"] = torch.ones(rows, length, dtype=torch.int64, device=self.shardc.device)
         super()._prepare_cache_for_generation(generation_config, model_kwargs, mode, batch_size, *args)  # type: ignore[misc]
+
+
+def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
+    """What a checkpoint holds, by name; each is gathered, on all ranks, where it is read."""
+    present: Any = state.present()
+    ignored = set(present._keys_to_ignore_on_save or ())
+    metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}
+    held = {id(param): name for name, param in state.owner.named_parameters()}
+    values = state.owner.state_dict(keep_vars=True)
+    last: dict[str, Tensor] = {}  # several tensors of a file may be parts of one parameter
+
+    def gathered(name: str) -> Tensor:
+        if name not in last:
+            last.clear()
+            value = values[name]
+            if isinstance(value, DTensor):
+                assert state.groups is not None
+                last[name] = whole_on_first(value, state.storages[held[id(value)]], state.groups)
+            else:
+                last[name] = value.detach()
+        return last[name]
+
+    def lazy(name: str, meta: Tensor) -> Lazy:
+        return Lazy(meta, lambda index: part(gathered(name), index))
+
+    kept = remove_tied_weights_from_state_dict(metas, present)
+    tensors: Any = {name: lazy(name, meta) for name, meta in kept.items()}
+    return revert_weight_conversion(state.view, tensors) if original_format else tensors

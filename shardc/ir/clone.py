@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -33,16 +33,19 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     return _Cloner(tensor_fn).clone(module)
 
 
-def subclass(module: nn.Module, mixin: type) -> None:
-    """Gives ``module`` the class ``Sharded<its class>``, a subclass of ``mixin`` and of its own class.
+def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str, Any]) -> None:
+    """Gives ``module`` the class ``Sharded<its class>``, a subclass of ``front``, of its own class and of ``behind``.
 
-    ``mixin`` comes first, so that its methods win; ``isinstance(module, UserClass)`` still holds. The class and the
-    module have the signature of the user's ``forward``, by which some libraries choose what they pass.
+    ``methods`` win over those of ``front``, and so on in this order; those of ``behind`` win over `nn.Module`'s.
+    ``isinstance(module, UserClass)`` still holds. The class and the module have the signature of the
+    user's ``forward``, by which some libraries choose what they pass.
     """
     cls = type(module)
     shown = inspect.signature(cls.forward)
-    calls = {name: _shown_as(getattr(mixin, name), shown) for name in ("forward", "__call__")}
-    module.__class__ = type(f"Sharded{cls.__name__}", (mixin, cls), {"__module__": cls.__module__, **calls})
+    calls = {name: _shown_as(getattr(front, name), shown) for name in ("forward", "__call__")}
+    module.__class__ = type(
+        f"Sharded{cls.__name__}", (front, cls, behind), {"__module__": cls.__module__, **methods, **calls}
+    )
 
 
 def _shown_as(function: Any, signature: inspect.Signature) -> Any:

@@ -221,7 +221,7 @@ def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool
     )
     if hasattr(state_dict, "_metadata"):
         shapes._metadata = state_dict._metadata  # type: ignore[attr-defined]
-    template.load_state_dict(shapes, strict=strict)
+    nn.Module.load_state_dict(template, shapes, strict=strict)
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:

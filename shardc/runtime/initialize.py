@@ -11,10 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from shardc import _compat
 from shardc.errors import InitError
@@ -55,70 +60,146 @@ def init_weights(
     """
     if seed is not None:
         torch.manual_seed(seed)
-    with torch.no_grad(), shardwise_trunc_normal(), _virtual(model, storages, rank, chunk_bytes) as made:
-        model.apply(_reset_parameters if fn is None else fn)
-        return {name: _result(one, current, rank) for name, one, current in _current(model, made)}
+    with shardwise(model, storages, rank, chunk_bytes) as slots:
+        model.apply(reset_parameters if fn is None else fn)
+        check_slots(model, slots)
+        return {slot.name: slot.value() for slot in slots}
 
 
-def _reset_parameters(module: nn.Module) -> None:
+def reset_parameters(module: nn.Module) -> None:
+    """What ``init_weights(None)`` applies to each module."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
 
 
-Slots = dict[tuple[nn.Module, str, str], Made]
+@dataclass(eq=False)
+class Slot:
+    """A parameter or buffer of a module while it is initialised.
+
+    Args:
+        name: its qualified name; several slots may have one tensor.
+        module, kind, key: where it is; ``kind`` is ``_parameters`` or ``_buffers``.
+        before: the tensor that was there.
+        made: its values.
+        stand_in: the `Virtual` in its place.
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    key: str
+    before: torch.Tensor
+    made: Made
+    stand_in: torch.Tensor
+    now: torch.Tensor | None = None
+
+    def value(self) -> torch.Tensor:
+        """The padded local CPU tensor, or the whole one where it has no layout.
+
+        Raises:
+            InitError: it is on ``meta`` and has no values.
+        """
+        made, current = self.made, self.now
+        if current is self.stand_in:
+            made.check_written()
+            return made.padded
+        assert current is not None
+        return current.detach() if made.storage is None else shard_tensor(current, made.storage, made.rank)
 
 
 @contextmanager
-def _virtual(model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_bytes: int) -> Iterator[Slots]:
-    """Every parameter and buffer replaced by a `Virtual`, and put back at the end."""
-    originals: dict[tuple[nn.Module, str, str], torch.Tensor] = {}
-    slots: Slots = {}
-    stand_ins: dict[int, tuple[Made, torch.Tensor]] = {}
+def shardwise(
+    model: nn.Module, storages: Mapping[str, Layout], rank: int, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[list[Slot]]:
+    """A block in which each parameter and buffer of ``model`` is a `Virtual`; the tensors are put back at its end."""
+    slots, stand_ins = [], {}
     for name, module, kind, key in _named_slots(model):
         tensor = getattr(module, kind)[key]
         if id(tensor) not in stand_ins:
             made = Made.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
-            whole = Virtual.whole(made)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            stand_ins[id(tensor)] = made, nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
-        originals[module, kind, key] = tensor
-        slots[module, kind, key], getattr(module, kind)[key] = stand_ins[id(tensor)]
+            stand_ins[id(tensor)] = made, _stand_in(tensor, made)
+        slots.append(Slot(name, module, kind, key, tensor, *stand_ins[id(tensor)]))
+    held = [(getattr(module, kind), dict(getattr(module, kind))) for module in model.modules() for kind in _KINDS]
+    for slot in slots:
+        getattr(slot.module, slot.kind)[slot.key] = slot.stand_in
+    elsewhere = {id(slot.before): slot.stand_in for slot in slots}
     try:
-        yield slots
+        with torch.no_grad(), shardwise_trunc_normal(), _Elsewhere(elsewhere):
+            yield slots
     finally:
-        for (module, kind, key), tensor in originals.items():
-            getattr(module, kind)[key] = tensor
+        for now, before in held:
+            now.clear()
+            now.update(before)
+
+
+def _stand_in(tensor: torch.Tensor, made: Made) -> torch.Tensor:
+    whole: torch.Tensor = Virtual.whole(made)
+    if isinstance(tensor, nn.Parameter):
+        whole = nn.Parameter(whole, tensor.requires_grad)
+    vars(whole).update(attributes(tensor))
+    return whole
+
+
+def attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a model's code keeps on a parameter or buffer."""
+    return {key: x for key, x in vars(tensor).items() if key not in ("meta", "made") and not key.startswith("shardc_")}
+
+
+class _Elsewhere(TorchFunctionMode):
+    """Takes the stand-in for a tensor of the model that code has from elsewhere: a list, a closure."""
+
+    def __init__(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x: self._stand_ins.get(id(x), x), (tuple(args), dict(kwargs or {}))
+        )
+        return func(*args, **kwargs)
+
+
+_KINDS = ("_parameters", "_buffers")
 
 
 def _named_slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, str]]:
     """(qualified name, module, ``_parameters`` or ``_buffers``, key) of every tensor of the tree."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for kind in ("_parameters", "_buffers"):
+        for kind in _KINDS:
             for key, tensor in getattr(module, kind).items():
                 if tensor is not None:
                     yield f"{prefix}.{key}" if prefix else key, module, kind, key
 
 
-def _current(model: nn.Module, slots: Slots) -> Iterator[tuple[str, Made, torch.Tensor]]:
-    for name, module, kind, key in _named_slots(model):
-        if (module, kind, key) not in slots:
+def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
+    """Notes what is in each of ``slots`` now.
+
+    Raises:
+        InitError: a tensor came, went, or was replaced by what cannot take its place.
+    """
+    names = {slot.name for slot in slots}
+    for name, *_ in _named_slots(model):
+        if name not in names:
             raise InitError(f"the initialisation added {name!r}", fix="register it when the model is built")
-        yield name, slots[module, kind, key], getattr(module, kind)[key]
-
-
-def _result(made: Made, current: torch.Tensor, rank: int) -> torch.Tensor:
-    if isinstance(current, Virtual):
-        made.check_written()
-        return made.padded
-    # The initialisation put a tensor of its own in place.
-    if current.is_meta or tuple(current.shape) != made.shape or current.dtype != made.padded.dtype:
-        raise InitError(
-            f"the initialisation replaced {made.name!r}, {list(made.shape)} {made.padded.dtype}, by a tensor of shape "
-            f"{list(current.shape)}, {current.dtype} on {current.device}",
-            fix="give it a real tensor of the same shape and dtype",
-        )
-    return current.detach() if made.storage is None else shard_tensor(current, made.storage, rank)
+    for slot in slots:
+        now, made = getattr(slot.module, slot.kind).get(slot.key), slot.made
+        if now is None:
+            raise InitError(f"the initialisation removed {slot.name!r}", fix="remove it when the model is built")
+        if isinstance(now, Virtual) and now is not slot.stand_in:
+            raise InitError(
+                f"the initialisation put {now.made.name!r} in the place of {slot.name!r}",
+                fix="tie parameters when the model is built, or copy_ the values",
+            )
+        if now is not slot.stand_in and (
+            now.is_meta or tuple(now.shape) != made.shape or now.dtype != made.dtype or isinstance(now, DTensor)
+        ):
+            raise InitError(
+                f"the initialisation replaced {slot.name!r}, {list(made.shape)} {made.dtype}, by a tensor of shape "
+                f"{list(now.shape)}, {now.dtype} on {now.device}",
+                fix="give it a real tensor of the same shape and dtype",
+            )
+        slot.now = now
 
 
 # --- truncated normal distributions

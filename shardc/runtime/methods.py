@@ -33,9 +33,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     """
     if not isinstance(module, ShardedModule):
         return
-    mixin, cls = type(module).__bases__
+    front, cls, _ = type(module).__bases__
     method = inspect.getattr_static(cls, name, None)
-    if not isinstance(method, FunctionType) or hasattr(mixin, name):
+    if not isinstance(method, FunctionType) or hasattr(front, name):
         raise InputError(f"{cls.__name__} has no method {name!r} of its own", fix="name one that its class defines")
     build: Any = module.shardc.build
     if build.loss is not None:

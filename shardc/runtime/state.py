@@ -33,7 +33,7 @@ from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
 from shardc.runtime.variants import Variants
 from shardc.runtime.watch import Watch
-from shardc.runtime.wire.buffers import Buffers, MemoryUse
+from shardc.runtime.wire.buffers import Buffers
 
 
 class Build(Protocol):
@@ -97,7 +97,7 @@ class State:
         global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
         names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
         loss_args: how many arguments the loss takes after the model's own; None without a loss.
-        lower: makes halves callable.
+        lower_half: makes a half callable.
         device: where the program runs.
         homes: where each parameter is kept between steps.
         sync: which gradients are reduced.
@@ -111,7 +111,7 @@ class State:
         fresh: whether values came since the ranks compared them.
         uneven: whether ranks may pass different numbers of rows.
         turns: at which calls ranks compare inputs.
-        explicit: whether `ShardedModule.lower` was called.
+        explicit: whether `Namespace.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
         owner: the module itself.
@@ -128,7 +128,7 @@ class State:
     global_shapes: Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int, ...]]]
     names: Callable[..., list[str]]
     loss_args: int | None
-    lower: Lower
+    lower_half: Lower
     device: torch.device
     sync: Sync
     homes: dict[str, Home]
@@ -353,7 +353,7 @@ class State:
                 lambda: self.census,
                 self.storages,
                 self.groups,
-                self.lower,
+                self.lower_half,
                 self.sync,
                 self.buffers,
                 self.tokens,
@@ -367,11 +367,3 @@ class State:
     def tokens(self) -> dict[str, tuple[Tensor, str]]:
         """What each layer of experts noted of its tokens in the last forward."""
         return {}
-
-    def memory(self) -> MemoryUse:
-        """Planned and observed memory of collectives' results."""
-        planned: dict[str, int] = {}
-        for runner in self._runners.values():
-            for which, size in runner.planned().items():
-                planned[which] = max(size, planned.get(which, 0))
-        return self.buffers.use(planned)

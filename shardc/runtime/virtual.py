@@ -6,17 +6,19 @@ import sys
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shardc._compat import is_inplace
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.runtime.draw import Piece, draw, shifted
-from shardc.runtime.storage import cut, held, shard_tensor, take, unpadded_shape
+from shardc.runtime.storage import cut, held, padded_local, shard_tensor, take
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -42,7 +44,8 @@ class Made:
         shape: its global shape.
         storage: its storage layout, or None where it is kept whole.
         held: per dim the global indices that this rank holds.
-        padded: the local tensor with the pad, ``local`` the view of it without.
+        rank: this rank on the layout's mesh.
+        before: the tensor as it was: on ``meta``, whole, or a DTensor in that layout.
         limit: elements that a buffer of random values may have.
         written: the views of it that were filled, as (offset, shape, strides).
     """
@@ -51,33 +54,52 @@ class Made:
     shape: tuple[int, ...]
     storage: Layout | None
     held: tuple[Sequence[int], ...]
-    padded: torch.Tensor
-    local: torch.Tensor
+    rank: int
+    before: torch.Tensor
     limit: int
     written: set[tuple[Any, ...]] = field(default_factory=set)
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> Made:
-        """Zeros for a tensor on ``meta``; else its own values, which count as written."""
         shape = tuple(tensor.shape)
-        if storage is None:
-            indices: tuple[Sequence[int], ...] = tuple(range(size) for size in shape)
-            padded = torch.zeros(shape, dtype=tensor.dtype) if tensor.is_meta else tensor.detach().cpu().clone()
-            local = padded
-        else:
-            indices = tuple(held(storage, shape, dim, rank) for dim in range(len(shape)))
-            empty = torch.zeros(storage.local_shape, dtype=tensor.dtype)
-            padded = empty if tensor.is_meta else shard_tensor(tensor, storage, rank).cpu()
-            local = cut(padded, unpadded_shape(storage, shape, rank))
-        made = cls(name, shape, storage, indices, padded, local, limit)
+        dims = range(len(shape))
+        indices = [range(shape[dim]) if storage is None else held(storage, shape, dim, rank) for dim in dims]
+        made = cls(name, shape, storage, tuple(indices), rank, tensor, limit)
         if not tensor.is_meta:
             made.mark(Virtual.whole(made))
         return made
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.before.dtype
+
+    @cached_property
+    def padded(self) -> torch.Tensor:
+        """The local tensor with the pad: zeros for a tensor on ``meta``, else a copy of its own values."""
+        with torch._C.DisableTorchFunction():  # a mode may give this for the tensor
+            before = self.before.detach()
+            if before.is_meta:
+                return torch.zeros(self.shape if self.storage is None else self.storage.local_shape, dtype=self.dtype)
+            if self.storage is None:
+                return before.cpu().clone()
+            if isinstance(before, DTensor):
+                return padded_local(before, self.storage).to(CPU, copy=True)
+            return shard_tensor(before, self.storage, self.rank).cpu()
+
+    @cached_property
+    def local(self) -> torch.Tensor:
+        """The view of `padded` without the pad."""
+        return self.padded if self.storage is None else cut(self.padded, list(map(len, self.held)))
+
+    @property
+    def touched(self) -> bool:
+        """Whether an op saw the values."""
+        return "padded" in vars(self)
+
+    @cached_property
     def whole(self) -> bool:
         """Whether this rank holds every element."""
-        return tuple(self.local.shape) == self.shape
+        return tuple(map(len, self.held)) == self.shape
 
     def mark(self, view: Virtual) -> None:
         self.written.add((view.storage_offset(), tuple(view.shape), view.stride()))
@@ -109,9 +131,20 @@ class Virtual(torch.Tensor):
 
     @classmethod
     def whole(cls, made: Made) -> Virtual:
-        return cls(torch.empty(made.shape, dtype=made.padded.dtype, device="meta"), made)
+        return cls(torch.empty(made.shape, dtype=made.dtype, device="meta"), made)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if tuple(value.shape) != self.made.shape or value.dtype != self.dtype or self.storage_offset():
+            raise unsupported(".data =", self, f"by a tensor of shape {list(value.shape)}, {value.dtype}")
+        with torch.no_grad():
+            self.copy_(value)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Virtual({self.made.name}, {list(self.shape)}, {self.dtype})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import shardc
 from shardc.cost.hardware import find
 from shardc.cost.model import CostModel
 from shardc.errors import ShardcError
+from shardc.runtime.module import BehindModel
 from tests.semantics.bad_input import DP, Mlp, X, compiled
 
 
@@ -54,12 +56,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "local_map": (shardc.local_map, {"function": abs, "in_layouts": "_", "out_layouts": "_"}),
     "no_sync": (MODULE.no_sync, {}),
     "set_requires_grad_sync": (MODULE.set_requires_grad_sync, {"sync": True}),
-    "zero_grad": (MODULE.zero_grad, {}),
+    "zero_grad": (partial(BehindModel.zero_grad, MODULE), {}),
     "init_weights": (MODULE.init_weights, {}),
     "summon_full_params": (MODULE.summon_full_params, {}),
     "full_state_dict": (MODULE.full_state_dict, {}),
     "clip_grad_norm_": (MODULE.clip_grad_norm_, {"max_norm": 1.0}),
-    "load_state_dict": (MODULE.load_state_dict, {"state_dict": Mlp().state_dict()}),
+    "load_state_dict": (partial(BehindModel.load_state_dict, MODULE), {"state_dict": Mlp().state_dict()}),
     "text": (PROGRAM.text, {}),
     "draw": (PROGRAM.draw, {"name": "up.weight"}),
     "schedule": (PROGRAM.schedule, {}),

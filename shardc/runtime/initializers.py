@@ -1,0 +1,100 @@
+"""A model's own methods that initialise it: called on the compiled module, they run shard by shard."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardc.errors import MeshError
+from shardc.runtime import changes
+from shardc.runtime.initialize import Slot, attributes, check_slots, shardwise
+from shardc.runtime.storage import cut, refill
+
+if TYPE_CHECKING:
+    from shardc.runtime.state import State
+
+# Names that libraries and models give to such methods.
+_INITIALISES = re.compile(
+    r"_{0,2}(re)?(init|initiali[sz]e|reset|set_init)(_?(all|model|module))?"
+    r"(_?(weights?|params?|parameters?|buffers?|embeddings?|linears?|layers?))?_?"
+)
+
+
+def initializers(cls: Any) -> dict[str, Any]:
+    """The methods of ``cls``, a model's, that initialise it by their names, as a compiled module has them.
+
+    What such a method writes to parameters and buffers reaches the shards, with the values of one device; attributes
+    that it sets stay set.
+    """
+    found = {name: inspect.getattr_static(cls, name, None) for name in dir(cls) if _INITIALISES.fullmatch(name)}
+    return {name: _shardwise(method) for name, method in found.items() if isinstance(method, FunctionType)}
+
+
+def _shardwise(method: FunctionType) -> Any:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        state: State | None = vars(self).get("shardc")
+        if state is None:  # a slice of a container
+            return method(self, *args, **kwargs)
+        result = initialise(state, lambda model: method(model, *args, **kwargs))
+        return self if result is state.view else result
+
+    return call
+
+
+def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = False) -> Any:
+    """Calls ``run`` with the model, shard by shard, and returns what it returns. All ranks call it.
+
+    Args:
+        complete: everything on ``meta`` must get values.
+
+    Raises:
+        InitError: an op cannot run shard by shard, a tensor got values in part, or was replaced by another kind of
+            tensor. Parameters and buffers are as before then.
+    """
+    if state.device_mesh is None:
+        raise MeshError(f"the module was compiled for the abstract mesh {state.mesh} and holds no shards")
+    state.check()
+    with shardwise(state.view, state.storages, state.rank) as slots:
+        result = run(state.view)
+        check_slots(state.view, slots)
+        written = [slot for slot in slots if complete or slot.made.touched or slot.now is not slot.stand_in]
+        values = {id(slot): slot.value() for slot in written}
+    fresh: dict[int, torch.Tensor] = {}
+    with torch.no_grad():
+        for slot in written:
+            _write(state, slot, values[id(slot)], fresh)
+        for slot in slots:
+            _note_attributes(slot)
+    state.fresh = True
+    changes.watch(state.owner)
+    return result
+
+
+def _note_attributes(slot: Slot) -> None:
+    """Gives the tensor what was set on what stood or stands in its place."""
+    now: Any = slot.now
+    slot.before.requires_grad_(now.requires_grad)
+    vars(slot.before).update(attributes(now))
+
+
+def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch.Tensor]) -> None:
+    before: Any = slot.before
+    if slot.kind == "_buffers":
+        if slot.now is not slot.stand_in or before.is_meta:
+            slot.module._buffers[slot.key] = fresh.setdefault(id(before), value.to(state.device))
+        else:
+            before.copy_(value)
+    elif before.is_meta:
+        storage = state.storages[slot.made.name]
+        refill(before, state.homes[slot.made.name].keep(value.to(before.dtype)), storage, state.rank)
+    else:
+        local = before._local_tensor
+        local.copy_(cut(value, local.shape))

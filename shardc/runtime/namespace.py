@@ -1,0 +1,172 @@
+"""`Namespace`: ``module.shardc``, what a compiled module has more than the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Annotated, Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from shardc.runtime.acts import Act
+from shardc.runtime.initialize import reset_parameters
+from shardc.runtime.initializers import initialise
+from shardc.runtime.inputs import check_kinds, shard_input
+from shardc.runtime.norm import clip_grad_norm_
+from shardc.runtime.state import State
+from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
+from shardc.runtime.wire.buffers import MemoryUse
+from shardc.validate import Range, typed
+
+
+class Namespace(State):
+    """``module.shardc`` of a compiled module: its methods beside those of the model.
+
+    Each is ``module.<name>`` too, unless the model has an attribute, method, parameter, buffer or submodule of that
+    name: that one then stays what it is.
+    """
+
+    @classmethod
+    @cache
+    def short_names(cls) -> frozenset[str]:
+        """The methods that have a short name too."""
+        own = cls.__mro__[: cls.__mro__.index(State)]
+        return frozenset(name for each in own for name in vars(each) if not name.startswith("_")) - {"short_names"}
+
+    @typed()
+    def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
+        """A block whose steps communicate no gradients: each rank sums whole gradients, whatever the plan's level.
+
+        Args:
+            parameters: a glob of names; gradients of other parameters are reduced as usual.
+
+        The next backward outside of the block adds its own gradients and reduces the sum. ``.grad`` does not change in
+        between. ``zero_grad()``, of the module or of an optimizer, drops the sum. ``step()`` of an optimizer raises
+        while there is one. Forwards gather parameters as usual.
+        """
+        return self.sync.pause(self.sync.matching(parameters))
+
+    @typed()
+    def set_requires_grad_sync(self, sync: bool, parameters: str = "*") -> None:
+        """Sets whether the next steps reduce all gradients; False holds back those that the plan accumulates whole.
+
+        These are gradients of parameters that are whole between steps, or stored at level 1. At levels 2 and 3 every
+        step reduces gradients. `no_sync` says what happens to gradients that are held back. True reduces over replicas
+        too, whatever `set_requires_all_reduce` said before.
+
+        Args:
+            parameters: a glob of names; others stay as they are.
+        """
+        self.sync.sync(sync, self.sync.matching(parameters))
+
+    @typed()
+    def set_requires_all_reduce(self, sync: bool, parameters: str = "*") -> None:
+        """Sets whether the next steps reduce gradients over the axes that replicate parameters (`shardc.hsdp`).
+
+        With False they are reduced over the axes that split storage, and each rank sums up its shard of them. Where no
+        axis splits a parameter's storage, nothing is reduced. Plans without replicas reduce as usual. `no_sync` says
+        what happens to gradients that are held back. What `no_sync` or `set_requires_grad_sync` holds back stays so.
+
+        Args:
+            parameters: a glob of names; others stay as they are.
+        """
+        self.sync.all_reduce(sync, self.sync.matching(parameters))
+
+    def memory(self) -> MemoryUse:
+        """The memory of collectives' results on this rank, planned and observed so far; see `MemoryUse`."""
+        planned: dict[str, int] = {}
+        for runner in self._runners.values():
+            for which, size in runner.planned().items():
+                planned[which] = max(size, planned.get(which, 0))
+        return self.buffers.use(planned)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
+
+        After this the module takes shards of such inputs only. Another shape, dtype or constant is an error until it is
+        lowered too. A change of mode, as by ``eval()``, compiles at the next call. Dims that are named in
+        ``shardc.compile(dynamic=...)`` may have other sizes.
+        """
+        self.check()
+        check_kinds(self.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
+        program = self.program_for(args, kwargs, looks=True)
+        self.explicit = True
+        self.known.clear()
+        if program not in self.programs.values():  # one of many sizes, for this one
+            self.programs[self.signature(args, kwargs)] = program
+        return program
+
+    def shard_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Cuts global inputs (a tensor, or trees of them) into this rank's shards.
+
+        Returns:
+            The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``.
+
+        Raises:
+            InputError: an earlier input of another size had shards of the same shape.
+        """
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        named = zip(self.input_names(args, kwargs), leaves, strict=True)
+        shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
+        layouts = iter(self.build.input_layouts(shapes))
+        cut = [shard_input(x, next(layouts), self.rank) if isinstance(x, Tensor) else x for x in leaves]
+        for (name, shape), x in zip(shapes, (x for x in cut if isinstance(x, Tensor)), strict=True):
+            self.note_cut(name, tuple(x.shape), shape)
+        out_args, out_kwargs = pytree.tree_unflatten(cut, spec)
+        if out_kwargs:
+            return out_args, out_kwargs
+        return out_args[0] if len(out_args) == 1 else out_args
+
+    @typed()
+    def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
+        """Initialises parameters and buffers shard by shard; values equal those of one device with the same seed.
+
+        Args:
+            fn: applied to every module as ``module.apply(fn)``; None calls each module's ``reset_parameters()``.
+
+        Raises:
+            InitError: an op cannot run shard by shard, or a tensor was left without values.
+        """
+        initialise(self, lambda model: nn.Module.apply(model, fn or reset_parameters), complete=True)
+
+    @typed()
+    def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
+        """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
+        self.check()
+        if with_grads:
+            self.sync.refuse("summon_full_params(with_grads=True)")
+        self.fresh |= writeback
+        return summon_full_params(self.owner, self.storages, self.rank, writeback, with_grads)
+
+    @typed()
+    def full_state_dict(self, device: torch.device | str | None = None, rank0_only: bool = False) -> dict[str, Any]:
+        """The unsharded model's state dict, plain whole tensors; all ranks call it.
+
+        Args:
+            device: where the tensors go, by default where they are.
+            rank0_only: the mesh's first rank gets it, on the CPU if ``device`` is None, and other ranks an empty dict.
+                No other rank holds a whole tensor.
+        """
+        self.check()
+        if not rank0_only or self.groups is None:
+            return full_state_dict(self.owner, self.storages, device)
+        self.groups.agreement.act(Act((("act", f"full_state_dict of {self.name} for the first rank"),)), ask=True)
+        return first_state_dict(self.owner, self.storages, self.groups, device)
+
+    @typed()
+    def clip_grad_norm_(
+        self,
+        max_norm: Annotated[float, Range(0)],
+        norm_type: Annotated[float, Range(0, above=True)] = 2.0,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor:
+        """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
+        self.sync.refuse("clip_grad_norm_()")
+        if self.groups is None:
+            return nn.utils.clip_grad_norm_(self.owner.parameters(), max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_(
+            self.owner, self.storages, self.groups, self.device, max_norm, norm_type, error_if_nonfinite
+        )
