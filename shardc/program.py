@@ -76,6 +76,7 @@ class Program(Executable):
         self.pipeline, captured = joint.pipeline, joint.captured
         self.inputs = tuple((n, x.layout) for n, x in zip(captured.inputs, self.bound.inputs, strict=True))
         self.input_spec, self.output_spec = captured.input_spec, captured.output_spec
+        self.returned = captured.returned
         self.constants, self.reads = captured.constants, captured.reads if folded is None else folded.reads
         levels = self.pipeline[passes.Partition].levels(joint.local.graph)
         self.levels: Mapping[str, int] = levels if folded is None else folded.levels(levels)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from operator import getitem
@@ -19,9 +19,11 @@ from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role
+from shardc.ir.returned import AGAIN
 
 PREFIX = "model."  # of what the traced module holds
 OUTPUT = ""  # name of the tag that keeps outputs apart
+SAME = "="  # the same where an output is the very tensor that an earlier one is
 _WITH_EFFECTS = torch.ops.higher_order.with_effects
 # Kinds of what must not change -> (how to call it, what to do instead).
 _UNCHANGED = {"param": ("parameter", "or register it as a buffer"), "input": ("input", "and return it")}
@@ -38,8 +40,8 @@ def annotate(
         stored: dtype of each parameter and buffer by its first name; it may have been traced in another.
     """
     _merge_names(gm.graph, first)
-    _drop_output_tags(gm.graph)
-    _name_outputs(ir.output_node(gm.graph), inputs)
+    again = _drop_output_tags(gm.graph)
+    _name_outputs(ir.output_node(gm.graph), inputs, again)
     _drop_effects(gm.graph)
     names = NameScope()
     needed = _needed_forward(gm.graph)
@@ -136,11 +138,17 @@ def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
     return desc
 
 
-def _drop_output_tags(graph: fx.Graph) -> None:
+def _drop_output_tags(graph: fx.Graph) -> set[Any]:
+    """Drops the tags of outputs; of those that are the very tensor of an earlier output, the descriptors."""
+    output = ir.output_node(graph)
+    again: set[Any] = set()
     for node in list(graph.nodes):
-        if node.target is torch.ops.shardc.tag.default and node.args[1] == OUTPUT:
+        if node.target is torch.ops.shardc.tag.default and node.args[1] in (OUTPUT, SAME):
+            if node.args[1] == SAME:
+                again |= {desc for desc, x in zip(output.meta["desc"], output.args[0], strict=True) if x is node}
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+    return again
 
 
 def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
@@ -163,8 +171,11 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
             backward_from.prepend(node)
 
 
-def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:
+def _name_outputs(output: fx.Node, inputs: Sequence[str], again: Container[Any]) -> None:
     """Gives the output node its roles and drops what has none.
+
+    Args:
+        again: the descriptors of outputs that are the very tensor of an earlier one.
 
     Raises:
         CaptureError: the model changes an input or a parameter; of what it holds only buffers may change.
@@ -174,6 +185,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str]) -> None:
     named = [(role, made) for role, made in zip(roles, results, strict=True) if role is not None]
     output.args = (tuple(made for _, made in named),)
     output.meta[ir.ROLES] = tuple(role for role, _ in named)
+    output.meta[AGAIN] = {desc.idx for desc in output.meta["desc"] if desc in again}
     for role, made in named:
         if role.kind in _UNCHANGED:
             kind, instead = _UNCHANGED[role.kind]

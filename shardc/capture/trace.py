@@ -12,8 +12,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc._compat import dynamo_captures
 from shardc.capture import experts, sorted_experts
-from shardc.capture.annotate import OUTPUT, PREFIX, annotate
+from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result
@@ -42,6 +41,7 @@ from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
 from shardc.ir.reads import Reads
+from shardc.ir.returned import Returned, returned
 
 Loss = Callable[..., Any]
 
@@ -58,6 +58,7 @@ class Captured:
         output_spec: pytree spec of what the model returns.
         fake_mode: the mode of the graph's fake values.
         reads: what of the model and the loss was looked at besides their tensors.
+        returned: what each output is to autograd on one device.
     """
 
     graph: fx.GraphModule
@@ -67,6 +68,7 @@ class Captured:
     output_spec: pytree.TreeSpec
     fake_mode: FakeTensorMode
     reads: Reads
+    returned: tuple[Returned, ...]
 
 
 class _Root(nn.Module):
@@ -89,7 +91,15 @@ class _Root(nn.Module):
             out = self._loss[0](out, *extra)
         check_result(out, self._loss is not None)
         # An output that is a view of another, or of an input, would have no gradient of its own.
-        return pytree.tree_map_only(Tensor, partial(mark, name=OUTPUT), out)
+        first: list[Tensor] = []
+
+        def marked(x: Tensor) -> Tensor:
+            if any(x is before for before in first):  # it has the gradients of the first
+                return mark(x.detach(), name=SAME)
+            first.append(x)
+            return mark(x, name=OUTPUT)
+
+        return pytree.tree_map_only(Tensor, marked, out)
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any], Sequence[Any]]:
         """The model's own arguments, by position and by name, and those that the loss takes besides the output."""
@@ -141,7 +151,8 @@ class Traced(Captured):
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
         check_dtypes(self.graph.graph, self.uncast)
-        return Captured(*(getattr(self, field.name) for field in fields(Captured)))
+        made = Captured(*(getattr(self, field.name) for field in fields(Captured)))
+        return replace(made, returned=returned(self.graph.graph))
 
 
 def capture(
@@ -237,6 +248,7 @@ def trace(
         output_spec=joint.out_spec,
         fake_mode=mode,
         reads=reads_of(traces[-1], model, loss),
+        returned=(),
         names=_first_names(root),
         stored=stored,
         dynamo=traced.meta["fake_mode"],

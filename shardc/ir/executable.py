@@ -21,6 +21,7 @@ from shardc.ir.graph import DTYPE_NAMES, Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Reads
+from shardc.ir.returned import Returned
 from shardc.ir.segments import Segment
 from shardc.ir.tally import arguments_of, collective_kind, group_axes
 
@@ -218,6 +219,7 @@ class Executable(ABC):
         outputs: the role (with layout) of each output, updated buffers among them.
         output_values: what an output is where it is no tensor.
         output_spec: how a call's results are made of the outputs.
+        returned: what each output of the model is to autograd on one device, by its index.
         deferred: the parameters whose gradients the backward leaves unreduced.
         identity: what call and model it is for.
         reads: what of the model it depends on besides.
@@ -230,6 +232,7 @@ class Executable(ABC):
     outputs: tuple[Role, ...]
     output_values: tuple[Any, ...]
     output_spec: Any
+    returned: tuple[Returned, ...]
     deferred: Deferred
     identity: Any
     reads: Reads

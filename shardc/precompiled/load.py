@@ -79,6 +79,10 @@ class Precompiled(Executable):
         results = sum(role.kind == "output" for role in self.outputs)
         if results != self.output_spec.num_leaves:
             raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
+        self.returned = record.returned
+        there = [0 <= at < results for output in self.returned for at in (output.first, *output.read_by)]
+        if len(self.returned) != results or not all(there):
+            raise PrecompiledError(f"{results} results are said to be {len(self.returned)} outputs")
         taken = [name for name, _ in self.identity.signature.tensors]
         if [name for name, _ in self.inputs] != taken:
             raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {taken}")

@@ -16,10 +16,11 @@ import torch
 from shardc.errors import PrecompiledError
 from shardc.ir.arena import MemoryPlan
 from shardc.ir.reads import Read
+from shardc.ir.returned import Returned
 from shardc.runtime.surroundings import Surroundings
 from shardc.validate import Range, checked
 
-VERSION = 4
+VERSION = 5
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
@@ -128,6 +129,7 @@ class Record:
     levels: Mapping[str, Annotated[int, Range(0, 3)]]
     causes: Mapping[str, str]
     output_spec: Any
+    returned: tuple[Returned, ...]
     experts: Mapping[str, Any]
     halves: Mapping[str, Half]
     files: Mapping[str, str]

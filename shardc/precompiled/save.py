@@ -77,6 +77,7 @@ def save_program(
         "levels": dict(program.levels),
         "causes": dict(program.causes),
         "output_spec": spec_to_json(program.output_spec, "the outputs"),
+        "returned": [asdict(output) for output in program.returned],
         "experts": {},
         "halves": {},
         "files": {},

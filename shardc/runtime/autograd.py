@@ -35,36 +35,41 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
     else:
         with torch.no_grad():
             results = list(runner.run(half, runner.local(half, feed)))
-    out = []
+    out: list[Any] = []
     for role, constant, result in zip(program.outputs, program.output_values, results, strict=False):
         if role.kind == "buffer":
             with torch.no_grad():
                 runner.census().buffers[role.name].copy_(result)
         elif role.kind == "output":
             out.append(result if isinstance(result, Tensor) else constant)
+    for at, output in enumerate(program.returned):
+        if output.same:
+            out[at] = out[output.first]
     return pytree.tree_unflatten(out, program.output_spec)
 
 
 class Step(torch.autograd.Function):
-    """A forward that remembers what its backward needs."""
+    """A forward that saves for its backward as any function of autograd does: versions are checked, hooks see it."""
 
     @staticmethod
     def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
         half = runner.half(FORWARD)
         results = runner.run(half, runner.local(half, feed))
-        outputs = tuple(results[:count])
-        ctx.runner, ctx.held, ctx.feed = runner, runner.sync.held(), feed
+        border = runner.border
+        outputs, saved = border.apart(results, feed)
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
+        ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ctx.strides = [isinstance(x, Tensor) and x.stride() for x in saved] if hooked else None
+        ctx.changes = border.watch(outputs)
+        ctx.runner, ctx.held, ctx.freed = runner, runner.sync.held(), False
         ctx.call = runner.groups.agreement.call
-        ctx.saved = {role.name: x for role, x in zip(half.gives, results, strict=True) if role.kind == "saved"}
-        for name in runner.overwritten:  # by what the forward itself makes of a buffer
-            ctx.saved[name] = ctx.saved[name].clone()
+        ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
         ctx.versions = list(_versions(runner, feed))
         ctx.set_materialize_grads(False)
-        led = {port.role.index for port in runner.half(BACKWARD).takes if port.role.kind == "tangent"}
-        plain = [x for x, role in zip(outputs, runner.program.outputs, strict=True)
-                 if isinstance(x, Tensor) and (role.kind == "buffer" or role.index not in led)]  # fmt: skip
+        plain = [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in border.differentiable]
         ctx.mark_non_differentiable(*plain)
-        return outputs
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: Any) -> tuple[Any, ...]:
@@ -80,7 +85,7 @@ class Step(torch.autograd.Function):
                 fix="leave create_graph out; where the model needs a gradient of a gradient, take the first one inside "
                 "of it, by torch.autograd.grad in forward",
             )
-        if ctx.saved is None:
+        if ctx.freed:
             raise BackwardError(
                 "backward was already run for this step, and what it needs was freed",
                 fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
@@ -90,21 +95,37 @@ class Step(torch.autograd.Function):
         if not used:
             return (None, None, *(None for _ in ctx.feed))
         half = runner.backward_of(used)
-        if ctx.call is not None:
-            runner.groups.agreement.act(ctx.call.backward(used))
-        saved = ctx.saved
         _check_versions(runner, half, ctx.feed, ctx.versions)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.saved = None
+        runner.border.check(half, used, ctx.changes)
         local = [
-            by_index[port.role.index].contiguous() if port.role.kind == "tangent" else saved[port.name]
+            by_index[port.role.index].contiguous() if port.role.kind == "tangent" else _saved(ctx, port.name)
             for port in half.takes
         ]
-        del saved
+        if ctx.call is not None:
+            runner.groups.agreement.act(ctx.call.backward(used))
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.freed, ctx.others = True, None
+            ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
         results = runner.run(half, local)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
         late = runner.late(half.gives, grads, ctx.held)
         return (None, None, *_handed_out(runner, ctx.feed, tangents, grads, late))
+
+
+def _saved(ctx: Any, name: str) -> Any:
+    """What the forward saved under ``name``, as torch's hooks give it back.
+
+    Raises:
+        RuntimeError: torch's, where it was changed in place since the forward.
+    """
+    at = ctx.runner.border.places[name]
+    x = ctx.others[at]
+    if x is not None:
+        return x
+    x = ctx._raw_saved_tensors[at].unpack()
+    if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a hook kept the values alone
+        x = torch.empty_strided(x.shape, ctx.strides[at], dtype=x.dtype, device=x.device).copy_(x)
+    return x
 
 
 def _handed_out(

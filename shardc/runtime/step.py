@@ -20,6 +20,7 @@ from shardc.ir.random import draw_key
 from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
 from shardc.runtime.acts import program_act
+from shardc.runtime.border import Border
 from shardc.runtime.census import Census
 from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
@@ -66,7 +67,7 @@ class Runner:
     ) -> None:
         self.program, self.census, self.storages = program, census, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
-        self.half = program.half
+        self.half, self.border = program.half, Border(self)
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
         self._reads: dict[Half, list[tuple[Role, int]]] = {}

@@ -1,0 +1,183 @@
+"""What a forward gives: outputs that the caller may change in place where one device lets him, and saved values.
+
+On one device an output is changed in place without harm where no backward reads it, and the backward is refused where it
+does. A compiled backward may read others: a cheap value is computed again from an output, say. Such an output is copied. A
+change of what one device's backward reads is found by autograd's count of changes, whatever the compiled backward reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardc.errors import BackwardError
+from shardc.ir.executable import BACKWARD, FORWARD, Half
+from shardc.ir.returned import Returned
+
+if TYPE_CHECKING:
+    from shardc.runtime.step import Runner
+
+Changes = Sequence[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """With what the memory of an output is shared when a program runs.
+
+    Args:
+        taken: position of what the forward takes.
+        first: position of an earlier output.
+        saved: names of saved values.
+    """
+
+    taken: int | None
+    first: int | None
+    saved: frozenset[str]
+
+    def __bool__(self) -> bool:
+        return self.taken is not None or self.first is not None or bool(self.saved)
+
+
+class Border:
+    """The outputs and the saved values of a program's forwards on this rank."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.count = runner, len(runner.program.outputs)
+        self._shared: dict[int, Shared] | None = None
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """By name of a saved value, its position among them."""
+        return {role.name: at for at, role in enumerate(self.runner.half(FORWARD).gives[self.count :])}
+
+    @cached_property
+    def needed(self) -> tuple[bool, ...]:
+        """Of each thing that the forward takes, whether the backward reads it or gives a parameter's gradient."""
+        read = {at for _, at in self.runner.reads(self.runner.half(BACKWARD))}
+        takes = self.runner.half(FORWARD).takes
+        return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
+
+    @cached_property
+    def differentiable(self) -> frozenset[int]:
+        """The positions of outputs that have gradients."""
+        takes = self.runner.half(BACKWARD).takes
+        led = {port.role.index for port in takes if port.role.kind == "tangent"}
+        roles = enumerate(self.runner.program.outputs)
+        return frozenset(at for at, role in roles if role.kind == "output" and role.index in led)
+
+    @cached_property
+    def _returned(self) -> dict[int, Returned]:
+        """What each output is on one device, by its position."""
+        roles, returned = self.runner.program.outputs, self.runner.program.returned
+        return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
+
+    @cached_property
+    def _tied(self) -> frozenset[int]:
+        """The outputs with gradients that one device changes together with something else, or does not let change.
+
+        They leave as views, which autograd lets nobody change in place while it records.
+        """
+        firsts = [output.first for output in self._returned.values() if not output.same]
+        return frozenset(
+            at
+            for at, output in self._returned.items()
+            if at in self.differentiable and (output.of or output.part or firsts.count(output.first) > 1)
+        )
+
+    def apart(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the saved values of a forward that took ``feed``.
+
+        What is saved keeps no output: autograd would never free a graph of which an output holds itself.
+        """
+        outputs, saved = list(results[: self.count]), list(results[self.count :])
+        for name in self.runner.overwritten:  # by what the forward itself makes of a buffer
+            saved[self.places[name]] = saved[self.places[name]].clone()
+        if self._shared is None:
+            self._shared = self._look(outputs, saved, feed)
+        for at, shared in self._shared.items():
+            for name in shared.saved:
+                saved[self.places[name]] = saved[self.places[name]].detach()
+            outputs[at] = self._own(at, shared, outputs, feed)
+        for at, x in enumerate(outputs):
+            if at in self._tied:
+                outputs[at] = x if x._is_view() else x.view_as(x)
+            elif at not in self._shared and isinstance(x, Tensor) and x._is_view():
+                outputs[at] = x.detach()
+        return outputs, [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
+
+    def watch(self, outputs: Sequence[Any]) -> Changes:
+        """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
+        shared = self._shared or {}
+        read = [at for at, output in self._returned.items() if output.read_by or (at in shared and shared[at].saved)]
+        return [(at, _counter(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
+
+    def check(self, half: Half, used: frozenset[int], changes: Changes) -> None:
+        """Raises BackwardError where an output that this backward reads, here or on one device, was changed in place."""
+        for at, counter, before in changes:
+            if counter._version == before:
+                continue
+            shared = (self._shared or {}).get(at)
+            saved = shared.saved if shared is not None else frozenset()
+            if used.intersection(self._returned[at].read_by) or saved.intersection(x.name for x in half.takes):
+                raise BackwardError(
+                    f"{self.runner.program.outputs[at].name} of the module was modified in place by an inplace "
+                    f"operation, and this backward needs the values that it was returned with: it is at version "
+                    f"{counter._version}; expected version {before}",
+                    fix="change a copy (out = out * 2 instead of out.mul_(2)), or change it after the backward",
+                )
+
+    def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, Shared]:
+        """Finds what shares memory, which is the same in all calls of a program."""
+        taken = {_memory(x): at for at, x in reversed(list(enumerate(feed)))}
+        kept: dict[int, set[str]] = {}
+        for name, at in self.places.items():
+            kept.setdefault(_memory(saved[at]), set()).add(name)
+        firsts: dict[int, int] = {}
+        found: dict[int, Shared] = {}
+        for at in self._returned:
+            memory = _memory(outputs[at])
+            if memory:
+                first = firsts.setdefault(memory, at)
+                shared = Shared(taken.get(memory), first if first < at else None, frozenset(kept.get(memory, ())))
+                if shared:
+                    found[at] = shared
+        return found
+
+    def _own(self, at: int, shared: Shared, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
+        """An output that shares its memory, and its count of changes, with what it does on one device."""
+        out, output = outputs[at], self._returned[at]
+        if output.same:
+            return out
+        if shared.taken is not None and output.of:
+            base = _local(feed[shared.taken])
+        elif shared.first is not None and self._returned[shared.first].first == output.first:
+            base = outputs[shared.first]
+        elif shared.taken is not None or shared.first is not None or not output.read_by:
+            return out.clone()
+        else:
+            return out.detach()
+        if _memory(base) != _memory(out) or base.dtype != out.dtype or out._is_view():
+            return out
+        return base.as_strided(out.shape, out.stride(), out.storage_offset())
+
+
+def _counter(x: Tensor) -> Tensor:
+    """A tensor without memory, at the version of ``x`` now and later."""
+    counter = x.detach()
+    counter.data = x.new_empty(0)
+    return counter
+
+
+def _memory(x: Any) -> int:
+    """What is equal of tensors that share memory; 0 of none."""
+    x = _local(x)
+    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
+
+
+def _local(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, DTensor) else x
