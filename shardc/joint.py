@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from shardc import passes
 from shardc._compat import LazyGraphModule, pytree
 from shardc.capture import Captured, Dtypes, Tag, capture
+from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.mesh import Mesh
@@ -23,6 +24,7 @@ from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Policies
+from shardc.plan.forms import Form
 from shardc.plan.resolve import ParamPlan
 from shardc.plan.value import Plan
 from shardc.report.repeated import Dense, dense, model_flops
@@ -192,8 +194,27 @@ def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.Activation
         inputs=tuple(ports.resolve_inputs(asked.plan, asked.mesh, shapes)),
         pins=dict(zip(tags, pins, strict=True)),
         regions=tuple(asked.recomputed()),
-        outputs=ports.output_specs(asked.plan, captured.output_spec),
+        outputs=_outputs(asked.plan, captured),
         precision=asked.precision,
         stored={name: p.dtype for name, p in asked.model.named_parameters()},
         deferred=asked.deferred,
     )
+
+
+def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
+    """What the plan says of each tensor output; of what is returned twice it says one thing.
+
+    Raises:
+        PlanError: it says two.
+    """
+    specs = ports.output_specs(plan, captured.output_spec)
+    for at, output in enumerate(captured.returned):
+        if output.same and (at in specs or output.first in specs):
+            spec, entry = specs.setdefault(at, specs.get(output.first, specs.get(at)))
+            if specs.setdefault(output.first, (spec, entry))[0] != spec:
+                raise PlanError(
+                    f"outputs {output.first} and {at} are one tensor, which cannot have two layouts",
+                    plan_entry=entry,
+                    fix="give both the same, or return a copy: y, y.clone()",
+                )
+    return specs

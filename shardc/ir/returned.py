@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from shardc.ir import graph as ir
@@ -24,6 +25,7 @@ class Returned:
         of: the name of the parameter, buffer or input in whose memory it is; None where the model allocates it.
         part: whether it is one of several views that one op makes; torch lets nobody change these in place.
         read_by: indices of the outputs whose backward reads its values: autograd refuses that one after a change.
+        leads_to: indices of other outputs that are made of it, whose gradients it takes part in.
     """
 
     first: int
@@ -31,6 +33,7 @@ class Returned:
     of: str | None = None
     part: bool = False
     read_by: tuple[int, ...] = ()
+    leads_to: tuple[int, ...] = ()
 
 
 def returned(graph: fx.Graph) -> tuple[Returned, ...]:
@@ -42,6 +45,7 @@ def returned(graph: fx.Graph) -> tuple[Returned, ...]:
     again: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
     owners = {memory: ir.info(node).name for node in ir.placeholders(graph) if (memory := _memory(node))}
     read = {role.index: memories for role, memories in _reads(graph)}
+    made_of = _made_of([(index, x) for index, x in outputs if index in read])
     found: list[Returned] = []
     firsts: dict[int, int] = {}
     for index, x in outputs:
@@ -56,9 +60,24 @@ def returned(graph: fx.Graph) -> tuple[Returned, ...]:
                 owners.get(memory),
                 _is_part(x),
                 tuple(at for at, memories in read.items() if memory in memories),
+                tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
             )
         )
     return tuple(found)
+
+
+def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
+    """By index of an output, the nodes that gradients from it flow through."""
+    found: dict[int, set[fx.Node]] = {}
+    for index, x in outputs:
+        work, seen = [x] if isinstance(x, fx.Node) else [], set()
+        while work:
+            node = work.pop()
+            if node not in seen:
+                seen.add(node)
+                work += [] if node.target is torch.ops.aten.detach.default else node.all_input_nodes
+        found[index] = seen
+    return found
 
 
 def _memory(x: Any) -> int | None:
@@ -104,7 +123,7 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[ir.Role, set[int]]]:
 
 
 def _kept(node: fx.Node) -> set[int]:
-    """The memory that autograd keeps so that backward has ``node``: of what its checkpoint region takes, if it is in one."""
+    """The memory that autograd keeps so that backward has ``node``: in a checkpoint region, of what that takes."""
     work, seen, found = [node], set(), set()
     while work:
         x = work.pop()

@@ -32,6 +32,7 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
     feed = runner.feed(half, inputs)
     if train:
         results = list(Step.apply(runner, len(program.outputs), *feed))
+        runner.border.listen(results)
     else:
         with torch.no_grad():
             results = list(runner.run(half, runner.local(half, feed)))
@@ -61,7 +62,7 @@ class Step(torch.autograd.Function):
         ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.strides = [isinstance(x, Tensor) and x.stride() for x in saved] if hooked else None
-        ctx.changes = border.watch(outputs)
+        ctx.changes, ctx.listened = border.watch(outputs), []
         ctx.runner, ctx.held, ctx.freed = runner, runner.sync.held(), False
         ctx.call = runner.groups.agreement.call
         ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
@@ -96,7 +97,7 @@ class Step(torch.autograd.Function):
             return (None, None, *(None for _ in ctx.feed))
         half = runner.backward_of(used)
         _check_versions(runner, half, ctx.feed, ctx.versions)
-        runner.border.check(half, used, ctx.changes)
+        runner.border.check(half, used, ctx.changes, ctx.listened)
         local = [
             by_index[port.role.index].contiguous() if port.role.kind == "tangent" else _saved(ctx, port.name)
             for port in half.takes

@@ -1,12 +1,15 @@
 """What a forward gives: outputs that the caller may change in place where one device lets him, and saved values.
 
-On one device an output is changed in place without harm where no backward reads it, and the backward is refused where it
-does. A compiled backward may read others: a cheap value is computed again from an output, say. Such an output is copied. A
-change of what one device's backward reads is found by autograd's count of changes, whatever the compiled backward reads.
+On one device an output is changed in place without harm where no backward reads it, and the backward is refused where
+it does. A compiled backward may read others: a cheap value is computed again from an output, say. Such an output is
+copied. A change of what one device's backward reads is found by autograd's count of changes, whatever the compiled
+backward reads.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, Half
+from shardc.ir.executable import BACKWARD, FORWARD, Half, outputs_text
 from shardc.ir.returned import Returned
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ class Border:
         return frozenset(
             at
             for at, output in self._returned.items()
-            if at in self.differentiable and (output.of or output.part or firsts.count(output.first) > 1)
+            if at in self.differentiable and (output.of is not None or output.part or firsts.count(output.first) > 1)
         )
 
     def apart(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -104,7 +107,9 @@ class Border:
                 saved[self.places[name]] = saved[self.places[name]].detach()
             outputs[at] = self._own(at, shared, outputs, feed)
         for at, x in enumerate(outputs):
-            if at in self._tied:
+            if at in self._returned and self._returned[at].same:
+                outputs[at] = None  # it is the first
+            elif at in self._tied:
                 outputs[at] = x if x._is_view() else x.view_as(x)
             elif at not in self._shared and isinstance(x, Tensor) and x._is_view():
                 outputs[at] = x.detach()
@@ -116,8 +121,35 @@ class Border:
         read = [at for at, output in self._returned.items() if output.read_by or (at in shared and shared[at].saved)]
         return [(at, _counter(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
 
-    def check(self, half: Half, used: frozenset[int], changes: Changes) -> None:
-        """Raises BackwardError where an output that this backward reads, here or on one device, was changed in place."""
+    def listen(self, outputs: Sequence[Any]) -> None:
+        """Keeps the hooks that outputs will get whose gradients are in part those of other outputs."""
+        for at in self._leading:
+            hooks: dict[int, Any] = OrderedDict()
+            outputs[at]._backward_hooks = hooks  # torch adds to these; they may outlive the output
+            outputs[at]._register_hook_dict()
+            outputs[at].grad_fn.listened.append((at, hooks, weakref.ref(outputs[at])))
+
+    @cached_property
+    def _leading(self) -> tuple[int, ...]:
+        """The outputs that other outputs are made of."""
+        return tuple(at for at, output in self._returned.items() if output.leads_to)
+
+    def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
+        """Refuses a backward that would have other gradients, or give an output another, than on one device.
+
+        Raises:
+            BackwardError: an output that it reads, here or on one device, was changed in place; or a hook would get a
+                part of an output's gradient.
+        """
+        for at, hooks, output in listened:
+            others = used.intersection(self._returned[at].leads_to)
+            if others and (hooks or ((x := output()) is not None and x.retains_grad)):
+                raise BackwardError(
+                    f"{self._name(at)} of the module has a hook or retains its gradient, and {outputs_text(others)} of "
+                    "this backward are made of it: inside of a compiled module its gradient is not computed by itself",
+                    fix="register a backward hook on the module that computes it, or return what the loss needs of it "
+                    "from another call",
+                )
         for at, counter, before in changes:
             if counter._version == before:
                 continue
@@ -125,11 +157,14 @@ class Border:
             saved = shared.saved if shared is not None else frozenset()
             if used.intersection(self._returned[at].read_by) or saved.intersection(x.name for x in half.takes):
                 raise BackwardError(
-                    f"{self.runner.program.outputs[at].name} of the module was modified in place by an inplace "
+                    f"{self._name(at)} of the module was modified in place by an inplace "
                     f"operation, and this backward needs the values that it was returned with: it is at version "
                     f"{counter._version}; expected version {before}",
                     fix="change a copy (out = out * 2 instead of out.mul_(2)), or change it after the backward",
                 )
+
+    def _name(self, at: int) -> str:
+        return f"output {self.runner.program.outputs[at].index}"
 
     def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, Shared]:
         """Finds what shares memory, which is the same in all calls of a program."""
@@ -151,9 +186,7 @@ class Border:
     def _own(self, at: int, shared: Shared, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
         """An output that shares its memory, and its count of changes, with what it does on one device."""
         out, output = outputs[at], self._returned[at]
-        if output.same:
-            return out
-        if shared.taken is not None and output.of:
+        if shared.taken is not None and output.of is not None:
             base = _local(feed[shared.taken])
         elif shared.first is not None and self._returned[shared.first].first == output.first:
             base = outputs[shared.first]

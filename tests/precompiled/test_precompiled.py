@@ -16,6 +16,7 @@ from torch import nn
 
 import shardc
 from shardc.errors import PrecompiledError
+from shardc.precompiled.record import VERSION
 from tests.precompiled.steps import MESH, PLAN, Mixed, simulated, trained
 from tests.state import batch, model
 
@@ -150,8 +151,8 @@ def test_what_is_missing_or_changed_is_refused(folder: Path, tmp_path: Path) -> 
     os.unlink(cut_off / "backward.txt")
     with pytest.raises(PrecompiledError, match=r"backward\.txt is missing"):
         shardc.load(cut_off)
-    newer = copied(folder, tmp_path / "newer", lambda record: record.update(shardc_program=5))
-    with pytest.raises(PrecompiledError, match="a program of version 5; this is 4"):
+    newer = copied(folder, tmp_path / "newer", lambda record: record.update(shardc_program=VERSION + 1))
+    with pytest.raises(PrecompiledError, match=f"a program of version {VERSION + 1}; this is {VERSION}"):
         shardc.load(newer)
 
 

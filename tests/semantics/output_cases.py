@@ -1,0 +1,506 @@
+"""What callers do with outputs of a module: models, and what is done with what they return, up to the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS, SIZE, WIDTH, OUT = 4, 6, 8, 5
+
+
+class Net(nn.Module):
+    """Two layers; what it returns is up to the case."""
+
+    def __init__(self, returns: Callable[[Any, Tensor, Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.second, self.returns = nn.Linear(SIZE, WIDTH), nn.Linear(WIDTH, OUT), returns
+        self.scale = nn.Parameter(torch.full((OUT,), 1.5))
+        self.register_buffer("offset", torch.arange(float(OUT)))
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x).tanh()
+        return self.returns(self, x, hidden, self.second(hidden))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what is done with it.
+
+    Args:
+        returns: of the net, its input, the hidden value and the last one: what the net returns.
+        act: what is done with the net and its input; it gives the tensors that are compared. What it raises is, too.
+        dims: of the input.
+        differs: what the compiled module says instead of what one device does; "runs" where it need not refuse.
+    """
+
+    returns: Callable[[Any, Tensor, Tensor, Tensor], Any]
+    act: Callable[[Any, Tensor], Any]
+    dims: int = 2
+    differs: str = ""
+
+
+def loss(out: Tensor) -> Tensor:
+    return (out - 0.3).square().mean()
+
+
+def backward(change: Callable[[Any], Any], of: Callable[[Any], Tensor] = loss) -> Callable[[Any, Tensor], Any]:
+    """Changes what the net returns, then goes backward from a loss of it."""
+
+    def act(net: Any, x: Tensor) -> Any:
+        out = net(x)
+        new = change(out)
+        of(out if new is None or not isinstance(new, Tensor | tuple) else new).backward()
+
+    return act
+
+
+def masked(out: Tensor) -> None:
+    out[..., 3] = -2.0
+
+
+def without_grad(change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def changed(out: Any) -> None:
+        with torch.no_grad():
+            change(out)
+
+    return changed
+
+
+def last(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
+    return y
+
+
+def tanh(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
+    return y.tanh()
+
+
+def both(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
+    return hidden, y
+
+
+def twice(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
+    return y, y
+
+
+def either(out: Any) -> Tensor:
+    return loss(out[0]) + loss(out[1])
+
+
+def first(out: Any) -> Tensor:
+    return loss(out[0])
+
+
+def second(out: Any) -> Tensor:
+    return loss(out[1])
+
+
+def hooked(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out.register_hook(lambda grad: grad * 3)
+    loss(out).backward()
+
+
+def hook_sees(net: Any, x: Tensor) -> Any:
+    seen: list[Tensor] = []
+    out = net(x)
+    out.register_hook(seen.append)
+    out.mul_(2.0)
+    out.register_hook(seen.append)
+    loss(out).backward()
+    return seen
+
+
+def retained(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out.retain_grad()
+    loss(out * 2).backward()
+    return out.grad
+
+
+def retained_then_changed(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out.retain_grad()
+    out.mul_(2.0)
+    loss(out).backward()
+    return out.grad
+
+
+def multi_grad_hook(net: Any, x: Tensor) -> Any:
+    seen: list[Any] = []
+    out = net(x)
+    torch.autograd.graph.register_multi_grad_hook(out, lambda grads: seen.extend(grads))
+    either(out).backward()
+    return seen
+
+
+def multi_grad_hook_any(net: Any, x: Tensor) -> Any:
+    seen: list[Any] = []
+    out = net(x)
+    torch.autograd.graph.register_multi_grad_hook(out, seen.append, mode="any")
+    either(out).backward()
+    return len(seen)
+
+
+def retained_hidden(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out[0].retain_grad()
+    either(out).backward()
+    return out[0].grad
+
+
+def hooked_hidden(net: Any, x: Tensor) -> Any:
+    """The hook outlives the output."""
+    hidden, y = net(x)
+    hidden.register_hook(lambda grad: grad * 2)
+    del hidden
+    loss(y).backward()
+
+
+def hooked_alone(net: Any, x: Tensor) -> Any:
+    hidden, _ = net(x)
+    hidden.register_hook(lambda grad: grad * 2)
+    loss(hidden).backward()
+
+
+def node_hooks(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out.grad_fn.register_prehook(lambda grads: tuple(None if g is None else g * 2 for g in grads))
+    loss(out).backward()
+
+
+def saved_on_cpu(net: Any, x: Tensor) -> Any:
+    with torch.autograd.graph.save_on_cpu():
+        out = net(x)
+    loss(out).backward()
+
+
+def saved_in_float(net: Any, x: Tensor) -> Any:
+    """Hooks that keep a copy: what happens to the output is of no matter."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        out = net(x)
+    loss(out).backward()
+
+
+def saved_transposed(net: Any, x: Tensor) -> Any:
+    pack = lambda t: t.clone(memory_format=torch.contiguous_format)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = net(x)
+    loss(out).backward()
+
+
+def kept_graph(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    for keep in (True, True, False):
+        loss(out).backward(retain_graph=keep)
+
+
+def second_backward(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    of_out = loss(out)
+    of_out.backward()
+    loss(out).backward()
+
+
+def kept_then_changed(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    loss(out).backward(retain_graph=True)
+    out.mul_(2.0)
+    loss(out).backward()
+
+
+def two_losses(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    loss(out).backward(retain_graph=True)
+    out.sin().mean().backward()
+
+
+def losses_of_two(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    loss(out[0]).backward(retain_graph=True)
+    out[1].sin().mean().backward()
+
+
+def gradients(net: Any, x: Tensor) -> Any:
+    """Of outputs, by the outputs themselves."""
+    out = net(x)
+    return torch.autograd.grad(loss(out * 2), out)
+
+
+def gradient_twice(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    torch.autograd.grad(loss(out), list(net.parameters()), create_graph=True, allow_unused=True)
+
+
+def stepped(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    with torch.no_grad():
+        net.second.weight.mul_(2.0)
+    loss(out).backward()
+
+
+def stepped_unread(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    with torch.no_grad():
+        net.first.weight.mul_(2.0)
+    loss(out).backward()
+
+
+def under(mode: Any) -> Callable[[Any, Tensor], Any]:
+    def act(net: Any, x: Tensor) -> Any:
+        with mode():
+            out = net(x)
+        out.mul_(2.0)
+        return out
+
+    return act
+
+
+def within(mode: Any) -> Callable[[Any, Tensor], Any]:
+    def act(net: Any, x: Tensor) -> Any:
+        with mode():
+            out = net(x)
+            out.mul_(2.0)
+            out[..., 3] = -2.0
+        return out
+
+    return act
+
+
+def is_the_same(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    assert out[0] is out[1]
+    either(out).backward()
+
+
+def changed_as_one(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out[0].mul_(2.0)
+    loss(out[1]).backward()
+
+
+def is_the_input(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out[0].mul_(2.0)
+    second(out).backward()
+    return [x, *out]
+
+
+def input_gradient(net: Any, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    out = net(x)
+    either(out).backward()
+    return x.grad
+
+
+def input_changed(net: Any, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    out = net(x)
+    out[0].mul_(2.0)
+    either(out).backward()
+
+
+def of_the_buffer(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    second(out).backward()
+    return out[0].requires_grad
+
+
+def plain(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    assert out["none"] is None and out["n"] == 3 and out["name"] == "net"
+    loss(out["y"]).backward()
+
+
+def no_gradient(net: Any, x: Tensor) -> Any:
+    out, best, mask, cut, count = net(x)
+    assert not (best.requires_grad or mask.requires_grad or cut.requires_grad or count.requires_grad)
+    best += 1
+    mask.logical_not_()
+    cut.mul_(2.0)
+    loss(out).backward()
+    return best, mask, cut
+
+
+def accumulated(net: Any, x: Tensor) -> Any:
+    loss(net(x).mul_(2.0)).backward()
+    loss(net(x).mul_(3.0)).backward()
+
+
+def two_forwards(net: Any, x: Tensor) -> Any:
+    a, b = net(x), net(x * 2)
+    a.add_(b)
+    loss(a).backward()
+
+
+def fed_again(net: Any, x: Tensor) -> Any:
+    """What comes out goes in again, changed in between."""
+    out = net(x)
+    out.mul_(0.5)
+    loss(net(torch.cat([out, out[:, :1]], -1))).backward()
+
+
+def clipped(out: Tensor) -> Tensor:
+    return out.clamp_(-0.5, 0.5)
+
+
+def detached(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out.detach_()
+    return out.requires_grad, (out * 2)
+
+
+def detached_part(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out[0].detach_()
+    second(out).backward()
+
+
+def through_data(net: Any, x: Tensor) -> Any:
+    """Autograd does not see it."""
+    out = net(x)
+    out.data.mul_(2.0)
+    loss(out).backward()
+
+
+def given_away(net: Any, x: Tensor) -> Any:
+    """The output itself is gone before the backward, and a change of it counts."""
+    of_out = net(x).mul_(2.0).sum()
+    of_out.backward()
+
+
+def a_view_kept(net: Any, x: Tensor) -> Any:
+    part = net(x)[..., :2]
+    part.mul_(2.0)
+    loss(part).backward()
+
+
+CASES: dict[str, Case] = {
+    # Changed in place: a value that no backward reads, and that one does.
+    "linear, divided": Case(last, backward(lambda out: out.div_(0.7))),
+    "linear of three dims, divided": Case(last, backward(lambda out: out.div_(0.7)), dims=3),
+    "linear of three dims, a class masked": Case(last, backward(masked), dims=3),
+    "linear, a class masked": Case(last, backward(masked)),
+    "linear, a row": Case(last, backward(lambda out: out[0].mul_(2.0))),
+    "linear, clamped": Case(last, backward(clipped)),
+    "linear, masked_fill_": Case(last, backward(lambda out: out.masked_fill_(out > 0.1, -1.0))),
+    "linear, a part of a part": Case(last, backward(lambda out: out[1:][..., 1:3].add_(1.0))),
+    "linear, a view that is kept": Case(last, a_view_kept),
+    "linear, given away": Case(last, given_away),
+    "tanh, doubled": Case(tanh, backward(lambda out: out.mul_(2.0))),
+    "tanh, given away": Case(tanh, given_away),
+    "tanh, a class masked": Case(tanh, backward(masked), dims=3),
+    "tanh, a view that is kept": Case(tanh, a_view_kept),
+    "tanh without recording": Case(tanh, backward(without_grad(lambda out: out.mul_(2.0)))),
+    "linear without recording": Case(last, backward(without_grad(lambda out: out.mul_(2.0)))),
+    "sigmoid": Case(lambda net, x, h, y: y.sigmoid(), backward(lambda out: out.mul_(2.0))),
+    "relu": Case(lambda net, x, h, y: y.relu(), backward(lambda out: out.mul_(2.0))),
+    "exp": Case(lambda net, x, h, y: y.exp(), backward(lambda out: out.mul_(2.0))),
+    "sin": Case(lambda net, x, h, y: y.sin(), backward(lambda out: out.mul_(2.0))),
+    "softmax": Case(lambda net, x, h, y: y.softmax(-1), backward(lambda out: out.mul_(2.0))),
+    "log_softmax": Case(lambda net, x, h, y: y.log_softmax(-1), backward(lambda out: out.mul_(2.0))),
+    "a sum": Case(lambda net, x, h, y: y + h[..., :OUT], backward(lambda out: out.mul_(2.0))),
+    "a product": Case(lambda net, x, h, y: y * h[..., :OUT], backward(lambda out: out.mul_(2.0))),
+    "a norm": Case(
+        lambda net, x, h, y: nn.functional.layer_norm(y, (OUT,), net.scale), backward(lambda out: out.mul_(2.0))
+    ),
+    "a view of tanh": Case(lambda net, x, h, y: y.tanh().flatten(1), backward(lambda out: out.mul_(2.0)), dims=3),
+    "transposed": Case(lambda net, x, h, y: y.transpose(1, 2), backward(lambda out: out.mul_(2.0)), dims=3),
+    "a part of tanh": Case(lambda net, x, h, y: y.tanh()[..., :2], backward(lambda out: out.mul_(2.0))),
+    # Two outputs, of which one is made of the other.
+    "hidden and last, last changed": Case(both, backward(lambda out: out[1].mul_(2.0), either)),
+    "hidden and last, hidden changed": Case(both, backward(lambda out: out[0].mul_(2.0), either)),
+    "hidden and last, hidden changed, last used": Case(both, backward(lambda out: out[0].mul_(2.0), second)),
+    "hidden and last, hidden changed, alone used": Case(both, backward(lambda out: out[0].mul_(2.0), first)),
+    "last and its tanh, last changed": Case(
+        lambda net, x, h, y: (y, y.tanh()), backward(lambda out: out[0].mul_(2.0), either)
+    ),
+    "last and its sine, last changed": Case(
+        lambda net, x, h, y: (y, y.sin()), backward(lambda out: out[0].mul_(2.0), either)
+    ),
+    "last and its sine, last changed, last used": Case(
+        lambda net, x, h, y: (y, y.sin()), backward(lambda out: out[0].mul_(2.0), first)
+    ),
+    "last and twice it, last changed": Case(
+        lambda net, x, h, y: (y, y * 2), backward(lambda out: out[0].mul_(2.0), either)
+    ),
+    "last and its relu, last changed": Case(
+        lambda net, x, h, y: (y, y.relu()), backward(lambda out: out[0].mul_(2.0), either)
+    ),
+    "a copy beside it": Case(lambda net, x, h, y: (y, y.clone()), backward(lambda out: out[0].mul_(2.0), either)),
+    "a copy of tanh": Case(lambda net, x, h, y: y.tanh().clone(), backward(lambda out: out.mul_(2.0))),
+    # Outputs that share memory.
+    "the same twice": Case(twice, is_the_same),
+    "the same twice, changed": Case(twice, changed_as_one),
+    "the same twice, first used": Case(twice, backward(lambda out: None, first)),
+    "the same twice, second used": Case(twice, backward(lambda out: None, second)),
+    "a view beside it, used": Case(lambda net, x, h, y: (y, y[..., :2]), backward(lambda out: None, either)),
+    "a view beside it, changed": Case(
+        lambda net, x, h, y: (y, y[..., :2]), backward(lambda out: out[0].mul_(2.0), second), differs="inplace"
+    ),
+    "a detached one beside it": Case(lambda net, x, h, y: (y, y.detach()), backward(lambda out: None, first)),
+    "chunks, used": Case(lambda net, x, h, y: h.chunk(2, -1), backward(lambda out: None, either)),
+    "chunks, changed": Case(lambda net, x, h, y: h.chunk(2, -1), backward(lambda out: out[0].mul_(2.0), either)),
+    "a chunk, changed": Case(lambda net, x, h, y: h.chunk(2, -1)[0], backward(lambda out: out.mul_(2.0))),
+    "unbound, changed": Case(lambda net, x, h, y: y.unbind(-1)[1], backward(lambda out: out.mul_(2.0))),
+    "expanded, changed": Case(
+        lambda net, x, h, y: y.mean(-1, keepdim=True).expand(-1, 3), backward(lambda out: out.mul_(2.0))
+    ),
+    # Outputs that are what comes in, or what the module holds.
+    "the input": Case(lambda net, x, h, y: (x, y), is_the_input),
+    "a view of the input": Case(lambda net, x, h, y: (x[:, :2], y), is_the_input),
+    "a copy of the input": Case(lambda net, x, h, y: (x.clone(), y), is_the_input),
+    "the input, its gradient": Case(lambda net, x, h, y: (x, y), input_gradient),
+    "the input, recorded and changed": Case(
+        lambda net, x, h, y: (x, y), backward(lambda out: out[0].mul_(2.0), second)
+    ),
+    "an input with a gradient, changed": Case(lambda net, x, h, y: (x, y), input_changed),
+    "a buffer": Case(lambda net, x, h, y: (net.offset, y), of_the_buffer),
+    "a parameter": Case(lambda net, x, h, y: (net.scale, y * net.scale), of_the_buffer),
+    "a parameter, changed": Case(
+        lambda net, x, h, y: (net.scale, y * net.scale), backward(lambda out: out[0].mul_(2.0), second)
+    ),
+    "plain values": Case(lambda net, x, h, y: {"y": y, "none": None, "n": 3, "name": "net"}, plain),
+    "without gradients": Case(
+        lambda net, x, h, y: (y, y.argmax(-1), y > 0, y.detach().sin(), torch.ones(3)), no_gradient
+    ),
+    # Hooks, and what autograd keeps.
+    "a hook": Case(tanh, hooked),
+    "hooks around a change": Case(last, hook_sees),
+    "retain_grad": Case(tanh, retained),
+    "retain_grad, then a change": Case(last, retained_then_changed),
+    "retain_grad of what another is made of": Case(both, retained_hidden, differs="made of it"),
+    "a hook of what another is made of": Case(both, hooked_hidden, differs="made of it"),
+    "a hook of what another is made of, alone used": Case(both, hooked_alone),
+    "a hook of several": Case(both, multi_grad_hook, differs="made of it"),
+    "a hook of any": Case(both, multi_grad_hook_any),
+    "a hook of the node": Case(tanh, node_hooks),
+    "saved on the CPU": Case(tanh, saved_on_cpu),
+    "saved as a copy": Case(tanh, saved_in_float),
+    "saved as a copy, transposed": Case(lambda net, x, h, y: h.transpose(1, 2).tanh() @ y, saved_transposed, dims=3),
+    "retain_graph": Case(tanh, kept_graph),
+    "backward twice": Case(tanh, second_backward),
+    "retain_graph, then a change": Case(last, kept_then_changed),
+    "retain_graph, then a change of what is read": Case(tanh, kept_then_changed),
+    "two losses": Case(tanh, two_losses),
+    "two losses of two outputs": Case(both, losses_of_two),
+    "gradients of outputs": Case(tanh, gradients),
+    "gradients of gradients": Case(tanh, gradient_twice, differs="create_graph=True"),
+    "a weight that is read, changed": Case(tanh, stepped),
+    "a weight that is not, changed": Case(tanh, stepped_unread),
+    "detach_": Case(last, detached),
+    "detach_ of what is read": Case(both, detached_part, differs="runs"),
+    "through .data": Case(last, through_data),
+    # Modes.
+    "no_grad": Case(tanh, within(torch.no_grad)),
+    "inference_mode": Case(last, within(torch.inference_mode), dims=3),
+    "no_grad, changed outside": Case(tanh, under(torch.no_grad)),
+    "inference_mode, changed outside": Case(tanh, under(torch.inference_mode)),
+    # Several calls.
+    "accumulated": Case(last, accumulated),
+    "two forwards": Case(last, two_forwards),
+    "fed again": Case(last, fed_again),
+}  # fmt: skip
