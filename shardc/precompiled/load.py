@@ -80,10 +80,8 @@ class Precompiled(Executable):
         if results != self.output_spec.num_leaves:
             raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
         self.returned = record.returned
-        there = [
-            0 <= at < results for output in self.returned for at in (output.first, *output.read_by, *output.leads_to)
-        ]
-        if len(self.returned) != results or not all(there):
+        named = [at for output in self.returned for at in (output.first, *output.read_by, *output.leads_to)]
+        if len(self.returned) != results or not all(0 <= at < results for at in named):
             raise PrecompiledError(f"{results} results are said to be {len(self.returned)} outputs")
         taken = [name for name, _ in self.identity.signature.tensors]
         if [name for name, _ in self.inputs] != taken:

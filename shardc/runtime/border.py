@@ -126,7 +126,7 @@ class Border:
         for at in self._leading:
             hooks: dict[int, Any] = OrderedDict()
             outputs[at]._backward_hooks = hooks  # torch adds to these; they may outlive the output
-            outputs[at]._register_hook_dict()
+            outputs[at].grad_fn._register_hook_dict(outputs[at])
             outputs[at].grad_fn.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     @cached_property

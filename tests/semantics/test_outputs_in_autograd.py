@@ -1,4 +1,4 @@
-"""Outputs in autograd: changed in place, hooked, kept, used twice; each runs as on one device, or is refused as there."""
+"""Outputs in autograd: changed in place, hooked, kept, used twice; each runs or is refused as on one device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tests.semantics.output_cases import CASES, ROWS, SIZE, Case, Net
 
 # Those that Inductor runs as well: outputs that share memory there, and what the cut saves.
 FUSED = (
-    "linear of three dims, divided", "linear of three dims, a class masked", "tanh, doubled", "tanh, a view that is kept",
-    "a view of tanh", "a part of tanh", "log_softmax", "relu", "sin", "hidden and last, hidden changed",
+    "linear of three dims, divided", "linear of three dims, a class masked", "tanh, doubled",
+    "tanh, a view that is kept", "a view of tanh", "a part of tanh", "log_softmax", "relu", "sin",
+    "hidden and last, hidden changed",
     "last and its tanh, last changed", "last and its relu, last changed", "a copy beside it", "a copy of tanh",
     "the same twice, changed", "a view beside it, changed", "chunks, changed", "the input", "a view of the input",
     "without gradients", "saved as a copy, transposed", "retain_graph", "inference_mode",
