@@ -169,7 +169,7 @@ def own(grad: Tensor, taken: set[tuple[int, int]]) -> Tensor:
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
     """Of each thing that the backward reads, how often it was changed in place."""
     with torch._C.DisableTorchFunctionSubclass():
-        for _, at in runner.reads(runner.half(BACKWARD)):
+        for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]
             yield x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
 
@@ -179,8 +179,8 @@ def _check_versions(runner: Runner, half: Half, feed: Feed, before: Sequence[int
     now = list(_versions(runner, feed))
     if now == before:
         return
-    read = {at for _, at in runner.reads(half)}
-    for (role, at), old, new in zip(runner.reads(runner.half(BACKWARD)), before, now, strict=True):
+    read = {at for _, at in runner.border.reads(half)}
+    for (role, at), old, new in zip(runner.border.reads(runner.half(BACKWARD)), before, now, strict=True):
         if old != new and at in read:
             raise BackwardError(
                 f"{_PLURAL.get(role.kind, role.kind)} {role.name!r} was modified in place between the forward and this "

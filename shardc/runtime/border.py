@@ -13,17 +13,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import BackwardError
-from shardc.ir.executable import BACKWARD, FORWARD, Half, outputs_text
+from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_text
+from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
-
-if TYPE_CHECKING:
-    from shardc.runtime.step import Runner
 
 Changes = Sequence[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
 
@@ -49,34 +47,35 @@ class Shared:
 class Border:
     """The outputs and the saved values of a program's forwards on this rank."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner, self.count = runner, len(runner.program.outputs)
+    def __init__(self, program: Executable) -> None:
+        self.program, self.half, self.count = program, program.half, len(program.outputs)
+        self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._shared: dict[int, Shared] | None = None
 
     @cached_property
     def places(self) -> dict[str, int]:
         """By name of a saved value, its position among them."""
-        return {role.name: at for at, role in enumerate(self.runner.half(FORWARD).gives[self.count :])}
+        return {role.name: at for at, role in enumerate(self.half(FORWARD).gives[self.count :])}
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
         """Of each thing that the forward takes, whether the backward reads it or gives a parameter's gradient."""
-        read = {at for _, at in self.runner.reads(self.runner.half(BACKWARD))}
-        takes = self.runner.half(FORWARD).takes
+        read = {at for _, at in self.reads(self.half(BACKWARD))}
+        takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
 
     @cached_property
     def differentiable(self) -> frozenset[int]:
         """The positions of outputs that have gradients."""
-        takes = self.runner.half(BACKWARD).takes
+        takes = self.half(BACKWARD).takes
         led = {port.role.index for port in takes if port.role.kind == "tangent"}
-        roles = enumerate(self.runner.program.outputs)
+        roles = enumerate(self.program.outputs)
         return frozenset(at for at, role in roles if role.kind == "output" and role.index in led)
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
         """What each output is on one device, by its position."""
-        roles, returned = self.runner.program.outputs, self.runner.program.returned
+        roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
     @cached_property
@@ -92,13 +91,30 @@ class Border:
             if at in self.differentiable and (output.of is not None or output.part or firsts.count(output.first) > 1)
         )
 
+    def reads(self, half: Half) -> list[tuple[Role, int]]:
+        """The parameters, buffers and inputs that a backward reads, and where the forward takes each of them."""
+        if half not in self._reads:
+            takes = self.half(FORWARD).takes
+            at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
+            read = {(role.kind, role.name): role for role in half.reads.values()}
+            own = self.overwritten.values()
+            self._reads[half] = [(role, at[key]) for key, role in read.items() if role.name not in own]
+        return self._reads[half]
+
+    @cached_property
+    def overwritten(self) -> dict[str, str]:
+        """The buffers that the backward reads and the program changes, by the names of what is saved of them."""
+        changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
+        read = self.half(BACKWARD).reads
+        return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
+
     def apart(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs and the saved values of a forward that took ``feed``.
 
         What is saved keeps no output: autograd would never free a graph of which an output holds itself.
         """
         outputs, saved = list(results[: self.count]), list(results[self.count :])
-        for name in self.runner.overwritten:  # by what the forward itself makes of a buffer
+        for name in self.overwritten:  # by what the forward itself makes of a buffer
             saved[self.places[name]] = saved[self.places[name]].clone()
         if self._shared is None:
             self._shared = self._look(outputs, saved, feed)
@@ -164,7 +180,7 @@ class Border:
                 )
 
     def _name(self, at: int) -> str:
-        return f"output {self.runner.program.outputs[at].index}"
+        return f"output {self.program.outputs[at].index}"
 
     def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, Shared]:
         """Finds what shares memory, which is the same in all calls of a program."""

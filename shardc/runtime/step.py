@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx
@@ -67,10 +66,9 @@ class Runner:
     ) -> None:
         self.program, self.census, self.storages = program, census, storages
         self.groups, self.lower, self.sync, self.buffers = groups, lower, sync, buffers
-        self.half, self.border = program.half, Border(self)
+        self.half, self.border = program.half, Border(program)
         self.tokens = tokens
         self._compiled: dict[Half, Compiled] = {}
-        self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._reductions: dict[tuple[Any, ...], Half] = {}
 
     def backward_of(self, used: frozenset[int]) -> Half:
@@ -157,23 +155,6 @@ class Runner:
                 self.sync.add(role.name, role.layout, grad)
         due = self.sync.take(self.program.deferred.names - held.names)
         return self.reduce(due) if due else {}
-
-    def reads(self, half: Half) -> list[tuple[Role, int]]:
-        """The parameters, buffers and inputs that a backward reads, and where the forward takes each of them."""
-        if half not in self._reads:
-            takes = self.half(FORWARD).takes
-            at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
-            read = {(role.kind, role.name): role for role in half.reads.values()}
-            own = self.overwritten.values()
-            self._reads[half] = [(role, at[key]) for key, role in read.items() if role.name not in own]
-        return self._reads[half]
-
-    @cached_property
-    def overwritten(self) -> dict[str, str]:
-        """The buffers that the backward reads and the program changes, by the names of what is saved of them."""
-        changed = {role.name for role in self.program.outputs if role.kind == "buffer"}
-        read = self.half(BACKWARD).reads
-        return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
     def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
         """What a half takes, parameters as DTensors."""
