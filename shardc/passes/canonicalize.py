@@ -88,8 +88,15 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source if keeps and same_device and ir.value(source) == ir.value(node) else None
     if target is aten.copy.default:  # into memory that nobody reads
         source = node.args[1]
-        return source if isinstance(source, fx.Node) and ir.value(source) == ir.value(node) else None
+        if not isinstance(source, fx.Node) or ir.value(source) != ir.value(node):
+            return None
+        return source if _lies_alike(source, node) else None
     return None
+
+
+def _lies_alike(x: fx.Node, other: fx.Node) -> bool:
+    """Whether two values of one shape, if they were traced, have the same strides: a kernel may rely on them."""
+    return "val" not in x.meta or "val" not in other.meta or x.meta["val"].stride() == other.meta["val"].stride()
 
 
 def _permutation(node: fx.Node) -> list[int]:

@@ -8,11 +8,16 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shardc.ir import graph as ir
+from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope
 from shardc.ir.padding import Padding, Run, Runs, is_padded, places
+from shardc.ir.tally import arguments_of
+from shardc.rules import strides_of
+from shardc.rules.rule import ANY, CONTIGUOUS, TRACED
+from shardc.rules.strides import lies_like, memory_order
 
 aten = torch.ops.aten
 
@@ -41,12 +46,14 @@ class Calls:
 
     Attributes:
         record: of the old node that what is made stands for.
+        traced: the old node: an op of its target gets operands that lie as its operands did.
     """
 
     def __init__(self, names: NameScope, fake_mode: Any, device: torch.device) -> None:
         self.graph, self.names = fx.Graph(), names
         self.fake_mode, self.device = fake_mode, device
         self.record = Info("", None)
+        self.traced: fx.Node | None = None
         self._once: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -55,6 +62,7 @@ class Calls:
         return self._once[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        args, kwargs = self.lying(target, args, kwargs)
         with self.fake_mode, torch.no_grad():
             val = target(*self.vals(args), **self.vals(kwargs))
         node = self.graph.call_function(target, args, kwargs)
@@ -62,6 +70,43 @@ class Calls:
         short = getattr(target, "overloadpacket", target).__name__
         name = self.names.fresh(f"{self.record.name}.{short}")
         return ir.set_info(node, replace(self.record, name=name, value=ir.value_of(val), role=None, needs=None))
+
+    def lying(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The arguments of an op, with copies of those that do not lie in memory as its rule wants."""
+        strides = strides_of(target)
+        if strides == ANY:
+            return args, kwargs
+        names = [argument.name for argument in target._schema.arguments]
+        old = self.traced
+        traced = arguments_of(old) if old is not None and old.target is target else {}
+        now = tuple(self._lying(x, traced.get(name), strides) for name, x in zip(names, args, strict=False))
+        return now, {name: self._lying(x, traced.get(name), strides) for name, x in kwargs.items()}
+
+    def _lying(self, x: Any, old: Any, strides: str) -> Any:
+        if isinstance(x, (list, tuple)):
+            alike = isinstance(old, (list, tuple)) and len(old) == len(x)
+            return [self._lying(each, old[at] if alike else None, strides) for at, each in enumerate(x)]
+        return self.like(x, old, strides) if isinstance(x, fx.Node) else x
+
+    def like(self, x: fx.Node, old: Any, strides: str = TRACED) -> fx.Node:
+        """``x``, as a copy where it does not lie as the value of ``old`` was traced (or contiguous, if that is known).
+
+        Args:
+            strides: ``CONTIGUOUS`` where that will do, too.
+        """
+        val, traced = self.val(x), _traced(old)
+        if not isinstance(val, Tensor) or (strides == CONTIGUOUS and val.is_contiguous()):
+            return x
+        if traced is not None and traced.ndim != val.ndim:
+            traced = None
+        if lies_like(val, traced):
+            return x
+        order = memory_order(traced)
+        if order == sorted(order):
+            return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        turned = self.call(aten.permute.default, x, order)
+        dense = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
+        return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def vals(self, arguments: Any) -> Any:
         return fx.map_arg(arguments, self.val)
@@ -75,6 +120,14 @@ class Calls:
 
     def shape(self, x: Any) -> tuple[int, ...]:
         return tuple(self.val(x).shape)
+
+
+def _traced(x: Any) -> Tensor | None:
+    """The value of an operand in the trace; a change of its layout has none of its own."""
+    while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
+        x = x.all_input_nodes[0]
+    val = x.meta.get("val") if isinstance(x, fx.Node) else None
+    return val if isinstance(val, Tensor) else None
 
 
 class Forms(Calls):

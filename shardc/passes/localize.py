@@ -28,7 +28,6 @@ from shardc.passes.forms import Calls
 from shardc.passes.spell import spell
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
-from shardc.rules.strides import looks
 
 aten = torch.ops.aten
 _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
@@ -84,8 +83,6 @@ class Localize:
 def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
     """One op by its rule; an op without one is whole and stays as it is."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-    if looks(node.target):
-        args, kwargs = fx.map_arg((args, kwargs), emitter.contiguous)
     rule = find_rule(node.target)
     if rule is None:
         return emitter.call(node.target, *args, **kwargs)
@@ -125,15 +122,9 @@ class Emitter(Calls):
     def at(self, node: fx.Node) -> None:
         """What is emitted from here on stands for ``node``; `named` gives the last of it the name of that."""
         self.record = ir.info(node) if node.op != "output" else Info("", None)
+        self.traced = node
 
     # --- Builder
-
-    def contiguous(self, x: fx.Node) -> fx.Node:
-        """``x``, as a copy where it does not lie so."""
-        val = x.meta["val"]
-        if not isinstance(val, Tensor) or val.is_contiguous():
-            return x
-        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
         name = ",".join(axes)

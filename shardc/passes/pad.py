@@ -97,7 +97,7 @@ class _Padder(Forms):
             if node.op not in ("placeholder", "get_attr") and not started:
                 started = True
                 self._inputs()
-            self.record = ir.info(node) if node.op != "output" else Info("", None)
+            self.record, self.traced = (ir.info(node) if node.op != "output" else Info("", None)), node
             if node.op == "output":
                 made = self.graph.output(tuple(x and self._output(role, x) for role, x in ir.outputs(self.old)))
                 made.meta[ir.ROLES] = node.meta[ir.ROLES]
@@ -116,7 +116,10 @@ class _Padder(Forms):
         return self.graph
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        return self.graph.node_copy(node, self.without)
+        made = self.graph.node_copy(node, self.without)
+        with self.graph.inserting_before(made):
+            made.args, made.kwargs = self.lying(made.target, made.args, made.kwargs)  # what is unpadded is a slice
+        return made
 
     def _inputs(self) -> None:
         tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]

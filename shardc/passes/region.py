@@ -30,10 +30,13 @@ class Emitter(Protocol):
 
     fake_mode: Any
     device: torch.device
+    traced: fx.Node | None
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any: ...
 
     def coordinate(self, axes: tuple[str, ...]) -> Any: ...
+
+    def like(self, x: fx.Node, old: Any) -> fx.Node: ...
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
@@ -88,6 +91,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
         RuleError: a result that is not this rank's shard of what the region makes of whole tensors.
     """
     it, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
+    operands = [emitter.like(x, old) for x, old in zip(operands, operands_of(node), strict=True)]
     fakes = [x.meta["val"] for x in operands]
     count = len(it.inputs)
     layouts = _tangents(it, mesh, [ir.value(x) for x in operands_of(node)][count:]) if node.target is GRADIENT else []
@@ -123,6 +127,7 @@ def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: 
             return [env[x] for x in node.args[0]]
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
+            emitter.traced = node
             env[node] = emitter.call(node.target, *args, **kwargs)
         else:
             raise RuleError(

@@ -32,7 +32,7 @@ from shardc.rules import (
 )
 from shardc.rules.fallback import fallback_rule
 from shardc.rules.notation import rule
-from shardc.rules.rule import Call, Local, Localize, Rule, table
+from shardc.rules.rule import ANY, TRACED, Call, Local, Localize, Rule, table
 from shardc.rules.spec import Spec
 from shardc.validate import typed
 
@@ -55,6 +55,7 @@ FAMILIES = (
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}
+_ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
 
 
 def find_rule(target: Any) -> Rule | None:
@@ -65,6 +66,18 @@ def find_rule(target: Any) -> Rule | None:
         if (found := _registered.get(name) or RULES.get(name)) is not None:
             return found
     return fallback_rule(target)
+
+
+def strides_of(target: Any) -> str:
+    """How the operands of an op may lie in memory, as `Rule.strides` says.
+
+    Collectives and shardc's own moves make contiguous what they send, and Python's functions (getitem) read no memory.
+    """
+    namespace = getattr(target, "namespace", None)
+    if namespace is None or namespace in _ANY_STRIDES:
+        return ANY
+    found = find_rule(target)
+    return TRACED if found is None else found.strides
 
 
 def is_registered(target: Any) -> bool:
@@ -136,4 +149,4 @@ def register_rule(
     return made
 
 
-__all__ = ["RULES", "find_rule", "is_registered", "register_rule", "registered", "rule", "spec_of"]
+__all__ = ["RULES", "find_rule", "is_registered", "register_rule", "registered", "rule", "spec_of", "strides_of"]

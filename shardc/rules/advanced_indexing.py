@@ -10,7 +10,7 @@ from shardc.ir.layout import Layout
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
-from shardc.rules.rule import Call, Local, each, table
+from shardc.rules.rule import ANY, Call, Local, each, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -125,4 +125,5 @@ TABLE = table(
         "v d, k, k d -> v d    k: sum where accumulating, else whole    linear in self and values",
         _index_put_local,
     ),
+    strides=ANY,
 )

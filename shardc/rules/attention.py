@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Rule, table
+from shardc.rules.rule import CONTIGUOUS, Call, Rule, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -83,4 +83,5 @@ TABLE = table(
         Rule(f"aten._scaled_dot_product_{kernel}_backward", _backward, f"backward of {_TEXT}    g r q: sum")
         for kernel in _KERNELS
     ],
+    strides=CONTIGUOUS,
 )

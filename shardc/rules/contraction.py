@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardc.rules.notation import bind, parse, rule
-from shardc.rules.rule import Call, Rule, table
+from shardc.rules.rule import ANY, Call, Rule, table
 from shardc.rules.spec import Spec
 
 
@@ -32,4 +32,5 @@ TABLE = table(
     added("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
     added("addmv", "i, i k, k -> i", "k"),
     added("addr", "i j, i, j -> i j"),
+    strides=ANY,
 )

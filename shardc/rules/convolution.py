@@ -7,7 +7,7 @@ from typing import Any
 
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Local, Rule, each, sized, table
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, each, sized, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -111,6 +111,8 @@ _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
 TABLE = table(
     Rule("aten.convolution", _forward, f"{_TEXT}    c: sum; x y k: whole    linear in input, weight", _local_groups),
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
+    strides=ANY,
+) | table(
     each("grid_sampler_2d grid_sampler_3d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input"),
     each(
         "grid_sampler_2d_backward grid_sampler_3d_backward",
@@ -140,4 +142,5 @@ TABLE = table(
     _resize_backward("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward", 2),
     _resize_backward("_upsample_bicubic2d_aa_backward", 2),
     _resize_backward("upsample_nearest3d_backward _upsample_nearest_exact3d_backward upsample_trilinear3d_backward", 3),
+    strides=CONTIGUOUS,
 )

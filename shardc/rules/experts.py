@@ -17,7 +17,7 @@ from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import coordinate
 from shardc.rules.routed import Routed
-from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.rule import CONTIGUOUS, Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -280,4 +280,5 @@ TABLE = table(
         _gradient_local,
         opaque=True,
     ),
+    strides=CONTIGUOUS,
 )

@@ -9,7 +9,7 @@ import torch
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import positions, split
-from shardc.rules.rule import Call, Local, Rule, each, sized, table
+from shardc.rules.rule import ANY, Call, Local, Rule, each, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -58,4 +58,5 @@ TABLE = table(
     Rule("aten.empty_strided", _constant, "-> ...", _strided_local),
     Rule("aten.scalar_tensor", _constant, "-> "),
     Rule("aten.arange", _arange, "-> n", _arange_local),
+    strides=ANY,
 )

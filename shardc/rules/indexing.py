@@ -14,7 +14,7 @@ import torch
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
-from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, table
 from shardc.rules.spec import Dims, Factors, Spec
 
 aten = torch.ops.aten
@@ -256,7 +256,6 @@ TABLE = table(
         "... d, ... -> v d    ...: sum    linear in grad_output",
         _embedding_backward_local,
     ),
-    Rule("aten._embedding_bag", _embedding_bag, "v d, ... -> bags d    v bags: whole"),
     Rule("aten.gather", _gather, "v ..., k ... -> k ...    v: sum    linear in self", _lookup_local),
     Rule("aten.index_select", _index_select, "v ..., k -> k ...    v: sum    linear in self", _lookup_local),
     Rule("aten.scatter", _scatter, _REPLACES, _write_local),
@@ -267,5 +266,9 @@ TABLE = table(
     Rule("aten.index_fill", lambda call: _index_write(call, WHOLE), _REPLACES, _write_local),
     Rule("aten.bucketize", _sorted, "..., n -> ...    n: whole"),
     Rule("aten.searchsorted", _sorted, "... n, ... m -> ... m    n: whole"),
+    strides=ANY,
+) | table(
+    Rule("aten._embedding_bag", _embedding_bag, "v d, ... -> bags d    v bags: whole"),
     Rule("aten.isin", _isin, "..., t -> ...    t: max, or min where inverted"),
+    strides=CONTIGUOUS,
 )

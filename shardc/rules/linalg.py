@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE, rule
-from shardc.rules.rule import Call, Rule, each, table
+from shardc.rules.rule import CONTIGUOUS, Call, Rule, each, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -72,4 +72,5 @@ TABLE = table(
     rule("_cdist_backward", "... i j, ... i k, ... j k, ... i j -> ... i k", j="sum", linear="0"),
     Rule("aten._trilinear", _trilinear, "... a, ... b, o a b -> ... o    a b: sum    linear in each"),
     rule("_int_mm", "i k, k j -> i j", k="sum", linear="0|1"),
+    strides=CONTIGUOUS,
 )

@@ -14,7 +14,7 @@ from shardc.ir.layout import Layout
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import owned_at, split, zero_unless
-from shardc.rules.rule import Call, Local, Rule, SpecOf, each, table
+from shardc.rules.rule import ANY, Call, Local, Rule, SpecOf, each, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
@@ -254,4 +254,5 @@ TABLE = table(
         _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False),
         "... a b -> ... a b    a b: whole    linear",
     ),
+    strides=ANY,
 )

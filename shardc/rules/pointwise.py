@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardc.rules.loops import Loops
-from shardc.rules.rule import Call, Rule, each, table
+from shardc.rules.rule import ANY, Call, Rule, each, table
 from shardc.rules.spec import Spec
 
 
@@ -96,4 +96,5 @@ TABLE = table(
     Rule("aten.div", _div, "... -> ...    linear in self"),
     Rule("aten._to_copy", _cast, "... -> ...    linear in self"),
     Rule("aten.masked_fill", _masked_fill, "... -> ...    linear in self where the value is 0"),
+    strides=ANY,
 )

@@ -9,7 +9,7 @@ import torch
 import shardc.ir.random as draws
 from shardc.rules.loops import Loops
 from shardc.rules.positions import positions
-from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.rule import ANY, Call, Local, Rule, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -42,4 +42,5 @@ def _uniform_local(local: Local) -> Any:
 TABLE = table(
     Rule("shardc_random.key", _key, "-> 1", lambda local: local.builder.key()),
     Rule("shardc_random.uniform", _uniform, "1 -> ...    by global position", _uniform_local),
+    strides=ANY,
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Rule, each, table
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Rule, each, table
 from shardc.rules.spec import Dims, Spec
 
 
@@ -47,8 +47,9 @@ TABLE = table(
     reduction("prod", "product"),
     # Which index wins, or a value that needs all elements at once: the reduced dim is gathered first.
     reduction(
-        "argmax argmin max.default max.dim min.default min.dim median nanmedian mode kthvalue aminmax logsumexp mean "
+        "argmax argmin max.default max.dim min.default min.dim mode kthvalue aminmax logsumexp mean "
         "var std var_mean std_mean linalg_vector_norm",
         WHOLE,
     ),
-)
+    strides=ANY,
+) | table(reduction("median nanmedian", WHOLE), strides=CONTIGUOUS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -152,6 +152,10 @@ class Local:
         return self.builder.call(torch.ops.aten.mul.Tensor, start, layout.local_shape[dim])
 
 
+# What an op may look at. It computes the same at any strides; or at those that were traced and of contiguous operands;
+# or it is only known that it takes those that were traced.
+ANY, CONTIGUOUS, TRACED = "any", "contiguous", "traced"
+
 SpecOf = Callable[[Call], Spec]
 Localize = Callable[[Local], Any]
 
@@ -166,6 +170,7 @@ class Rule:
         text: the rule as a person reads it.
         localize: spells the op on local tensors; by default the same op with the same arguments.
         opaque: at padded sizes it stays the one op that it is.
+        strides: how its operands may lie in memory on a rank: ``TRACED``, ``CONTIGUOUS`` (or as traced) or ``ANY``.
     """
 
     op: str
@@ -173,6 +178,7 @@ class Rule:
     text: str
     localize: Localize = Local.same
     opaque: bool = False
+    strides: str = TRACED
 
 
 def sized(argument: str = "size") -> Localize:
@@ -189,11 +195,11 @@ def each(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> 
     return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
 
 
-def table(*rules: Rule | Sequence[Rule]) -> dict[str, Rule]:
-    """Rules by op; raises where one op has two."""
+def table(*rules: Rule | Sequence[Rule], strides: str = "") -> dict[str, Rule]:
+    """Rules by op, all of ops that take ``strides`` if that is given; raises where one op has two."""
     out: dict[str, Rule] = {}
     for item in rules:
         for rule in [item] if isinstance(item, Rule) else item:
             assert rule.op not in out, f"two rules for {rule.op}"
-            out[rule.op] = rule
+            out[rule.op] = replace(rule, strides=strides or rule.strides)
     return out

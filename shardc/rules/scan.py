@@ -7,7 +7,7 @@ from collections.abc import Callable
 import shardc.ir.recurrent  # noqa: F401  (the ops)
 from shardc.rules.loops import Loops, mixed
 from shardc.rules.notation import WHOLE, rule
-from shardc.rules.rule import Call, Rule, SpecOf, each, table
+from shardc.rules.rule import CONTIGUOUS, Call, Rule, SpecOf, each, table
 from shardc.rules.spec import Spec
 
 
@@ -54,4 +54,5 @@ TABLE = table(
         "... -> bins    ...: sum where the range is given",
     ),
     Rule("aten.bincount", _counted(lambda call: False), "n -> bins    n: whole"),
+    strides=CONTIGUOUS,
 )

@@ -19,7 +19,7 @@ from shardc.rules.key_pieces import Pieces, added, narrow, wide
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.routed import Routed
-from shardc.rules.rule import Call, Local, Rule, table
+from shardc.rules.rule import CONTIGUOUS, Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
@@ -174,4 +174,5 @@ TABLE = table(
         _gradient_local,
         opaque=True,
     ),
+    strides=CONTIGUOUS,
 )

@@ -9,7 +9,7 @@ import torch
 
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import Call, Local, Localize, Rule, SpecOf, each, sized, table
+from shardc.rules.rule import ANY, Call, Local, Localize, Rule, SpecOf, each, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
@@ -150,4 +150,5 @@ TABLE = table(
     Rule(
         "aten.pixel_unshuffle", lambda call: _shuffle(call, shrink=True), "c (h a) (w b) -> (c a b) h w    a b: whole"
     ),
+    strides=ANY,
 )
