@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import copysign
+from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.fx.node import _side_effectful_functions
+from torch.fx.node import _side_effectful_functions, map_aggregate
 from torch.utils.checkpoint import CheckpointPolicy
 
 c10d = torch.ops._c10d_functional
@@ -26,8 +28,38 @@ def min_cut(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule
     inputs = [n.meta["val"] for n in joint.graph.nodes if n.op == "placeholder"]
     count = sum(n.name.startswith("primals") for n in joint.graph.find_nodes(op="placeholder"))
     primals, tangents = inputs[:count], inputs[count:]
-    with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go(), _lookups_fuse():
-        return min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
+    signed = _numbers(joint.graph, lambda x: _NegativeZero(x) if x == 0 and copysign(1, x) < 0 else x)
+    try:
+        with functorch_config.patch(functionalize_rng_ops=False), _nothing_draws(), _unread_waits_go(), _lookups_fuse():
+            halves = min_cut_rematerialization_partition(joint, (primals, tangents), num_fwd_outputs=forward_outputs)
+    finally:
+        if signed:
+            _numbers(joint.graph, float)
+    for half in halves if signed else ():
+        _numbers(half.graph, float)
+    return halves
+
+
+class _NegativeZero(float):
+    """-0.0, which is equal to 0.0: the cut makes one op of those whose arguments are equal and of one type."""
+
+
+def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
+    """Puts ``change`` of each float in its place, among the arguments of ops; whether any is another object now."""
+    changed = False
+
+    def put(x: Any) -> Any:
+        nonlocal changed
+        new = change(x) if isinstance(x, float) else x
+        changed |= new is not x
+        return new
+
+    for node in graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_aggregate((node.args, node.kwargs), put)
+            if changed:
+                node.args, node.kwargs = args, kwargs
+    return changed
 
 
 @contextmanager

@@ -107,7 +107,7 @@ def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
     if node.target is ops.unpad:
         return emitter.call(aten.slice.Tensor, x, dim, 0, size)
     widths = [0, 0] * (len(have) - dim - 1) + [0, size - have[dim]]
-    return emitter.call(aten.constant_pad_nd.default, x, widths, 0.0)
+    return emitter.call(aten.constant_pad_nd.default, x, widths, 0)
 
 
 class Emitter(Calls):

@@ -154,7 +154,8 @@ def _send_once(graph: fx.Graph) -> None:
         moves = node.target in _CHAIN and all(user.op != "output" for user in node.users)
         if not (moves or _is_collective(node)):
             continue
-        first = seen.setdefault((node.target, node.args, tuple(node.kwargs.items())), node)
+        # By how they print: 0, 0.0, -0.0 and False are equal in Python, and not the same argument.
+        first = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)

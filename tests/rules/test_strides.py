@@ -114,11 +114,18 @@ def differences(sample: Sample) -> list[str]:
     return out
 
 
-def _taking_any() -> list[str]:
-    return [op for op, rule in RULES.items() if rule.strides == ANY]
+REWRITTEN = ("aten.view.default", "aten._unsafe_view")  # on a rank they are a reshape
+TAKE_ANY = [op for op, rule in RULES.items() if rule.strides == ANY and op not in REWRITTEN]
 
 
-@pytest.mark.parametrize("op", _taking_any())
-def test_ops_take_any_strides(op: str) -> None:
-    tried = [differences(sample) for sample in samples(op) if sample.defined and sample.device == "cpu"]
+@pytest.mark.parametrize("part", range(20))
+def test_ops_take_any_strides(part: int) -> None:
+    tried = [differences(x) for op in TAKE_ANY[part::20] for x in samples(op) if x.defined and x.device == "cpu"]
     assert [difference for each in tried for difference in each] == []
+
+
+def test_ops_that_do_not_are_found() -> None:
+    """The proof tells: these are not on the list since it found them."""
+    for op in ("aten.view_as_complex", "aten.isin", "aten._scaled_dot_product_flash_attention_for_cpu"):
+        assert RULES[op].strides != ANY
+        assert any(differences(sample) for sample in samples(op))

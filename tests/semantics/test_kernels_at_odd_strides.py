@@ -1,4 +1,4 @@
-"""Kernels that look at strides (attention, convolutions, norms) under plans that gather what they take with odd ones."""
+"""Kernels that look at strides (attention, convolutions, norms) under plans that gather their operands otherwise."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ class Heads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         of_queries = x[:, : PLACES // 2] if self.cross else x
-        q, k, v = (
-            t.view(*t.shape[:2], -1, HEAD).transpose(1, 2) for t in (self.q(of_queries), self.k(x), self.v(x))
-        )
+        q, k, v = (t.view(*t.shape[:2], -1, HEAD).transpose(1, 2) for t in (self.q(of_queries), self.k(x), self.v(x)))
         if self.shares == "expanded":
             k, v = (t[:, :, None].expand(-1, -1, 4 // self.keys, -1, -1).flatten(1, 2) for t in (k, v))
         elif self.shares == "repeated":
@@ -52,7 +50,7 @@ TP = shardc.tp("tp", colwise=["q", "k", "v"], rowwise=["o"])
 PLANS: dict[str, tuple[dict[str, int], shardc.Plan]] = {
     "tp 4": ({"tp": 4}, TP),
     "dp 2 tp 2": ({"dp": 2, "tp": 2}, shardc.fsdp("dp", threshold=0) | TP),
-    "tp 2 with rows split": ({"tp": 2}, TP | shardc.ddp("tp")),
+    "tp 3, which does not divide heads": ({"tp": 3}, TP),
 }
 ATTENTION = {
     "one head of keys": Heads(),
@@ -69,7 +67,8 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("plan", ["tp 4", *(pytest.param(name, marks=pytest.mark.slow) for name in [*PLANS][1:])])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_heads_of_keys_that_tp_splits(name: str, plan: str) -> None:
     torch.manual_seed(0)
@@ -82,26 +81,27 @@ class Images(nn.Module):
     def __init__(self, lay: str) -> None:
         super().__init__()
         self.lay = lay
-        self.up, self.down = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 3, groups=2)
+        self.up, self.down = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 3, groups=2, bias=False)
         self.group, self.batch, self.layer = nn.GroupNorm(2, 8), nn.BatchNorm2d(4), nn.LayerNorm(4)
 
     def lying(self, x: Tensor) -> Tensor:
         if self.lay == "channels last":
             return x.contiguous(memory_format=torch.channels_last)
         if self.lay == "transposed":
-            return x.transpose(2, 3)
+            return x.transpose(2, 3).contiguous().transpose(2, 3)
         if self.lay == "expanded":
             return x[:, :1].expand(x.shape)
-        return x[:, :, ::2, 1:]
+        return torch.cat([x, x], 3)[..., : x.shape[3]]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.lying(self.group(self.up(self.lying(x))))
+        x = self.lying(self.group(self.up(self.lying(x)))).relu()
         x = F.max_pool2d(self.lying(self.batch(self.down(x))), 2, 1)
         return self.layer(x.movedim(1, -1)).flatten(1)
 
 
-@pytest.mark.parametrize("plan", [shardc.fsdp("dp", threshold=0), shardc.tp("dp", colwise=["up"], rowwise=["down"])])
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("lay", ["channels last", "transposed", "expanded", "cut"])
-def test_images(lay: str, plan: shardc.Plan) -> None:
+def test_images(lay: str) -> None:
     torch.manual_seed(0)
-    trains_alike(Images(lay), (torch.randn(ROWS, 4, 10, 11),), {"dp": 2}, plan, steps=1)
+    plan = shardc.fsdp("dp", threshold=0) | shardc.tp("tp", colwise=["up"], rowwise=["down"])
+    trains_alike(Images(lay), (torch.randn(ROWS, 4, 10, 11),), {"dp": 2, "tp": 2}, plan, steps=1)
