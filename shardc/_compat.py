@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -92,6 +93,12 @@ def traced_code(capture: Any) -> list[CodeType]:
     """The code that Dynamo went through for a graph; where this torch does not say, code of no file."""
     unknown = compile("", "<unknown>", "exec")
     return getattr(capture, "traced_code", None) or getattr(capture.output_graph, "traced_code", None) or [unknown]
+
+
+def is_called_by_trace(function: Any) -> bool:
+    """Whether Dynamo calls ``function`` instead of tracing it: ``allow_in_graph``, ``nonstrict_trace`` and the like."""
+    known = ("is_callable_allowed", "is_nonstrict_trace_callable", "is_leaf_function")
+    return any(getattr(trace_rules, name)(function) for name in known if hasattr(trace_rules, name))
 
 
 def trunc_normal_rejects() -> bool:

@@ -34,7 +34,6 @@ from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
-from shardc.precompiled.identity import described
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
@@ -177,7 +176,7 @@ def compile(
         ),
     )
     for program in (saved := _loaded(precompiled)):
-        program.check(abstract, plan, described(template, loss), device)
+        program.check(abstract, plan, template, loss, device)
     for name, param in sharded.named_parameters():
         if (kept := plan.precision.of_param(name).grads) is not None:
             param.grad_dtype = kept

@@ -85,7 +85,11 @@ class Build:
 
         def make(joint: Joint, folded: Folded | None) -> Program:
             reads = joint.captured.reads if folded is None else folded.reads
-            known = replace(identity, signature=replace(identity.signature, reads=reads.values(template, self.loss)))
+            known = replace(
+                identity,
+                signature=replace(identity.signature, reads=reads.values(template, self.loss)),
+                model=described(template, self.loss, reads),
+            )
             again = self._again(template, args, kwargs, with_loss)
             return Program(joint, Source(known, again, self._lower_again, type(template).__name__), folded)
 
@@ -113,14 +117,12 @@ class Build:
             self.warns = False
             warnings.warn(ShardcWarning(str(said)), stacklevel=3)
 
-    def _identity(
-        self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, code: bool = True
-    ) -> Identity:
-        """What a program is for, but for what its capture reads; without ``code``, that is not compared."""
+    def _identity(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Identity:
+        """What a program is for, but for what its capture reads."""
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = Surroundings.now(self.device)
         signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
-        return Identity(signature, described(template, self.loss, code), self.device.type)
+        return Identity(signature, described(template, self.loss), self.device.type)
 
     def stored(
         self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool, evaluates: bool = False
@@ -131,12 +133,15 @@ class Build:
             evaluates: what runs where no gradients are recorded is stored too.
         """
         fresh = partial(self, template, args, kwargs, with_loss)
-        store = None
-        if self.runs and self.options.store and caches():
-            identity = self._identity(template, args, kwargs, with_loss, code=False)  # the store looks at files
+        if not (self.runs and self.options.store and caches()):
+            store: Store | str = "the store is off, by Options(store=False), SHARDC_STORE=0 or Inductor's settings"
+        else:
+            identity = self._identity(template, args, kwargs, with_loss)
             store = Store.of(cache_folder("programs"), identity, self.mesh, self.plan, self.options)
-        if store is None:
-            return fresh()
+        if isinstance(store, str):
+            program = fresh()
+            program.stored = f"not stored: {store}"
+            return program
         if (found := store.find(template, self.loss, fresh)) is not None:
             return found
         with store.turn():
@@ -149,7 +154,8 @@ class Build:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
             ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
             told = [str(each.message) for each in said if issubclass(each.category, ShardcWarning)]
-            store.add(program, ops, told, evaluates)
+            reached = program.reads.reach(template, self.loss)
+            program.stored = store.add(program, reached, ops, told, evaluates)
         return program
 
     def sized(

@@ -13,7 +13,9 @@ from torch._dynamo import functional_export
 from shardc._compat import traced_code
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
-from shardc.ir.reads import Lookup, Read, Reads, module_name, parse
+from shardc.ir.reach import is_told
+from shardc.ir.reads import Lookup, Read, Reads, parse
+from shardc.ir.value_text import code_hash, module_name
 
 # By the name of a guard, what it looks at; guards that are not here look at a value.
 _WHAT: dict[str, Any] = {
@@ -87,8 +89,13 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
             if value.requires_grad and not text.startswith("loss"):
                 raise _foreign(text, value, guard)
         found.add(read)
-    files = frozenset(code.co_filename for code in traced_code(trace.graph_capture_output))
-    return Reads(tuple(sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))), scopes, files)
+    traced = {
+        code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        for code in traced_code(trace.graph_capture_output)
+        if not is_told(code)
+    }
+    ordered = sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))
+    return Reads(tuple(ordered), scopes, tuple(sorted(traced.items())))
 
 
 def _expression(source: Any, imported: dict[str, str], scope: Any, scopes: dict[str, Any]) -> str | None:

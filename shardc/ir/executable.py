@@ -223,7 +223,8 @@ class Executable(ABC):
         deferred: the parameters whose gradients the backward leaves unreduced.
         identity: what call and model it is for.
         reads: what of the model it depends on besides.
-        stored: whether it is one of an earlier start, which has no stages to look at.
+        from_store: whether it is one of an earlier start, or of another rank, which has no stages to look at.
+        stored: where it was found in the store or added to it; or "not stored: " and why.
         levels, causes: of each parameter, how it is gathered and which plan entries say how it is computed with.
     """
 
@@ -236,7 +237,8 @@ class Executable(ABC):
     deferred: Deferred
     identity: Any
     reads: Reads
-    stored = False
+    from_store = False
+    stored = "not stored: only what a call of a module compiles is, for fixed sizes and with all gradients reduced"
     levels: Mapping[str, int]
     causes: Mapping[str, str]
 

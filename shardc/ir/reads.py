@@ -7,18 +7,17 @@ Attributes, items of containers, globals, cells and functions are named by expre
 from __future__ import annotations
 
 import ast
-import enum
-import hashlib
 import sys
-import types
 from collections.abc import Callable, KeysView, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules import module as _nn
+
+from shardc.ir.reach import Reach, reach
+from shardc.ir.value_text import MAIN, qualified_name, text_of
 
 Path = tuple[Any, ...]
 Values = tuple[tuple[str, str], ...]
@@ -26,7 +25,6 @@ GONE = "nothing"
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
-_MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dict": lambda x: x,  # a copy would be looked up just the same
@@ -66,17 +64,21 @@ class Reads:
 
     Args:
         scopes: the globals of functions whose module cannot be imported, by name.
-        files: the source files of the code that was traced.
+        traced: the code that was traced, but torch's, shardc's and Python's: its hash, and its name and place.
     """
 
     found: tuple[Read, ...] = ()
     scopes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    files: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
 
     def values(self, model: nn.Module, loss: Any = None) -> Values:
-        """What each is now, as text that is the same in each process."""
+        """What each is now, and the code that a trace would reach, as text that is the same in each process."""
         at = Lookup(model, loss, self.scopes)
-        return tuple((str(read), at.text(read)) for read in self.found)
+        return *((str(read), at.text(read)) for read in self.found), ("its code", self.reach(model, loss).digest)
+
+    def reach(self, model: nn.Module, loss: Any = None) -> Reach:
+        """The code that a trace would reach now."""
+        return reach(model, loss, [does for does, _ in self.traced])
 
 
 class Lookup:
@@ -100,7 +102,7 @@ class Lookup:
         if kind == "constant":
             return first
         if kind == "module":
-            return sys.modules["__main__" if first == _MAIN else first]
+            return sys.modules["__main__" if first == MAIN else first]
         if kind == "scope":
             return self._scopes[first]
         if kind == "attribute":
@@ -125,11 +127,13 @@ class Lookup:
         if read.what == "hooks":
             return "; ".join(hooks_of(value))
         if read.what == "type":
-            return _name(type(value))
+            return qualified_name(type(value))
         if read.what in ("length", "keys"):
             if not hasattr(value, "__len__"):  # something else is in the place of a container
                 return GONE
-            return f"{_name(type(value))} of {len(value) if read.what == 'length' else list(map(text_of, value))}"
+            return (
+                f"{qualified_name(type(value))} of {len(value) if read.what == 'length' else list(map(text_of, value))}"
+            )
         return text_of(value)
 
 
@@ -182,52 +186,3 @@ def hooks_of(model: nn.Module) -> list[str]:
 def global_hooks() -> list[dict[int, Any]]:
     """The hooks of all modules that there are, kind by kind."""
     return [getattr(_nn, f"_global{kind}") for kind in HOOKS]
-
-
-def text_of(value: Any) -> str:
-    """A value as text: of constants and tensors what they are, of functions their code, of other objects the class."""
-    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)) and not isinstance(value, enum.Enum):
-        return repr(value) if type(value) in (type(None), bool, str) else f"{_name(type(value))} {value!r}"
-    if isinstance(value, enum.Enum):
-        return f"{_name(type(value))}.{value.name}"
-    if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
-        return str(value)
-    if isinstance(value, Tensor):
-        return tensor_text(value)
-    if isinstance(value, type):
-        return _name(value)
-    if isinstance(value, types.ModuleType):
-        return f"module {module_name(value.__name__)}"
-    if isinstance(value, types.MethodType):
-        return f"method {text_of(value.__func__)} of {_name(type(value.__self__))}"
-    if isinstance(value, types.FunctionType):
-        return f"{_name(value)} {_hash(_code(value.__code__))}"
-    if isinstance(value, (tuple, list)):
-        return f"{_name(type(value))}({', '.join(map(text_of, value))})"
-    if isinstance(value, (set, frozenset)):
-        return f"{_name(type(value))}({', '.join(sorted(map(text_of, value)))})"
-    return _name(value) if hasattr(value, "__qualname__") else _name(type(value))
-
-
-def tensor_text(tensor: Tensor) -> str:
-    """Shape, dtype, and a hash of the values where there are any."""
-    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    return text if tensor.is_meta else f"{text} sha256 {_hash(repr(tensor.detach().reshape(-1).tolist()))}"
-
-
-def module_name(name: str) -> str:
-    """The name of a module, of one that runs as ``python -m name`` too."""
-    return _MAIN if name == "__main__" else name
-
-
-def _name(thing: Any) -> str:
-    return f"{module_name(str(thing.__module__))}.{thing.__qualname__}".removeprefix("builtins.")
-
-
-def _code(code: types.CodeType) -> str:
-    constants = [_code(x) if isinstance(x, types.CodeType) else repr(x) for x in code.co_consts]
-    return f"{code.co_code!r}{constants}{code.co_names}"
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

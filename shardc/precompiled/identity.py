@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import PrecompiledError
-from shardc.ir.reads import Reads, tensor_text
+from shardc.ir.reads import Reads
+from shardc.ir.value_text import tensor_text
 from shardc.precompiled.record import Call, TensorLeaf
 from shardc.precompiled.spec import spec_from_json, spec_to_json
 from shardc.runtime.signature import Constant, Like, Signature
 
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str, type(None))}
 _PLAIN = (bool, int, float, str, type(None))
+NOTHING_READ = Reads()
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Identity:
 
     Args:
         signature: the arguments of the call, at global shapes, and the modes of the model.
-        model: thing -> what it is: every parameter, buffer and module, and the code of their classes and of the loss.
+        model: thing -> what it is: every parameter, buffer and module, and the code that these and the loss reach.
         device: the type of device that it runs on.
     """
 
@@ -36,12 +36,12 @@ class Identity:
     device: str
 
 
-def described(model: nn.Module, loss: Callable[..., Any] | None, code: bool = True) -> dict[str, str]:
-    """What of ``model`` and ``loss`` a program depends on, one line each; without ``code`` in a tenth of the time.
+def described(model: nn.Module, loss: Callable[..., Any] | None, reads: Reads = NOTHING_READ) -> dict[str, str]:
+    """What of ``model`` and ``loss`` a program depends on, one line each.
 
     Values of the model's parameters and buffers do not count, nor do modes, which are the signature's; those of its
-    other tensors, and of the loss's, are constants of the program. Code is that of the classes of modules and of the
-    loss itself, not of what these call; torch's own is told by its version.
+    other tensors, and of the loss's, are constants of the program. Code is all that the model and the loss reach
+    (`shardc.ir.reach`), given what a capture ``reads``.
     """
     out = {}
     first: dict[int, str] = {}
@@ -50,22 +50,15 @@ def described(model: nn.Module, loss: Callable[..., Any] | None, code: bool = Tr
             owner = first.setdefault(id(tensor), name)
             shown = f"{_dtype_text(tensor.dtype)}{list(tensor.shape)}"
             out[f"{kind[:-1]} {name!r}"] = shown if owner == name else f"tied to {owner!r}"
-    source: Callable[[Any], str] = _code if code else lambda _: ""
-    classes: set[type[nn.Module]] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         out[f"module {name!r}"] = _shown(module)
-        if type(module) not in classes:
-            classes.add(type(module))
-            out[f"code of {type(module).__qualname__}"] = source(type(module))
     if isinstance(loss, nn.Module):
         for name, module in loss.named_modules():
             held = {**module._parameters, **module._buffers}
             values = "".join(f", {key}={tensor_text(x)}" for key, x in held.items() if x is not None)
-            out[f"module {name!r} of the loss"] = f"{_shown(module)}{values} {source(type(module))}".strip()
-    elif loss is not None:
-        named: Any = loss if hasattr(loss, "__qualname__") else type(loss)
-        out["loss"] = f"{named.__qualname__} {source(named)}".strip()
-    return {thing: what for thing, what in out.items() if what}
+            out[f"module {name!r} of the loss"] = f"{_shown(module)}{values}"
+    reached = reads.reach(model, loss)
+    return {**out, **reached.code, **reached.values}
 
 
 def _shown(module: nn.Module) -> str:
@@ -77,20 +70,6 @@ def _shown(module: nn.Module) -> str:
         elif isinstance(value, Tensor) and not value.is_meta:
             text += f", {key}={tensor_text(value)}"
     return text
-
-
-def _code(code: Any) -> str:
-    """A hash of the source of a class or a function; "" of torch's and where there is none."""
-    if str(code.__module__).partition(".")[0] == "torch":
-        return ""
-    try:
-        return f"sha256 {_hash(inspect.getsource(code))}"
-    except (OSError, TypeError):
-        return ""
-
-
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix: str) -> None:

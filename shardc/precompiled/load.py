@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from shardc.errors import PrecompiledError
 from shardc.ir import graph as ir
@@ -27,7 +27,7 @@ from shardc.ir.verify import check, verify
 from shardc.lower.inductor import fakes, load_artifacts
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed, allowed_op
-from shardc.precompiled.identity import Identity, check_same, signature_of
+from shardc.precompiled.identity import Identity, check_same, described, signature_of
 from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
 from shardc.precompiled.spec import spec_from_json
 from shardc.precompiled.unused import backward_for
@@ -58,7 +58,7 @@ class Precompiled(Executable):
             raise PrecompiledError(f"the mesh {self.mesh} has {self.mesh.ranks} ranks")
         self.plan = Plan.from_json(json.dumps(record.plan), str(folder / RECORD))
         self.identity = Identity(signature_of(record.signature), record.model, record.device)
-        self.reads = Reads(record.reads)
+        self.reads = Reads(record.reads, traced=record.traced)
         self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record.inputs)
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes
@@ -135,12 +135,14 @@ class Precompiled(Executable):
     def reduction(self, sums: Sequence[Any]) -> Half:
         raise AssertionError("a saved program reduces its own gradients")
 
-    def check(self, mesh: Mesh, plan: Plan, model: Mapping[str, str], device: torch.device) -> None:
-        """Raises PrecompiledError, with the difference, where it is not of this mesh, plan, model and device."""
+    def check(
+        self, mesh: Mesh, plan: Plan, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device
+    ) -> None:
+        """Raises PrecompiledError, with the difference, where it is not of this mesh, plan, model, loss and device."""
         saved = {"the mesh": str(self.mesh), "the plan": str(self.plan), "the device": self.identity.device}
         now = {"the mesh": str(mesh), "the plan": str(plan), "the device": device.type}
         what = f"the program in {self.folder}"
-        check_same(what, {**saved, **self.identity.model}, {**now, **model}, AGAIN)
+        check_same(what, {**saved, **self.identity.model}, {**now, **described(model, loss, self.reads)}, AGAIN)
 
 
 def load(folder: str | Path, *, trust: bool = False) -> Precompiled:

@@ -114,6 +114,7 @@ class Record:
     Args:
         mesh: axes and sizes.
         plan: as `shardc.plan.json` writes it.
+        traced: the code that was traced, as `shardc.ir.reads.Reads` has it.
         files: the other files and their sha256.
     """
 
@@ -125,6 +126,7 @@ class Record:
     model: Mapping[str, str]
     signature: Call
     reads: tuple[Read, ...]
+    traced: tuple[tuple[str, str], ...]
     inputs: tuple[tuple[str, str], ...]
     levels: Mapping[str, Annotated[int, Range(0, 3)]]
     causes: Mapping[str, str]

@@ -73,6 +73,7 @@ def save_program(
         "model": dict(identity.model),
         "signature": signature_to_json(identity.signature),
         "reads": reads_to_json(program.reads),
+        "traced": [list(each) for each in program.reads.traced],
         "inputs": [[name, str(layout)] for name, layout in program.inputs],
         "levels": dict(program.levels),
         "causes": dict(program.causes),

@@ -3,8 +3,8 @@
 Who finds one there neither captures nor plans.
 
 A program is found by all that it was made from: the call and the model (`Identity`), the mesh, plan and options, the
-versions of torch and shardc, the rules that the user registered, what its capture read, and the source files of each
-package whose code was traced. Of all programs the `KEPT` that were used last stay on disk.
+versions of torch and shardc, the rules that the user registered, what its capture read, and the code that it traced, by
+what is bound where (`shardc.ir.reach`). Of all programs the `KEPT` that were used last stay on disk.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import json
 import os
 import platform
 import shutil
-import sys
-import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -33,23 +32,22 @@ from shardc.cost.model import CostModel
 from shardc.errors import PrecompiledError, ShardcWarning
 from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
 from shardc.ir.mesh import Mesh
+from shardc.ir.reach import Reach
 from shardc.ir.reads import Reads
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import is_own
-from shardc.precompiled.identity import Identity, signature_to_json
+from shardc.precompiled.identity import Identity, described, signature_to_json
 from shardc.precompiled.load import Precompiled
 from shardc.precompiled.record import VERSION, Record, read_record
 from shardc.precompiled.save import save_program
 from shardc.rules import registered
 
-MADE = "made.json"  # beside a program: the files that it depends on, and the warnings that it gave
+MADE = "made.json"  # beside a program: the warnings that it gave
 PATIENCE = 120.0  # seconds; who waits longer for another process makes the program itself
 _POLL = 0.05  # seconds
 KEPT = 256  # programs, of all calls and models
 PACKAGE = Path(__file__).parents[1]
-# Code of these is told by a version.
-TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
 
 
 class Stored(Precompiled):
@@ -59,11 +57,11 @@ class Stored(Precompiled):
         fresh: makes it again; asked for the halves that were not saved.
     """
 
-    stored = True
+    from_store = True
 
     def __init__(self, folder: Path, record: Record, fresh: Callable[[], Executable]) -> None:
         super().__init__(folder, record, trust=False)
-        self.fresh = fresh
+        self.fresh, self.stored = fresh, f"found in {folder}"
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if phase != INFERENCE or phase in self._halves or FORWARD not in self._halves:
@@ -86,16 +84,20 @@ class Store:
     plan: Plan
 
     @classmethod
-    def of(cls, root: Path, identity: Identity, mesh: Mesh, plan: Plan, options: Options) -> Store | None:
-        """The store for a call, under ``root``; None where it cannot be told what a program would depend on."""
-        own = (options.capture, options.pipeline, options.hooks, options.dump)
-        foreign = (type(x).__module__.partition(".")[0] != __package__.partition(".")[0] for x in plan.entries)
-        if any(own) or any(foreign) or type(options.cost) not in (CostModel, Hardware):
-            return None
+    def of(cls, root: Path, identity: Identity, mesh: Mesh, plan: Plan, options: Options) -> Store | str:
+        """The store for a call, under ``root``; a text where it cannot be told what a program would depend on."""
+        own = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
+        if type(options.cost) not in (CostModel, Hardware):
+            own.append("cost")
+        if own:
+            return f"Options({own[0]}=...) is code of its own"
+        foreign = [x for x in plan.entries if type(x).__module__.partition(".")[0] != __package__.partition(".")[0]]
+        if foreign:
+            return f"the plan entry {foreign[0]} is of a class of its own"
         try:
             call = signature_to_json(replace(identity.signature, reads=()))
-        except PrecompiledError:  # a constant, or a class of arguments, that has no form on disk
-            return None
+        except PrecompiledError as error:  # a constant, or a class of arguments, that has no form on disk
+            return error.what
         versions = VERSION, _code(), torch.__version__, platform.python_version()
         key = json.dumps(
             [
@@ -111,7 +113,7 @@ class Store:
         )
         return cls(root / _hash(key.encode()), mesh, plan)
 
-    def find(self, model: nn.Module, loss: object, fresh: Callable[[], Executable]) -> Stored | None:
+    def find(self, model: nn.Module, loss: Callable[..., Any] | None, fresh: Callable[[], Executable]) -> Stored | None:
         """The program for ``model`` as it is now, whose warnings are given again; None where there is none.
 
         Args:
@@ -120,7 +122,8 @@ class Store:
         for folder in sorted(self.folder.glob("*/")):
             try:
                 made, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
-                if not unchanged(made["files"]) or Reads(record.reads).values(model, loss) != record.signature.reads:
+                reads = Reads(record.reads, traced=record.traced)
+                if reads.values(model, loss) != record.signature.reads or described(model, loss, reads) != record.model:
                     continue
                 found = Stored(folder, record, fresh)
             except Exception:  # cut off, or of a disk that is full: as if it were not there
@@ -164,29 +167,36 @@ class Store:
         """A file that says that a program was made, and none could be added."""
         return self.folder / "none"
 
-    def add(self, program: Executable, ops: Iterable[object], said: Sequence[str], evaluates: bool = False) -> None:
-        """Writes ``program``, unless it depends on what cannot be told.
+    def add(
+        self, program: Executable, reached: Reach, ops: Iterable[object], said: Sequence[str], evaluates: bool = False
+    ) -> str:
+        """Writes ``program``, unless it depends on what cannot be told; returns where it is, or why not.
 
         Args:
+            reached: the code of its model and loss.
             ops: what was captured. Of ops that are neither torch's nor shardc's, the code is not known.
             said: the warnings that it gave.
             evaluates: also what runs where no gradients are recorded.
         """
-        files = sources(program.reads.files)
-        if files is None or not all(map(is_own, ops)):
-            return
-        with suppress(OSError, PrecompiledError):
+        if (why := _unknown(program, reached, ops)) is not None:
+            return f"not stored: {why}"
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(dir=self.folder.parent))
             try:
                 save_program(program, self.plan, made, None, evaluates)
-                text = json.dumps({"files": files, "warnings": list(said)}, indent=1)
-                (made / MADE).write_text(text)
-                os.rename(made, self.folder / _hash(json.dumps([files, program.identity.signature.reads]).encode()))
+                (made / MADE).write_text(json.dumps({"warnings": list(said)}, indent=1))
+                identity = program.identity
+                os.rename(made, self.folder / _hash(json.dumps([identity.model, identity.signature.reads]).encode()))
                 self._none.unlink(missing_ok=True)
                 self._forget()
             finally:
                 shutil.rmtree(made, ignore_errors=True)
+        except PrecompiledError as error:
+            return f"not stored: {error.what}"
+        except OSError as error:
+            return f"not stored: the folder {self.folder} cannot be written: {error.strerror}"
+        return f"added to {self.folder}"
 
     def _forget(self) -> None:
         """Removes the programs under the same root, whatever they are of, that were used least recently."""
@@ -195,28 +205,15 @@ class Store:
             shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def sources(traced: Iterable[str]) -> dict[str, str] | None:
-    """The files, with hashes, of each package that one of the ``traced`` files belongs to; None if one is no file.
-
-    Torch, shardc and Python are told by their versions.
-    """
-    loaded = {str(file): name for name, m in list(sys.modules.items()) if (file := getattr(m, "__file__", None))}
-    own = [file for file in traced if not _told(Path(file))]
-    if not all(Path(file).is_file() for file in own):
-        return None
-    packages = {loaded[file].partition(".")[0] for file in own if file in loaded} - {"__main__"}
-    beside = (file for file, name in loaded.items() if name.partition(".")[0] in packages and Path(file).is_file())
-    return {file: _hash(Path(file).read_bytes()) for file in sorted({*own, *beside})}
-
-
-def _told(file: Path) -> bool:
-    """Whether the code in ``file`` is torch's, shardc's or Python's own, and not a package's that lies within these."""
-    return any(file.is_relative_to(root) and "-packages" not in str(file.relative_to(root)) for root in TOLD)
-
-
-def unchanged(files: Mapping[str, str]) -> bool:
-    """Whether files have the hashes that `sources` gave."""
-    return all(Path(file).is_file() and _hash(Path(file).read_bytes()) == was for file, was in files.items())
+def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
+    """Something that ``program`` depends on and that cannot be told."""
+    foreign = [op for op in ops if not is_own(op)]
+    if foreign:
+        return f"it calls {foreign[0]}, an op of the user's or with a rule of the user's, whose code is not known"
+    if reached.constants:
+        return f"it keeps what {reached.constants[0]} returned, which is marked as constant"
+    unnamed = [where for does, where in program.reads.traced if does not in reached.known]
+    return f"it runs {unnamed[0]}, which nothing that a start can look at names" if unnamed else None
 
 
 @cache

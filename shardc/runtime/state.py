@@ -182,7 +182,7 @@ class State:
             return sized
         key = self._variant(call)
         found = None if key is None else self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
-        if found is None or looks and found.stored:
+        if found is None or looks and found.from_store:
             evaluates = not torch.is_grad_enabled()
             with torch.inference_mode(False), torch.enable_grad(), frozen():
                 given = self.present(), args, kwargs, self.with_loss(args, kwargs)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardc.ir.reach import Reach
 from shardc.ir.reads import GONE, Lookup, Path, Read, Reads, parse
 
 _HELD = ("_modules", "_parameters", "_buffers")  # which the census looks at
@@ -28,7 +29,9 @@ class Watch:
         self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> what iterating it gives
         self._tensors: list[tuple[Tensor, int]] = []
         self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
+        self._reached: list[Reach] = []
         for each in {id(one): one for one in reads}.values():
+            self._reached.append(each.reach(model, loss))
             lookup = Lookup(model, loss, each.scopes)
             seen: set[Path] = set()
             for read in each.found:
@@ -51,6 +54,7 @@ class Watch:
             and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
             and all(tensor._version == version for tensor, version in self._tensors)
             and all(_same(getattr(held, name, GONE), value) for held, name, value in self._rest)
+            and all(reached.holds() for reached in self._reached)
         )
 
     def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:

@@ -101,9 +101,9 @@ def trained(
         optimizer.step()
         optimizer.zero_grad()
     (program,) = module.shardc.programs.values()
-    assert bool(counters["stats"]) != program.stored, "whether Dynamo traced the model"
+    assert bool(counters["stats"]) != program.from_store, "whether Dynamo traced the model"
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, (found, program.stored))
+    dist.all_gather_object(ranks, (found, program.from_store))
     if store and not any(found for found, _ in ranks):
         makers = [stored for _, stored in ranks].count(False)
         assert makers == (1 if stores else len(ranks)), "one rank makes the program, the others find it"
@@ -138,7 +138,7 @@ def looked_at(folder: Path) -> None:
         )
         x, y = torch.randn(8, 8), torch.randn(8, 4)
         module(*module.shard_inputs(x, y)).backward()
-        assert [program.stored for program in module.shardc.programs.values()] == [True]
+        assert [program.from_store for program in module.shardc.programs.values()] == [True]
         program = module.lower(x, y)
         assert isinstance(program, Program) and "all_gather" in program.text("collectives")
         module(*module.shard_inputs(x, y)).backward()
@@ -165,7 +165,7 @@ def evaluated_first(folder: Path) -> None:
             torch.manual_seed(1)
             module(*module.shard_inputs(x, y)).backward()
             found += [digest([param.grad.to_local() for param in module.parameters()])]
-            assert [program.stored for program in module.shardc.programs.values()] == [store]
+            assert [program.from_store for program in module.shardc.programs.values()] == [store]
         assert found[:2] == found[2:]
 
 
@@ -252,7 +252,7 @@ def warned(folder: Path) -> None:
                 warnings.simplefilter("always")
                 module(torch.ones(4, 8), {})
             texts.append([str(each.message) for each in said if issubclass(each.category, shardc.ShardcWarning)])
-        assert list(module.shardc.programs.values())[0].stored
+        assert list(module.shardc.programs.values())[0].from_store
         assert texts[0] == texts[1] != []
 
 

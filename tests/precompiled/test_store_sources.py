@@ -1,10 +1,8 @@
-"""Which files a stored program depends on; which programs stay in the store, and who makes one while others wait."""
+"""Whose code is told by a version; which programs stay in the store, and who makes one while others wait."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Event
@@ -14,29 +12,22 @@ import torch
 from torch import nn
 
 import shardc
+from shardc.ir import reach
 from shardc.precompiled import store
 
 
-@pytest.mark.parametrize("near", [store.PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))])
+@pytest.mark.parametrize("near", reach.TOLD)
 def test_packages_beside_those_that_have_versions(near: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``torchvision`` is not torch, though its folder's name begins like torch's."""
-    name = f"{near.name.replace('.', '_')}zoo"
-    package = tmp_path / name
-    package.mkdir()
-    for file, text in (("__init__.py", ""), ("net.py", "from . import scale\n"), ("scale.py", "BY = 2\n")):
-        (package / file).write_text(text)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module(f"{name}.net")
-    monkeypatch.setattr(store, "TOLD", [tmp_path / name[: -len("zoo")], *store.TOLD])
-    found = store.sources([str(package / "net.py"), torch.nn.modules.linear.__file__, importlib.__file__])
-    assert found is not None and set(found) == {str(path) for path in package.glob("*.py")}
-    assert store.unchanged(found)
-    (package / "scale.py").write_text("BY = 3\n")
-    assert not store.unchanged(found)
-
-
-def test_code_of_no_file_is_unknown() -> None:
-    assert store.sources(["<string>"]) is None
+    monkeypatch.setattr(reach, "TOLD", [tmp_path / near.name, *reach.TOLD])
+    reach._told.cache_clear()
+    try:
+        files = [
+            tmp_path / name / "net.py" for name in (near.name, f"{near.name}zoo", f"{near.name}/site-packages/zoo")
+        ]
+        assert [reach.is_told(compile("", str(file), "exec")) for file in files] == [True, False, False]
+    finally:
+        reach._told.cache_clear()
 
 
 def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +41,8 @@ def test_the_programs_that_were_used_last_stay(tmp_path: Path, monkeypatch: pyte
         for size in (1, 2, 3)
     ]
     for at, each in enumerate(stores):
-        assert each is not None
-        each.add(program, (), ())
+        assert isinstance(each, store.Store)
+        each.add(program, program.reads.reach(model), (), ())
         for path in each.folder.glob(f"*/{store.MADE}"):
             os.utime(path, (at, at))  # they are as old as they come
         if at == 1:

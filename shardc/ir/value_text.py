@@ -1,0 +1,113 @@
+"""Values and code as text that is the same in each process: no addresses, no order of sets, no files and lines."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import sys
+import types
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
+# Of code, what its run depends on besides constants; names of local variables are those of keyword arguments.
+_PARTS = (
+    "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount",
+    "co_kwonlyargcount", "co_flags", "co_name",
+)  # fmt: skip
+
+
+def text_of(value: Any) -> str:
+    """A value as text: of constants and tensors what they are, of functions their code, of other objects the class."""
+    if is_plain(value):
+        return plain_text(value)
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    if isinstance(value, type):
+        return qualified_name(value)
+    if isinstance(value, types.ModuleType):
+        return f"module {module_name(value.__name__)}"
+    if isinstance(value, types.MethodType):
+        return f"method {text_of(value.__func__)} of {qualified_name(type(value.__self__))}"
+    if isinstance(value, types.FunctionType):
+        return f"{qualified_name(value)} {code_hash(value.__code__)}"
+    if isinstance(value, (tuple, list)):
+        return f"{qualified_name(type(value))}({', '.join(map(text_of, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{qualified_name(type(value))}({', '.join(sorted(map(text_of, value)))})"
+    return qualified_name(value) if hasattr(value, "__qualname__") else qualified_name(type(value))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is a constant without parts: a number, a text, a member of an enum, a dtype and the like."""
+    return value is None or isinstance(value, _PLAIN)
+
+
+_PLAIN = (
+    bool, int, float, complex, str, bytes, enum.Enum, type(...), torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
+)  # fmt: skip
+
+
+def plain_text(value: Any) -> str:
+    """A value that `is_plain`, as text."""
+    if isinstance(value, enum.Enum):
+        return f"{qualified_name(type(value))}.{value.name}={text_of(value.value)}"
+    if type(value) in (type(None), bool, str, type(...)):
+        return repr(value)
+    if not isinstance(value, (int, float, complex, str, bytes)):
+        return str(value)
+    base = next(kind for kind in (int, float, complex, str, bytes) if isinstance(value, kind))
+    return f"{qualified_name(type(value))} {base.__repr__(value)}"
+
+
+def tensor_text(tensor: Tensor) -> str:
+    """Shape, dtype, and a hash of the values where there are any."""
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return text if tensor.is_meta else f"{text} sha256 {digest(repr(tensor.detach().reshape(-1).tolist()))}"
+
+
+def module_name(name: str) -> str:
+    """The name of a module, of one that runs as ``python -m name`` too."""
+    return MAIN if name == "__main__" else name
+
+
+def qualified_name(thing: Any) -> str:
+    """The name of a class or a function, with its module's; a builtin's is bare."""
+    return f"{module_name(str(thing.__module__))}.{thing.__qualname__}".removeprefix("builtins.")
+
+
+@cache
+def code_hash(code: types.CodeType) -> str:
+    """A hash of what ``code`` does, wherever it stands."""
+    return digest(_code_text(code))
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """``code`` and that of the functions and classes inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
+def _code_text(code: types.CodeType) -> str:
+    parts = [getattr(code, part) for part in _PARTS]
+    return f"{parts}{getattr(code, 'co_exceptiontable', b'')!r}{[_constant(x) for x in code.co_consts]}"
+
+
+def _constant(x: Any) -> str:
+    if isinstance(x, types.CodeType):
+        return _code_text(x)
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_constant, x))})"
+    return f"{{{', '.join(sorted(map(_constant, x)))}}}" if isinstance(x, frozenset) else repr(x)
+
+
+def digest(text: str) -> str:
+    """A short hash of ``text``."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
