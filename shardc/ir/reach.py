@@ -118,6 +118,7 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
     for path, module in walk.tree:
         walk.root(path, module)
     walk.bind("the program", "loss", loss)
+    walk.ref(torch.Tensor)  # whose methods any code may call
     walk.run()
     functions = tuple((function, function.__code__) for function in walk.functions if not is_told(function.__code__))
     found = Reach(
@@ -497,5 +498,5 @@ def _is_told_module(module: types.ModuleType) -> bool:
 def _is_told_name(module: str) -> bool:
     """Whether a module is of torch, shardc or Python, and not the user's under the name of one of Python's."""
     found = sys.modules.get(module.partition(".")[0])
-    file = getattr(found, "__file__", None)
-    return module != "__main__" and found is not None and (file is None or _told(file) is not None)
+    file, origin = getattr(found, "__file__", None), getattr(getattr(found, "__spec__", None), "origin", None)
+    return origin in ("built-in", "frozen") or file is not None and _told(file) is not None
