@@ -55,6 +55,7 @@ _INERT = {
     "__setstate__", "__del__", "__init_subclass__", "__class_getitem__", "__subclasshook__",
 }  # fmt: skip
 _OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
 _OPEN = (types.SimpleNamespace,)  # objects of classes of Python whose attributes are the user's
 _SLOTS = (
@@ -176,8 +177,9 @@ class _Walk:
         """Binds the class of a module, its attributes that are no constants, its hooks, and ``more`` of torch's own."""
         self.bind(label, "class", type(module))
         for key, value in sorted(vars(module).items()):
-            counts = bool(value) if key.endswith("hooks") or key in more else key not in _OWN
-            if counts and not is_plain(value) and not isinstance(value, Tensor):
+            if key in _HOOKS and value:
+                self.bind(label, key, list(value.values()))
+            elif (key in more or key not in _OWN) and not is_plain(value) and not isinstance(value, Tensor):
                 self.bind(label, key, value)
 
     def run(self) -> None:

@@ -5,7 +5,7 @@ Each place is (text, another text) of the source, or lines behind it.
 
 from __future__ import annotations
 
-SOURCE = '''
+SOURCE = """
 import functools
 import math
 from collections import namedtuple
@@ -176,7 +176,7 @@ class Net(nn.Module):
 
 def loss(out):
     return plain(out).square().mean()
-'''
+"""
 
 # What differs -> the texts in the source, or lines behind it.
 OTHER_CODE: dict[str, tuple[str, str] | str] = {
