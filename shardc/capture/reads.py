@@ -13,9 +13,10 @@ from torch._dynamo import functional_export
 from shardc._compat import traced_code
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
-from shardc.ir.reach import is_told
+from shardc.ir.code import code_hash
 from shardc.ir.reads import Lookup, Read, Reads, parse
-from shardc.ir.value_text import code_hash, module_name
+from shardc.ir.told import is_told
+from shardc.ir.value_text import module_name
 
 # By the name of a guard, what it looks at; guards that are not here look at a value.
 _WHAT: dict[str, Any] = {

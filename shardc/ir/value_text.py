@@ -1,24 +1,18 @@
-"""Values and code as text that is the same in each process: no addresses, no order of sets, no files and lines."""
+"""Values as text that is the same in each process: no addresses, no order of sets."""
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import sys
 import types
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardc.ir.code import code_hash, digest
+
 MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__main__")
-# Of code, what its run depends on besides constants; names of local variables are those of keyword arguments.
-_PARTS = (
-    "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount",
-    "co_kwonlyargcount", "co_flags", "co_name",
-)  # fmt: skip
 
 
 def text_of(value: Any) -> str:
@@ -79,35 +73,3 @@ def module_name(name: str) -> str:
 def qualified_name(thing: Any) -> str:
     """The name of a class or a function, with its module's; a builtin's is bare."""
     return f"{module_name(str(thing.__module__))}.{thing.__qualname__}".removeprefix("builtins.")
-
-
-@cache
-def code_hash(code: types.CodeType) -> str:
-    """A hash of what ``code`` does, wherever it stands."""
-    return digest(_code_text(code))
-
-
-def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """``code`` and that of the functions and classes inside of it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from codes_in(constant)
-
-
-def _code_text(code: types.CodeType) -> str:
-    parts = [getattr(code, part) for part in _PARTS]
-    return f"{parts}{getattr(code, 'co_exceptiontable', b'')!r}{[_constant(x) for x in code.co_consts]}"
-
-
-def _constant(x: Any) -> str:
-    if isinstance(x, types.CodeType):
-        return _code_text(x)
-    if isinstance(x, tuple):
-        return f"({', '.join(map(_constant, x))})"
-    return f"{{{', '.join(sorted(map(_constant, x)))}}}" if isinstance(x, frozenset) else repr(x)
-
-
-def digest(text: str) -> str:
-    """A short hash of ``text``."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -187,7 +187,7 @@ OTHER_CODE: dict[str, tuple[str, str] | str] = {
     "the order of two calls": ("self.norm(self.made(x))", "self.made(self.norm(x))"),
     "forward of a class that type() made": ("x: x * 2}", "x: x * 3}"),
     "another class of the same name": "class Block(Block):\n    def method(self, x):\n        return x",
-    "a class under an if": "if True:\n    class Made(nn.Module):\n        def forward(self, x):\n            return x * 5",
+    "a class under an if": 'if FACTOR:\n    Made = type("Made", (nn.Module,), {"forward": lambda self, x: x * 5})',
     "another mixin": ("class Block(Mixin, Base)", "class Block(Other, Base)"),
     "another order of bases": ("class Block(Mixin, Base)", "class Block(Base, Mixin)"),
     "a mixin more": ("class Block(Mixin, Base)", "class Block(Other, Mixin, Base)"),

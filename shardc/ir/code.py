@@ -1,0 +1,73 @@
+"""What code does and what it names, wherever it stands: no addresses, no order of sets, no files and lines."""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import types
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+# Of code, what its run depends on besides constants; names of local variables are those of keyword arguments.
+_PARTS = (
+    "co_code", "co_names", "co_varnames", "co_freevars", "co_cellvars", "co_argcount", "co_posonlyargcount",
+    "co_kwonlyargcount", "co_flags", "co_name",
+)  # fmt: skip
+_IMPORT = dis.opmap["IMPORT_NAME"]
+
+
+@cache
+def code_hash(code: types.CodeType) -> str:
+    """A hash of what ``code`` does, wherever it stands."""
+    return digest(_code_text(code))
+
+
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """``code`` and that of the functions and classes inside of it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from codes_in(constant)
+
+
+def _code_text(code: types.CodeType) -> str:
+    parts = [getattr(code, part) for part in _PARTS]
+    return f"{parts}{getattr(code, 'co_exceptiontable', b'')!r}{[_constant(x) for x in code.co_consts]}"
+
+
+def _constant(x: Any) -> str:
+    if isinstance(x, types.CodeType):
+        return _code_text(x)
+    if isinstance(x, tuple):
+        return f"({', '.join(map(_constant, x))})"
+    return f"{{{', '.join(sorted(map(_constant, x)))}}}" if isinstance(x, frozenset) else repr(x)
+
+
+def digest(text: str) -> str:
+    """A short hash of ``text``."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """What ``code`` names, and its constants that may be names of attributes."""
+    names: set[str] = set()
+    texts: set[str] = set()
+    for each in codes_in(code):
+        names.update(each.co_names)
+        texts.update(x for x in _flat(each.co_consts) if isinstance(x, str) and x.isidentifier())
+    return frozenset(names), frozenset(texts)
+
+
+@cache
+def imports(code: types.CodeType) -> bool:
+    return any(_IMPORT in each.co_code[::2] for each in codes_in(code))
+
+
+def _flat(constants: Iterable[Any]) -> Iterator[Any]:
+    for constant in constants:
+        if isinstance(constant, (tuple, frozenset)):
+            yield from _flat(constant)
+        else:
+            yield constant
