@@ -3,8 +3,9 @@
 Parameters and gradients are DTensors. Of some ops DTensor gives something else, or nothing: the number read of a
 pending sum is a rank's own term, the mean of uneven shards is not the mean, a write to a view that had to be gathered
 is lost, and many ops are refused. `install` puts a rule in front of DTensor's, for DTensors on the meshes of compiled
-modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors (`shardc.runtime.gathered`),
-which costs a gather. DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
+modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors
+(`shardc.runtime.gathered`), which costs a gather. DTensor caches what it does for an op and layouts, so that ops left to
+it cost what they did.
 """
 
 from __future__ import annotations
@@ -79,13 +80,13 @@ def install(device_mesh: DeviceMesh) -> None:
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
     if not _meshes:
         theirs = dispatcher._propagate_op_sharding_dispatch_slow_path
-        dispatcher._propagate_op_sharding_dispatch_slow_path = _rule(theirs)
+        dispatcher._propagate_op_sharding_dispatch_slow_path = _rule(theirs)  # type: ignore[method-assign]
         for op in _HANDLED:
             table[op] = _handler(table.get(op))
         for name, method in _METHODS.items():
             setattr(DTensor, name, method)
     _meshes.add(device_mesh)
-    torch._C._clear_DTensor_sharding_propagator_cache()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
 """Whole tensors of DTensors and back, and views of shards that only a whole tensor has.
 
-``weight[0]`` of a parameter that is split along dim 0 is no view of a rank's shard. DTensor returns a gathered copy, and
-what is written to it is lost. Here it is a `GatheredView`: it reads what the parameter holds at that time, and what is
-written to it goes to the parameter's shards.
+``weight[0]`` of a parameter that is split along dim 0 is no view of a rank's shard. DTensor returns a gathered copy,
+and what is written to it is lost. Here it is a `GatheredView`: it reads what the parameter holds at that time, and what
+is written to it goes to the parameter's shards.
 """
 
 from __future__ import annotations
