@@ -44,6 +44,13 @@ class Shared:
         return self.taken is not None or self.first is not None or bool(self.saved)
 
 
+class Hooks(OrderedDict[int, Any]):
+    """The hooks of an output, which are not called where no gradient comes: the node is also that of other outputs."""
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
+
+
 class Border:
     """The outputs and the saved values of a program's forwards on this rank."""
 
@@ -138,17 +145,16 @@ class Border:
         return [(at, _counter(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
 
     def listen(self, outputs: Sequence[Any]) -> None:
-        """Keeps the hooks that outputs will get whose gradients are in part those of other outputs."""
-        for at in self._leading:
-            hooks: dict[int, Any] = OrderedDict()
-            outputs[at]._backward_hooks = hooks  # torch adds to these; they may outlive the output
-            outputs[at].grad_fn._register_hook_dict(outputs[at])
-            outputs[at].grad_fn.listened.append((at, hooks, weakref.ref(outputs[at])))
+        """Gives each of several outputs its hooks, which torch adds to.
 
-    @cached_property
-    def _leading(self) -> tuple[int, ...]:
-        """The outputs that other outputs are made of."""
-        return tuple(at for at, output in self._returned.items() if output.leads_to)
+        They are kept of outputs whose gradients are in part those of other outputs: a hook may outlive its output.
+        """
+        for at in self.differentiable if len(self.differentiable) > 1 else ():
+            x = outputs[at]
+            x._backward_hooks = hooks = Hooks()
+            x.grad_fn._register_hook_dict(x)
+            if self._returned[at].leads_to:
+                x.grad_fn.listened.append((at, hooks, weakref.ref(x)))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
         """Refuses a backward that would have other gradients, or give an output another, than on one device.

@@ -48,6 +48,10 @@ def both(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
     return hidden, y
 
 
+def heads(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
+    return y.sin(), hidden * 2
+
+
 def twice(net: Any, x: Tensor, hidden: Tensor, y: Tensor) -> Any:
     return y, y
 
@@ -124,6 +128,22 @@ def hooked_hidden(net: Any, x: Tensor) -> Any:
     hidden.register_hook(lambda grad: grad * 2)
     del hidden
     loss(y).backward()
+
+
+def hooked_unused(net: Any, x: Tensor) -> Any:
+    """No gradient comes, and no hook is called."""
+    out = net(x)
+    out[0].register_hook(lambda grad: grad * 2)
+    out[0].retain_grad()
+    second(out).backward()
+    return out[0].grad
+
+
+def hook_removed(net: Any, x: Tensor) -> Any:
+    out = net(x)
+    out[0].register_hook(lambda grad: grad * 2).remove()
+    out[1].register_hook(lambda grad: grad * 3)
+    either(out).backward()
 
 
 def hooked_alone(net: Any, x: Tensor) -> Any:

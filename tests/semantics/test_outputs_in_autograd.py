@@ -74,7 +74,12 @@ def differs(name: str, backend: str, plan: shardc.Plan) -> str:
 
 
 def all_of(names: Iterable[str], backend: str, plan: shardc.Plan) -> None:
-    found = {name: differs(name, backend, plan) for name in names}
+    found = {}
+    for name in names:
+        try:
+            found[name] = differs(name, backend, plan)
+        except Exception as error:  # so that all cases are seen
+            found[name] = repr(error)
     assert not any(found.values()), "\n".join(f"{name}: {how}" for name, how in found.items() if how)
 
 
