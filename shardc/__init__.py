@@ -13,7 +13,7 @@ with outgrown():  # collections would take a quarter of the time that these impo
     from shardc.ir.region import local_map
     from shardc.links import measure_links
     from shardc.passes.options import Options
-    from shardc.plan import Plan, cp, ddp, ep, fsdp, hsdp, hsdp_plan, offload, precision, recompute, tp
+    from shardc.plan import Plan, cp, ddp, ep, fsdp, hsdp, hsdp_plan, offload, per_rank, precision, recompute, tp
     from shardc.precompiled import load
     from shardc.program import Program
     from shardc.rules import register_rule
@@ -52,6 +52,7 @@ __all__ = [
     "measure_links",
     "offload",
     "optim",
+    "per_rank",
     "precision",
     "recompute",
     "register_forward_method",

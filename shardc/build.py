@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from shardc.lower.shared import cache_folder, caches
 from shardc.passes import in_pieces
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
-from shardc.plan.ports import resolve_activations, resolve_inputs
+from shardc.plan.forms import PerRank
+from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, Store, load
@@ -274,6 +275,15 @@ class Build:
         for half in halves:
             use_groups(half.gm, groups)
         return artifacts(lambda: lower(*halves, backend="inductor", by=self.options.lower_by))
+
+    @cached_property
+    def has_own_inputs(self) -> bool:
+        """Whether the plan says of some input that it is each rank's own (`shardc.per_rank`)."""
+        return any(isinstance(getattr(entry, "spec", None), PerRank) for entry in self.plan.entries)
+
+    def numbered(self, names: Sequence[str]) -> dict[int, int]:
+        """As `shardc.plan.ports.numbered`, of this plan."""
+        return numbered(self.plan, names)
 
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Any]:
         return [found.layout for found in resolve_inputs(self.plan, self.mesh, shapes)]

@@ -10,6 +10,7 @@ from shardc.plan.constructors import precision as precision
 from shardc.plan.constructors import recompute as recompute
 from shardc.plan.constructors import tp as tp
 from shardc.plan.expression import parse_plan as parse_plan
+from shardc.plan.forms import per_rank as per_rank
 from shardc.plan.from_hsdp import hsdp_plan as hsdp_plan
 from shardc.plan.ports import ActivationPin as ActivationPin
 from shardc.plan.ports import batch_axes as batch_axes

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcError
+from shardc.plan.forms import per_rank
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import near
 
@@ -31,7 +32,7 @@ def parse_plan(text: str, namespace: Mapping[str, Any] | None = None) -> Plan:
     >>> parse_plan('fsdp("dp") | tp("tp", colwise=["*.up"])')
     fsdp("dp", level=3) | tp("tp", colwise=["*.up"])
     """
-    names = {**CONSTRUCTORS, **PLACEMENTS, **(namespace or {})}
+    names = {**CONSTRUCTORS, **PLACEMENTS, "per_rank": per_rank, **(namespace or {})}
     try:
         tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as error:

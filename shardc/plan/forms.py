@@ -9,6 +9,7 @@
     "~, _@tp, _"                   `~` leaves the dim as the base layout has it
     "_, _{sum:tp}"                 a pending sum over tp
     {"tp": Shard(-1)}              what DTensor would do on this axis; other axes as the base layout has them
+    per_rank(dim=1)                of inputs only: the values of the ranks that split the batch, in a row
 
 A *form* is a spec as the user wrote it, made hashable: a string, a tuple of axes or placements, or `OnAxes`.
 """
@@ -27,6 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.ir.layout import REDUCE_OPS, Layout, parse_dim, split_top
+from shardc.validate import typed
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,35 @@ class OnAxes:
     placements: tuple[tuple[str, Placement], ...]
 
 
-Form = str | tuple[Any, ...] | OnAxes
+@dataclass(frozen=True)
+class PerRank:
+    """An input that each rank passes for its own rows; made by `per_rank`."""
+
+    dim: int
+    relative_to: str | None
+
+
+Form = str | tuple[Any, ...] | OnAxes | PerRank
+
+
+@typed(PlanError)
+def per_rank(dim: int = -1, relative_to: str | None = "0") -> PerRank:
+    """A spec for an input that each rank passes for its own part of the batch: an edge list, offsets, ``cu_seqlens``.
+
+    The global input is that of all ranks that split the batch, concatenated along ``dim``. Values of int32 or int64 are
+    row numbers in the rank's own part of the input ``relative_to``. The number of earlier ranks' rows is added to them:
+    they are row numbers in the global input then. Negative values stay as they are, and so do floating-point and bool.
+
+    Args:
+        dim: along which ranks' values are concatenated.
+        relative_to: name, or position, of the input whose rows are numbered, by default the model's first one. None
+            adds nothing.
+
+    >>> from shardc import Plan, per_rank
+    >>> Plan(inputs={"edges": per_rank(dim=1, relative_to="nodes")})
+    Plan(inputs={"edges": per_rank(dim=1, relative_to="nodes")})
+    """
+    return PerRank(dim, relative_to)
 
 
 @dataclass(frozen=True)
@@ -78,6 +108,8 @@ def freeze(spec: Any, entry: str = "") -> Form:
         return tuple(spec)
     elif isinstance(spec, OnAxes):
         return spec
+    elif isinstance(spec, PerRank) or spec is per_rank:
+        raise PlanError("per_rank is said of something else than an input", plan_entry=entry, fix="give it a layout")
     elif isinstance(spec, dict) and is_one(spec):
         return OnAxes(tuple(spec.items()))
     elif isinstance(spec, list | tuple):
@@ -94,7 +126,7 @@ def is_one(spec: Any) -> bool:
     A tuple is one where it can be read as one; a list is one only if it names at most one axis for each dim; a dict is
     one if its values are placements.
     """
-    if isinstance(spec, str | Layout | OnAxes):
+    if isinstance(spec, str | Layout | OnAxes | PerRank) or spec is per_rank:
         return True
     if isinstance(spec, dict):
         return bool(spec) and all(isinstance(value, Placement) for value in spec.values())
@@ -142,6 +174,10 @@ def show(form: Form) -> str:
         return quote(form)
     if isinstance(form, OnAxes):
         return "{" + ", ".join(f"{quote(axis)}: {show_placement(item)}" for axis, item in form.placements) + "}"
+    if isinstance(form, PerRank):
+        dim = [] if form.dim == -1 else [f"dim={form.dim}"]
+        to = form.relative_to if form.relative_to is None else quote(form.relative_to)
+        return f"per_rank({', '.join(dim if to == quote('0') else [*dim, f'relative_to={to}'])})"
     items = [_show_item(item) for item in form]
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
@@ -246,7 +282,7 @@ def spec_axes(form: Form) -> tuple[str, ...]:
     """The axes that ``form`` names (placements name none)."""
     if isinstance(form, OnAxes):
         return tuple(axis for axis, _ in form.placements)
-    return () if is_placements(form) else read(form).axes
+    return () if is_placements(form) or isinstance(form, PerRank) else read(form).axes
 
 
 def leaves_dims(form: Form) -> bool:

@@ -5,7 +5,7 @@
       {"Plan": {"params": {"head.weight": ["tp", null]}, "inputs": {"tokens": "@dp, _"}}}]}
 
 A spec is a list (axes for each dim), a string (a layout), or ``{"placements": ["Shard(0)", "Replicate()"]}``
-(``{"placements": {"tp": "Shard(0)"}}`` for some axes only).
+(``{"placements": {"tp": "Shard(0)"}}`` for some axes only); ``{"per_rank": {"dim": 1, "relative_to": "x"}}``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.calls import SPECS, Call
 from shardc.plan.entries.precision import DTYPE_FIELDS
-from shardc.plan.forms import Form, OnAxes, is_placements, show_placement
+from shardc.plan.forms import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
 from shardc.validate import DTYPES
 
 VERSION = 1
@@ -46,6 +46,8 @@ def _encode_argument(key: str, value: Any) -> Any:
 def _encode_form(form: Form) -> Any:
     if isinstance(form, OnAxes):
         return {"placements": {axis: show_placement(item) for axis, item in form.placements}}
+    if isinstance(form, PerRank):
+        return {"per_rank": vars(form)}
     if is_placements(form):
         return {"placements": [show_placement(item) for item in form]}
     return form
@@ -99,6 +101,10 @@ def _decode_argument(key: str, value: Any, path: str) -> Any:
 
 
 def _decode_form(form: Any, path: str) -> Any:
+    if isinstance(form, dict) and "per_rank" in form:
+        arguments = _of(dict, form["per_rank"], path, "per_rank")
+        _check_keys(arguments, ("dim", "relative_to"), path, "per_rank")
+        return per_rank(**arguments)
     if isinstance(form, dict):
         _check_keys(form, ("placements",), path, "a spec")
         if isinstance(form.get("placements"), dict):

@@ -15,7 +15,8 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
-from shardc.plan.forms import Form, freeze
+from shardc.plan.forms import Form, PerRank, freeze
+from shardc.plan.match import shorten
 from shardc.plan.spec import Uneven, to_layout
 from shardc.plan.uneven import grown_layout
 from shardc.plan.value import Plan
@@ -85,13 +86,56 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
             )
     out = []
     for (name, shape), wanted in zip(inputs, said, strict=True):
-        if wanted is not None:
+        if wanted is not None and isinstance(wanted[0], PerRank):
+            spec = _in_a_row(wanted[0], plan, mesh, shape, name, wanted[1])
+            out.append(_input(mesh, tuple(shape), spec, name, wanted[1]))
+        elif wanted is not None:
             out.append(_input(mesh, tuple(shape), wanted[0], name, wanted[1]))
         elif shape and cause:
             out.append(_input(mesh, tuple(shape), _split(plan, mesh, shape), name, cause))
         else:
             out.append(InputPlan(Layout.whole(mesh, shape), ""))
     return out
+
+
+def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
+    """Of each input whose values are row numbers within a rank's part of another input (`shardc.per_rank`): that one.
+
+    Both by position among ``names``, which are the dotted paths of the tensor inputs.
+
+    Raises:
+        PlanError: there is no such other input.
+    """
+    arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    out = {}
+    for at, wanted in enumerate(_said(plan, "inputs", names)):
+        if wanted is None or not isinstance(wanted[0], PerRank) or (to := wanted[0].relative_to) is None:
+            continue
+        argument, dot, rest = to.partition(".")
+        if argument.isdigit() and int(argument) < len(arguments):
+            to = f"{arguments[int(argument)]}{dot}{rest}"
+        if to not in names or to == names[at]:
+            others = [name for name in names if name != names[at]]
+            raise PlanError(
+                f"input {names[at]!r} is relative to {to!r}, which is {'itself' if to == names[at] else 'no input'}",
+                plan_entry=wanted[1],
+                fix=f"write relative_to= with the input whose rows its values number ({shorten(others)}), or None",
+            )
+        out[at] = list(names).index(to)
+    return out
+
+
+def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
+    """The batch axes split the dim along which the values of ranks are concatenated."""
+    if not -len(shape) <= form.dim < len(shape):
+        raise PlanError(
+            f"input {name!r} of shape {tuple(shape)} has no dim {form.dim}", plan_entry=entry, fix="write another dim="
+        )
+    sequence = {said.sequence[1] for said in plan.entries if said.sequence is not None}
+    batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
+    dims = ["_"] * len(shape)
+    dims[form.dim] = f"@({','.join(batch)})" if batch else "_"
+    return freeze(", ".join(dims))
 
 
 def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:

@@ -47,6 +47,7 @@ class Plan:
     Args:
         params: parameter glob -> spec of its storage (see `shardc.plan.forms`). ``*`` matches dots too.
         inputs: a spec for all inputs, a list by position, a dict by name, or a pytree of these; None says nothing.
+            `shardc.per_rank` is a spec for edge lists, offsets and other inputs of each rank's own rows.
         outputs: the same for outputs.
         activations: module glob, or glob with ``.input`` or ``.output`` -> a spec, a list for several tensors, or a
             dict by keyword.

@@ -25,7 +25,7 @@ from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting
 from shardc.runtime.state import Known, State
 from shardc.runtime.surroundings import Surroundings
-from shardc.runtime.uneven import Rows, row_axes
+from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
 
 
@@ -142,6 +142,9 @@ def _step(state: State, args: Any, kwargs: Any) -> Any:
         compare_inputs(state.name, program.inputs, tensors, rows.axes if rows is not None else (), state.groups)
     assert state.device_mesh is not None
     layouts = [layout for _, layout in program.inputs]
+    if state.build.has_own_inputs:
+        numbered = state.build.numbered([name for name, _ in program.inputs])
+        tensors = global_rows(program.inputs, tensors, numbered, rows, state.groups)
     local = [
         rows.local(at, x, layout, state.groups)
         if rows is not None and rows.axes[at]

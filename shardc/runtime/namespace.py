@@ -17,6 +17,7 @@ from shardc.runtime.initializers import initialise
 from shardc.runtime.inputs import check_kinds, shard_input
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.state import State
+from shardc.runtime.uneven import refuse_own
 from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, typed
@@ -106,11 +107,13 @@ class Namespace(State):
             The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``.
 
         Raises:
-            InputError: an earlier input of another size had shards of the same shape.
+            InputError: an earlier input of another size had shards of the same shape; the plan says that one holds row
+                numbers of each rank's own (`shardc.per_rank`).
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         named = zip(self.input_names(args, kwargs), leaves, strict=True)
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]
+        refuse_own([name for name, _ in shapes], self.build.numbered([name for name, _ in shapes]))
         layouts = iter(self.build.input_layouts(shapes))
         cut = [shard_input(x, next(layouts), self.rank) if isinstance(x, Tensor) else x for x in leaves]
         for (name, shape), x in zip(shapes, (x for x in cut if isinstance(x, Tensor)), strict=True):

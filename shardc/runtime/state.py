@@ -64,6 +64,13 @@ class Build(Protocol):
     ) -> Executable | None:
         """The program for inputs with dynamic sizes; None where there are none."""
 
+    @property
+    def has_own_inputs(self) -> bool:
+        """Whether an input may be each rank's own."""
+
+    def numbered(self, names: Sequence[str]) -> dict[int, int]:
+        """Inputs whose values are row numbers within a rank's part of another input -> that one, by position."""
+
     def input_layouts(self, shapes: Sequence[tuple[str, tuple[int, ...]]]) -> list[Layout]: ...
 
 

@@ -1,8 +1,8 @@
-"""Ranks that pass different numbers of rows: the numbers exchanged, and the rows of all ranks made one input."""
+"""Ranks that pass rows of their own: how many; the rows of all ranks as one input; row numbers made global."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -123,3 +123,60 @@ def _gather(x: Tensor, groups: Groups, axes: Axes) -> list[Tensor]:
     except RuntimeError as error:
         raise groups.agreement.behind() or error from None
     return out
+
+
+def global_rows(
+    inputs: Sequence[tuple[str, Layout]],
+    tensors: Sequence[Tensor],
+    numbered: Mapping[int, int],
+    rows: Rows | None,
+    groups: Groups,
+) -> list[Tensor]:
+    """The inputs of a call, row numbers in a rank's part of another input made those in the whole of it.
+
+    What is no row of the rank's part becomes no row of the whole, which an op that looks it up refuses. In a vector the
+    number of rows may come, as offsets have it for an end.
+
+    Args:
+        inputs, tensors: name and layout of each, as the program takes it, and what this rank passes.
+        numbered: the inputs that hold row numbers, and of which input (by position).
+        rows: where ranks pass different numbers of rows.
+
+    Raises:
+        InputError: row numbers of a small dtype, or in a DTensor, whose values are global already.
+    """
+    out = list(tensors)
+    for at, to in numbered.items():
+        x, name, (other, layout) = tensors[at], inputs[at][0], inputs[to]
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+            continue
+        if isinstance(x, DTensor) or x.dtype not in (torch.int32, torch.int64):
+            raise InputError(
+                f"input {name!r} is {'a DTensor' if isinstance(x, DTensor) else f'of {x.dtype}'}, and by the plan "
+                f"(per_rank) it numbers each rank's own rows of {other!r}",
+                fix="pass a plain tensor of int64",
+            )
+        if rows is not None and rows.axes[to]:
+            blocks = rows.blocks(to, groups)
+            block = flat_index(groups.mesh, rows.axes[to], groups.rank)
+            start, count, total = sum(blocks[:block]), blocks[block], sum(blocks)
+        else:
+            own = held(layout, layout.shape, 0, groups.rank)
+            if not isinstance(own, range):
+                raise InputError(
+                    f"input {name!r} numbers rows of {other!r}, of which a rank's are not in a row: {layout}",
+                    fix="write relative_to=None, and pass global row numbers",
+                )
+            start, count, total = own.start, len(own), layout.shape[0]
+        if total > count:
+            out[at] = torch.where(x < 0, x, torch.where(x < count + (x.dim() == 1), x + start, x + total))
+    return out
+
+
+def refuse_own(names: Sequence[str], numbered: Mapping[int, int]) -> None:
+    """Raises InputError where global inputs are to be cut, and one of them holds row numbers of each rank's own."""
+    for at in numbered:
+        raise InputError(
+            f"input {names[at]!r} is each rank's own by the plan (per_rank), and no part of a global one",
+            fix="pass each rank's own inputs to the module",
+        )

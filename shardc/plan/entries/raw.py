@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from shardc.errors import PlanError
 from shardc.plan.calls import Call
 from shardc.plan.entries.entry import Entry
-from shardc.plan.forms import Form, freeze, quote, show, spec_axes
+from shardc.plan.forms import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.plan.match import matching, must_match, near_names, shorten
 from shardc.plan.placed import Placed
 from shardc.plan.targets import flatten, split_target
@@ -182,7 +182,13 @@ class Setting(Raw):
 
 def port_entries(kind: str, value: Any) -> list[Port]:
     """The entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
-    return [Port(kind, path, freeze(spec, f"{kind}={value!r}")) for path, spec in flatten(value, kind)]
+    out = []
+    for path, spec in flatten(value, kind):
+        form = per_rank() if spec is per_rank else spec
+        if not (kind == "inputs" and isinstance(form, PerRank)):
+            form = freeze(form, f"{kind}={value!r}")
+        out.append(Port(kind, path, form))
+    return out
 
 
 def activation_entries(target: str, value: Any) -> list[Activation]:
