@@ -44,7 +44,7 @@ def clip_grad_norm_(
             continue
         local = local_grad(name, param)
         grads.append(local)
-        dtype = torch.promote_types(dtype, local.dtype)
+        dtype = torch.promote_types(dtype, local.dtype.to_real())  # a norm of complex numbers is real
         if local.numel() and groups.rank in mesh.group(storages[name].bound, 0):
             wide = torch.float32 if local.dtype in _SMALL else local.dtype
             norms.append(torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device))
