@@ -215,6 +215,13 @@ def _check_kinds(
                 f"parameter {name!r} is of a lazy module and has no shape yet",
                 fix="call the model once, then compile it",
             )
+    for kind, of in (("parameter", "named_parameters"), ("buffer", "named_buffers")):
+        for name, x in getattr(model, of)() if isinstance(model, nn.Module) else ():
+            if x.layout is not torch.strided:
+                raise InputError(
+                    f"{kind} {name!r} has the layout {x.layout}, of which no rank can hold a shard",
+                    fix="keep its indices and values as plain buffers, or make it dense (x.to_dense())",
+                )
     if not isinstance(plan, Plan | Auto):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")

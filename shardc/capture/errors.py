@@ -46,6 +46,16 @@ _KNOWN = (
         "each rank takes the mean of its rows",
     ),
     (
+        "reshape is not implemented for sparse tensors|embedding_sparse_backward",
+        "takes a sparse gradient of an embedding (sparse=True); gradients of shards are dense",
+        "leave sparse=True out (or set module.sparse = False before compile), and use an optimizer for dense gradients",
+    ),
+    (
+        "wrap sparse Tensor|SparseCPU|SparseCUDA|[Ss]parse (?:CSR )?tensors",
+        "computes with a sparse tensor, which no rank can hold a shard of",
+        "keep its indices and values as plain tensors (index_select, then index_add), or make it dense",
+    ),
+    (
         "maximum recursion depth exceeded",
         "calls itself without end",
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",

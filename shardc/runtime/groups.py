@@ -142,11 +142,15 @@ class Groups:
 
     def any(self, flag: bool) -> bool:
         """Whether ``flag`` is true on some rank of the mesh; all of them call it."""
-        found = torch.tensor([flag], dtype=torch.int32, device=self._device_mesh.device_type)
+        return self.most(int(flag)) > 0
+
+    def most(self, number: int) -> int:
+        """The largest ``number`` of all ranks of the mesh, which all call it."""
+        found = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
         for _, group in self._along_each_axis():
             with self.agreement.waits():
                 dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        return bool(found.item())
+        return int(found.item())
 
     def _along_each_axis(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         for axis, size in self.mesh.shape:

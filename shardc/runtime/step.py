@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from shardc import _compat
@@ -18,6 +19,7 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
+from shardc.runtime import anomaly
 from shardc.runtime.acts import program_act
 from shardc.runtime.border import Border
 from shardc.runtime.census import Census
@@ -25,7 +27,7 @@ from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
-from shardc.runtime.storage import padded_local
+from shardc.runtime.storage import cut, padded_local
 from shardc.runtime.sync import Key, Sync
 from shardc.runtime.wire.buffers import Buffers
 from shardc.runtime.wire.direct import prepare
@@ -95,10 +97,13 @@ class Runner:
             running, window.first = segment, segment.slot
 
         try:
-            kind, plan = half.kind, compiled.plan
+            kind, watches = half.kind, half.kind == "backward" and torch.is_anomaly_enabled()
+            plan = half.plan if watches else compiled.plan
             with agreement.runs(kind), self.buffers.planned(plan) as window, _compat.no_autocast(), noting() as noted:
-                made = compiled(inputs, enter)
+                made, first = anomaly.watched(half, inputs) if watches else (compiled(inputs, enter), 0)
             settle()
+            if watches:
+                anomaly.check(half, made, first, self.groups, self._without_pad)
             if noted and half.phase != BACKWARD:
                 self.tokens.clear()
                 self.tokens.update(zip(experts_in(half.graph), noted, strict=False))
@@ -111,6 +116,11 @@ class Runner:
             if failed is None:
                 raise
             raise agreement.behind() or failed from error
+
+    def _without_pad(self, name: str, grad: Tensor) -> Tensor:
+        """The gradient of the parameter ``name`` without what its storage is padded with; of an input, as it is."""
+        param: Any = self.census().parameters.get(name)
+        return grad if param is None or grad.dim() != param.dim() else cut(grad, param._local_tensor.shape)
 
     def planned(self) -> dict[str, int]:
         """By half that has run, the most bytes of collectives' results in use at once, as planned."""

@@ -1,0 +1,77 @@
+"""``torch.autograd.detect_anomaly``: the op of a backward that first gave NaN, by its module and line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardc import _compat
+from shardc.errors import BackwardError
+from shardc.ir import graph as ir
+from shardc.ir.executable import Half
+from shardc.ir.tally import collective_kind
+from shardc.runtime.groups import Groups
+
+_NOWHERE = 1 << 30
+
+
+def watched(half: Half, inputs: list[Any]) -> tuple[Sequence[Any], int]:
+    """Runs a half op by op, as `Compiled` does; its results, and the place of the first op that gave NaN here."""
+    watch = _Watch(half.gm)
+    with torch.no_grad():
+        return watch.boxed_run(inputs), watch.first
+
+
+class _Watch(fx.Interpreter):
+    first = _NOWHERE
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._places = {node: at for at, node in enumerate(gm.graph.nodes)}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node; a collective's result is looked at when it was waited for."""
+        result = super().run_node(n)
+        looks = n.op == "call_function" and self.first == _NOWHERE and collective_kind(n) is None
+        if looks and any(map(has_nan, _compat.pytree.tree_leaves(result))):
+            self.first = self._places[n]
+        return result
+
+
+def has_nan(x: Any) -> bool:
+    """Whether ``x`` is a tensor that holds NaN."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any())
+
+
+def check(half: Half, results: Sequence[Any], first: int, groups: Groups, own: Callable[[str, Tensor], Tensor]) -> None:
+    """Checks that no gradient that a backward gave is NaN on any rank; all ranks come here.
+
+    Args:
+        first: as `watched` gives it.
+        own: the elements, without the pad, of a parameter's gradient.
+
+    Raises:
+        BackwardError: one is; the same error on all ranks.
+    """
+    bad = [
+        role.name
+        for role, x in zip(half.gives, results, strict=True)
+        if isinstance(x, Tensor) and has_nan(own(role.name, x) if role.kind == "grad" else x)
+    ]
+    if not groups.any(bool(bad)):
+        return
+    place = -groups.most(-first)
+    nodes = list(half.gm.graph.nodes)
+    if place == _NOWHERE:
+        raise BackwardError("a gradient that came into the backward of a compiled module is NaN")
+    info = ir.info(nodes[place])
+    where = f"module {info.origin.module!r}" if info.origin.module else "the model's own forward"
+    raise BackwardError(
+        f"%{info.name} is the first result with NaN in a backward, of {where}; gradients are NaN behind it",
+        source=info.origin.source or None,
+        fix="look at what this line takes: a division by zero, the root or the logarithm of 0, or inf - inf; nothing was "
+        "added to any .grad",
+    )
