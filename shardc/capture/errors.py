@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from shardc.capture.source import frames, users_own
+from shardc.capture.source import frames, line_of, users_own
 from shardc.errors import CaptureError
 from shardc.ir.graph import info, placeholders, role
 
@@ -44,11 +44,6 @@ _KNOWN = (
         "computes a CTC loss (ctc_loss), in which sizes depend on the values of lengths",
         "take it outside of the compiled module, of the outputs that this returns without loss= and without labels: "
         "each rank takes the mean of its rows",
-    ),
-    (
-        "reshape is not implemented for sparse tensors|embedding_sparse_backward",
-        "takes a sparse gradient of an embedding (sparse=True); gradients of shards are dense",
-        "leave sparse=True out (or set module.sparse = False before compile), and use an optimizer for dense gradients",
     ),
     (
         "wrap sparse Tensor|SparseCPU|SparseCUDA|[Ss]parse (?:CSR )?tensors",
@@ -172,3 +167,20 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
                     source=info(node).origin.source or None,
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )
+
+
+def refuse_sparse(graph: fx.Graph) -> None:
+    """Refuses a traced graph with a sparse tensor in it, as the gradient of an embedding with ``sparse=True`` is.
+
+    Raises:
+        CaptureError: with the op and its line.
+    """
+    for node in graph.nodes:
+        results = [x for x in pytree.tree_leaves(node.meta.get("val")) if isinstance(x, Tensor)]
+        if any(x.layout is not torch.strided for x in results):
+            raise CaptureError(
+                f"{node.target} makes a sparse tensor, which no rank can hold a shard of",
+                source=line_of(node) or None,
+                fix="leave sparse=True out of the embedding (or set module.sparse = False before compile), and use an "
+                "optimizer for dense gradients; keep other sparse tensors as plain indices and values",
+            )

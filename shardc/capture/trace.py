@@ -28,7 +28,7 @@ from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
-from shardc.capture.errors import capture_error, check_dtypes, check_result
+from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_sparse
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
@@ -147,6 +147,7 @@ class Traced(Captured):
 
     def annotated(self) -> Captured:
         """The captured model; ``graph`` becomes its graph."""
+        refuse_sparse(self.graph.graph)
         without_strides(self.graph.graph, self.fake_mode)
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)

@@ -72,6 +72,6 @@ def check(half: Half, results: Sequence[Any], first: int, groups: Groups, own: C
     raise BackwardError(
         f"%{info.name} is the first result with NaN in a backward, of {where}; gradients are NaN behind it",
         source=info.origin.source or None,
-        fix="look at what this line takes: a division by zero, the root or the logarithm of 0, or inf - inf; nothing was "
+        fix="look at what this line takes: a division by zero, the root or the logarithm of 0, inf - inf; nothing was "
         "added to any .grad",
     )
