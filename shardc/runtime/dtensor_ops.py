@@ -3,9 +3,8 @@
 Parameters and gradients are DTensors. Of some ops DTensor gives something else, or nothing: the number read of a
 pending sum is a rank's own term, the mean of uneven shards is not the mean, a write to a view that had to be gathered
 is lost, and many ops are refused. `install` puts a rule in front of DTensor's, for DTensors on the meshes of compiled
-modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors
-(`shardc.runtime.gathered`), which costs a gather. DTensor caches what it does for an op and layouts, so that ops left to
-it cost what they did.
+modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors (`gathered.py`), which
+costs a gather. DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
 """
 
 from __future__ import annotations
