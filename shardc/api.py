@@ -34,6 +34,7 @@ from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
+from shardc.runtime import originals
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
@@ -183,6 +184,8 @@ def compile(
     subclass(sharded, front, BehindModel, initializers(type(sharded)))
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
+    if groups is not None:
+        originals.note(module, sharded)
     for program in saved:
         state.add(program)
     return sharded
