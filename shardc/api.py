@@ -34,12 +34,12 @@ from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
-from shardc.runtime import originals
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.initializers import initializers
 from shardc.runtime.module import BehindModel, ShardedModule
+from shardc.runtime.originals import note_original
 from shardc.runtime.replicas import Sources, note_source
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
@@ -185,7 +185,7 @@ def compile(
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     if groups is not None:
-        originals.note(module, sharded)
+        note_original(module, sharded)
     for program in saved:
         state.add(program)
     return sharded

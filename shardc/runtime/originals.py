@@ -76,7 +76,7 @@ class _Originals:
 
 
 _originals = _Originals()
-note = _originals.note
+note_original = _originals.note
 
 
 def _loaded(part: nn.Module, _: object) -> None:
