@@ -109,6 +109,10 @@ def _expression(source: Any, imported: dict[str, str], scope: Any, scopes: dict[
             return f"module({module_name(imported[found[1]])!r})"
         if not found[1].startswith("___unnamed_scope"):
             return found[0]
+        if str(scope[found[1]].get("__name__")).startswith(
+            "namedtuple_"
+        ):  # which `namedtuple` made, and nobody changes
+            return "G[0]"
         known = f"globals{list(scopes.values()).index(scope[found[1]])}" if scope[found[1]] in scopes.values() else ""
         scopes.setdefault(known := known or f"globals{len(scopes)}", scope[found[1]])
         return f"scope({known!r})"

@@ -220,7 +220,7 @@ class Walk:
         if told is None:
             parts += [(f"default {at}", value) for at, value in enumerate(function.__defaults__ or ())]
             parts += [(f"default {key}", value) for key, value in (function.__kwdefaults__ or {}).items()]
-        parts += sorted(vars(function).items())
+        parts += [(key, value) for key, value in sorted(vars(function).items()) if not key.startswith("_torchdynamo")]
         for part, value in parts:
             self.bind(name, part, value)
         if told is None or told.startswith(_LAYERS):

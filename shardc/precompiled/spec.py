@@ -4,12 +4,14 @@
     {"dict": [["a", "*"], ["b", {"list": ["*"]}]]}   also tuple, OrderedDict, Size
     {"node": "models.Output", "context": [...], "children": ["*"]}
 
-A ``node`` is of a class that the program has registered with pytree (`torch.utils._pytree`), or a named tuple that it
-has registered there: it is found among those by its name. torch's own `treespec_loads` imports what a file names.
+A ``node`` is of a class that the program has registered with pytree (`torch.utils._pytree`), and is found among those
+by its name; or it is a named tuple at the top of a module that the program has imported. torch's own `treespec_loads`
+imports what a file names.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -23,7 +25,10 @@ LEAF = "*"
 _LISTS: dict[str, Any] = {"list": list, "tuple": tuple, "Size": torch.Size}
 _DICTS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
 _PLAIN = (bool, int, float, str, type(None))
-_FIX = "use lists, tuples, dicts, and dataclasses or named tuples that are registered with torch.utils._pytree"
+_FIX = (
+    "use lists, tuples, dicts, named tuples at the top of a module, and dataclasses that are registered with "
+    "torch.utils._pytree"
+)
 _DEEPEST = 100
 
 
@@ -46,7 +51,7 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
             raise PrecompiledError(f"{what} have a {name} with the keys {spec.context!r}", fix="use strings for keys")
     owner, context = (spec.context, None) if kind is namedtuple else (kind, spec.context)
     name = _name(owner)
-    if registered().get(name) is not owner or plain(context) != context:
+    if _class_of(name) is not owner or plain(context) != context:
         raise PrecompiledError(f"the structure of {what} cannot be saved: it has a {name}", fix=_FIX)
     return {"node": name, "context": plain(context), "children": children}
 
@@ -76,7 +81,7 @@ def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
             if len({(type(key), key) for key in keys}) == len(keys):
                 return pytree.TreeSpec(_DICTS[name], keys, below([item for _, item in items]))
     elif set(data) == {"node", "context", "children"} and isinstance(data["node"], str):
-        found = registered().get(data["node"])
+        found = _class_of(data["node"])
         if found is None:
             raise PrecompiledError(
                 f"{what} have a {data['node']}, which this program has not registered with pytree",
@@ -88,6 +93,18 @@ def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
             return pytree.TreeSpec(namedtuple, found, below(data["children"]))
         return pytree.TreeSpec(found, data["context"], below(data["children"]))
     raise PrecompiledError(f"{what} are no structure of values")
+
+
+def _class_of(name: str) -> type | None:
+    """The class of this name that pytree knows, or the named tuple; None where there is none."""
+    if (found := registered().get(name)) is not None:
+        return found
+    module, _, attribute = name.rpartition(".")
+    known: Any = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    if not isinstance(known, type) or not issubclass(known, tuple) or _name(known) != name:
+        return None
+    scope = getattr(known.__new__, "__globals__", {})  # that of what `namedtuple` makes, and of no other code
+    return known if str(scope.get("__name__")).startswith("namedtuple_") and hasattr(known, "_fields") else None
 
 
 def registered() -> dict[str, type]:

@@ -90,7 +90,7 @@ class Store:
         if type(options.cost) not in (CostModel, Hardware):
             own.append("cost")
         if own:
-            return f"Options({own[0]}=...) is code of its own"
+            return f"Options({own[0]}=...) asks for more than a stored program has"
         foreign = [x for x in plan.entries if type(x).__module__.partition(".")[0] != __package__.partition(".")[0]]
         if foreign:
             return f"the plan entry {foreign[0]} is of a class of its own"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,8 +183,17 @@ class Pair(NamedTuple):
     b: Any
 
 
-class Stranger(NamedTuple):
+class Known(NamedTuple):
     a: Any
+
+
+class Stranger(tuple[Any]):
+    """As a named tuple, with code of its own that making one runs."""
+
+    _fields = ("a",)
+
+    def __new__(cls, *given: Any) -> Stranger:
+        raise AssertionError(given)
 
 
 @dataclass
@@ -202,6 +211,7 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "nested": lambda: {"a": [1, (2, {"b": 3})], 4: (), None: []},
     "ordered": lambda: OrderedDict(b=1, a=(2,)),
     "named tuple": lambda: Pair(1, [2]),
+    "named tuple that nobody registered": lambda: Known([1]),
     "dataclass": lambda: [Output(1), Output(2, {"x": 3})],
     "a result of torch": lambda: torch.max(torch.rand(3, 3), 0),
 }
@@ -217,7 +227,7 @@ def test_structures_come_back(what: str) -> None:
 
 def test_a_class_that_nobody_registered_is_refused() -> None:
     with pytest.raises(PrecompiledError, match="the structure of the outputs cannot be saved: it has a .*Stranger"):
-        spec_to_json(pytree.tree_flatten(Stranger(1))[1], "the outputs")
+        spec_to_json(pytree.TreeSpec(namedtuple, Stranger, [pytree.tree_flatten(0)[1]]), "the outputs")
     for name in (
         "os._wrap_close",
         "subprocess.Popen",
