@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -30,6 +32,7 @@ pytree = _pytree  # torch's trees of dicts, lists and tuples
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 LazyGraphModule = _LazyGraphModule  # makes its code when it is first called or shown
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
+is_in_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor is one of torch.func's
 COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original
 DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import UninitializedTensorMixin
 
+from shardc._compat import pytree
 from shardc.build import Build
 from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
@@ -23,6 +24,7 @@ from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, subclass
 from shardc.ir.deferred import replicated
+from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.lower import BACKENDS, lower
@@ -212,19 +214,8 @@ def _check_kinds(
             f"the model {type(model).__name__} has an attribute 'shardc', which a compiled module has",
             fix="give that attribute of the model another name",
         )
-    for name, param in model.named_parameters() if isinstance(model, nn.Module) else ():
-        if isinstance(param, UninitializedParameter):
-            raise InputError(
-                f"parameter {name!r} is of a lazy module and has no shape yet",
-                fix="call the model once, then compile it",
-            )
-    for kind, of in (("parameter", "named_parameters"), ("buffer", "named_buffers")):
-        for name, x in getattr(model, of)() if isinstance(model, nn.Module) else ():
-            if x.layout is not torch.strided:
-                raise InputError(
-                    f"{kind} {name!r} has the layout {x.layout}, of which no rank can hold a shard",
-                    fix="keep its indices and values as plain buffers, or make it dense (x.to_dense())",
-                )
+    if isinstance(model, nn.Module):
+        _check_tensors(model)
     if not isinstance(plan, Plan | Auto):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
     checked(backend, Literal[BACKENDS], "backend")
@@ -239,6 +230,31 @@ def _has_own(model: nn.Module, name: str) -> bool:
     """Whether ``model`` has an attribute of that name; a ``__getattr__`` of its own is not asked."""
     held = (model._parameters, model._buffers, model._modules)
     return any(name in kind for kind in held) or inspect.getattr_static(model, name, model) is not model
+
+
+def _check_tensors(model: nn.Module) -> None:
+    """Raises InputError where a tensor of the model has no shape yet, or is more than a dense tensor of values."""
+    attributes = (
+        (f"{path}.{key}".lstrip("."), x)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor | list | tuple | dict) and not key.startswith("_")
+        for x in pytree.tree_leaves(value)
+        if isinstance(x, Tensor)
+    )
+    named_tensors = model.named_parameters(), model.named_buffers(), attributes
+    for kind, named in zip(("parameter", "buffer", "attribute"), named_tensors, strict=True):
+        for name, x in named:
+            if isinstance(x, UninitializedTensorMixin):
+                raise InputError(
+                    f"{kind} {name!r} is of a lazy module and has no shape yet",
+                    fix="call the model once, then compile it",
+                )
+            if refused := why_refused(x):
+                what, instead = refused
+                raise InputError(
+                    f"{kind} {name!r} is {what}", fix=f"put in its place {instead.format(f'model.{name}')}"
+                )
 
 
 def _loaded(given: Any) -> list[Precompiled]:

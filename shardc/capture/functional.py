@@ -206,6 +206,7 @@ _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (torch, "embedding_bag", bags),
     *((owner, f.__name__, f) for owner in (torch, Tensor) for f in (cov, corrcoef)),
     (torch, "combinations", combinations),
+    (torch._C, "_infer_size", torch.broadcast_shapes),  # which takes shapes of the trace
     (F, "gaussian_nll_loss", gaussian_nll_loss),
     (F, "multilabel_margin_loss", multilabel_margin_loss),
     *recurrent.OTHER_FORMS,
@@ -222,6 +223,7 @@ if linear_cross_entropy is not None:  # from torch 2.13 on
 @contextmanager
 def other_forms() -> Iterator[None]:
     """Puts the functions of this file in the place of torch's."""
+    raises.find_divergences()
     get_torch_obj_rule_map(), get_tensor_method()  # Dynamo looks functions up by name, once: to find torch's own
     with experts.in_their_place((*_OTHER_FORMS, *experts.other_forms())):
         yield

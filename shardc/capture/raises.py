@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables import TensorVariable
+from torch.distributions import constraints, kl
 
 from shardc.capture.source import users_own
 from shardc.errors import ShardcWarning
@@ -95,7 +96,32 @@ def _check_tensor_all_with(error_type: type[Exception], cond: Tensor, message: A
         raise error_type(message)
 
 
+def _is_dependent(constraint: Any) -> bool:
+    return isinstance(constraint, constraints._Dependent)
+
+
+def _is_symmetric(self: Any, value: Tensor) -> Tensor:
+    return torch.isclose(value, value.mT, atol=1e-6).all(-2).all(-1)
+
+
+def _is_positive_definite(self: Any, value: Tensor) -> Tensor:
+    return _is_symmetric(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)
+
+
+def find_divergences() -> None:
+    """Looks up which function computes each divergence; torch does so at its first use, which cannot be traced."""
+    pairs = {*kl._KL_REGISTRY, *((kind, kind) for kind in _below(torch.distributions.Distribution))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for pair in pairs - kl._KL_MEMOIZE.keys():
+            kl._KL_MEMOIZE[pair] = kl._dispatch_kl(*pair)
+
+
 OTHER_FORMS = (
+    # Those of torch branch on values.
+    (constraints._Symmetric, "check", _is_symmetric),
+    (constraints._PositiveDefinite, "check", _is_positive_definite),
+    (constraints, "is_dependent", _is_dependent),  # which Dynamo has on a list of functions that it does not trace
     (torch, "_assert", _assert),
     (torch, "_assert_async", _assert),
     (torch, "_check_tensor_all", _check_tensor_all),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardc._compat import traced_code
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
 from shardc.ir.code import code_hash
+from shardc.ir.kinds import lost_names, why_refused
 from shardc.ir.reads import Lookup, Read, Reads, parse
 from shardc.ir.told import is_told
 from shardc.ir.value_text import module_name
@@ -59,7 +60,8 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
     """What a trace of ``loss(model(...))`` read.
 
     Raises:
-        CaptureError: it read a tensor that needs a gradient and is neither a parameter of the model nor an input.
+        CaptureError: it asked for a tensor's class, or read a tensor that is neither a parameter or buffer of the
+            model nor an input, and needs a gradient or is more than a dense tensor of values.
     """
     output = trace.graph_capture_output.output_graph
     imported = dict(trace.graph_capture_output.import_sources)
@@ -89,10 +91,16 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
                 continue
             if value.requires_grad and not text.startswith("loss"):
                 raise _foreign(text, value, guard)
+            if refused := why_refused(value):
+                what, instead = refused
+                fix = f"put in its place {instead.format(text)}"
+                raise CaptureError(f"forward reads {text}, which is {what}", source=_line(guard), fix=fix)
         found.add(read)
+    codes = traced_code(trace.graph_capture_output)
+    _refuse_questions(model, codes)
     traced = {
         code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        for code in traced_code(trace.graph_capture_output)
+        for code in codes
         if not is_told(code)
     }
     ordered = sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))
@@ -122,12 +130,31 @@ def _expression(source: Any, imported: dict[str, str], scope: Any, scopes: dict[
 
 
 def _foreign(text: str, value: Tensor, guard: Any) -> CaptureError:
-    frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
     return CaptureError(
         f"forward reads {text}, a tensor of shape {list(value.shape)} that needs a gradient and is no parameter of the "
         "compiled model",
-        source=users_own(frames) or None,
+        source=_line(guard),
         fix="reach it through self: an attribute, a list of modules, or a function that is an attribute. compile does "
         "not copy objects of your own classes, and copy.deepcopy does not copy functions: these keep the parameters "
         "of the model that they were made with",
     )
+
+
+def _line(guard: Any) -> str | None:
+    frames = [f"{frame.filename}:{frame.lineno}" for frame in guard.user_stack or guard.stack or ()]
+    return users_own(frames) or None
+
+
+def _refuse_questions(model: nn.Module, codes: Iterable[Any]) -> None:
+    """Raises CaptureError where traced code asks for a class of a parameter or buffer that the copy here has lost."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        cls, lost = lost_names(x)
+        for code in codes if cls is not type(x) else ():
+            texts = (constant for constant in code.co_consts if isinstance(constant, str))
+            if asked := lost.intersection((*code.co_names, *texts)):
+                raise CaptureError(
+                    f"{code.co_name} asks for {', '.join(sorted(asked))}; {name!r} is a {cls.__name__}, and the "
+                    "tensors of a compiled module are of torch's classes",
+                    source=f"{code.co_filename}:{code.co_firstlineno}",
+                    fix=f"ask for an attribute of the tensor, as by hasattr({name}, ...): its attributes are kept",
+                )

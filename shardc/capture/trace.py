@@ -40,8 +40,10 @@ from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
+from shardc.ir.kinds import as_plain
 from shardc.ir.reads import Reads
 from shardc.ir.returned import Returned, returned
+from shardc.ir.trees import leaf_paths
 
 Loss = Callable[..., Any]
 
@@ -238,7 +240,8 @@ def trace(
         with mode:
             changes = side_effects(messages, model, lambda: root(*fakes))
             changes += changed_arguments(model, *root.arguments(fakes)[:2])
-        changes += [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
+        of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
+        changes += {str(warning): warning for warning in of_trace}.values()
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(
@@ -301,7 +304,12 @@ def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: 
             made = fake_like(like, device, wanted.param if is_param else wanted.buffers)
             return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
 
-    return clone_tree(model, fake)
+    made = clone_tree(model, fake)
+    for module in made.modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                vars(module)[key] = as_plain(value)
+    return made
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:
@@ -318,11 +326,8 @@ def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], e
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             names.append(parameter.name)
     names = [*names[:own], *(["target"] if extra == 1 else [f"target{at}" for at in range(extra)])]
-    paths, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     out = []
-    for path, _ in paths:
-        keys: list[Any] = [getattr(key, "idx", getattr(key, "key", getattr(key, "name", key))) for key in path]
-        group, first, *rest = keys
+    for group, first, *rest in leaf_paths((tuple(args), dict(kwargs))):
         out.append(".".join(map(str, [names[first] if group == 0 else first, *rest])))
     held = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
     return [f"{name}.input" if name in held else name for name in out]

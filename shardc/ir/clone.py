@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.ir.kinds import note_attributes
+
 TensorFn = Callable[[str, torch.Tensor], torch.Tensor]
 _HELD = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (dict, list, set, tuple)
@@ -29,6 +31,7 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     shallowly, but for lists, tuples and dicts: what these, or attributes themselves, hold of the tree (a module, a
     tensor, a method of a module) is the copy's. So is what a function, or a `functools.partial`, holds of it in its
     closure, defaults or arguments, itself or in such a container. An object of another class is the same in both.
+    A tensor's own attributes are those of the original.
     """
     return _Cloner(tensor_fn).clone(module)
 
@@ -108,6 +111,7 @@ class _Cloner:
             return None
         if id(tensor) not in self._made:
             self._made[id(tensor)] = self._tensor_fn(name, tensor)
+            note_attributes(self._made[id(tensor)], tensor)
         made: torch.Tensor = self._made[id(tensor)]
         return made
 

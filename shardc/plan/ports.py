@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from torch import fx
 
@@ -15,6 +14,7 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.trees import leaf_paths
 from shardc.plan.forms import Form, PerRank, freeze
 from shardc.plan.match import shorten
 from shardc.plan.spec import Uneven, to_layout
@@ -192,14 +192,8 @@ def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str
         PlanError: as `resolve_outputs`.
     """
     flat = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
-    paths = pytree.tree_flatten_with_path(flat)[0]
-    names = [".".join(str(_step(key)) for key in path) or "0" for path, _ in paths]
+    names = [".".join(map(str, path)) or "0" for path in leaf_paths(flat)]
     return {at: one for at, one in enumerate(resolve_outputs(plan, names)) if one is not None}
-
-
-def _step(key: Any) -> Any:
-    """One step of a path in a tree: a key, a position or an attribute."""
-    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
 
 
 def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:

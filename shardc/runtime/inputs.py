@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardc._compat import FakeTensor
 from shardc.errors import InputError
+from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
 from shardc.ir.placements import to_placements
 from shardc.runtime.storage import shard_tensor
@@ -99,13 +101,12 @@ def check_kinds(names: Sequence[str], leaves: Sequence[Any], values: bool) -> No
     for name, x in zip(names, leaves, strict=True):
         if not isinstance(x, torch.Tensor):
             continue
-        if x.layout is not torch.strided or x.is_nested:
-            kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-            raise InputError(f"input {name!r} is a {kind} tensor", fix=f"pass a dense one: {name}.to_dense()")
-        if x.is_quantized:
-            raise InputError(f"input {name!r} is quantised, of {x.dtype}", fix=f"pass {name}.dequantize()")
-        if values and x.device.type == "meta":
-            raise InputError(f"input {name!r} is on meta, without values", fix="pass a tensor with values")
+        if refused := why_refused(x):
+            what, instead = refused
+            raise InputError(f"input {name!r} is {what}", fix=f"pass {instead.format(name)}")
+        if values and (x.device.type == "meta" or isinstance(x, FakeTensor)):
+            kind = "on meta" if x.device.type == "meta" else "a fake tensor"
+            raise InputError(f"input {name!r} is {kind}, without values", fix="pass a tensor with values")
 
 
 def check_constants(names: Sequence[str], values: Sequence[Any], captured: Sequence[Any]) -> None:

@@ -9,7 +9,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardc import _compat
 from shardc.errors import InputError
@@ -115,9 +114,9 @@ def call_key(
     described: list[Any] = []
     for x in leaves:
         if isinstance(x, Tensor):
-            if hasattr(x, _compat.DYNAMIC_DIMS):
+            if x.is_nested or hasattr(x, _compat.DYNAMIC_DIMS):
                 return None
-            described.append((isinstance(x, DTensor), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
+            described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
         else:
             described.append((type(x), x))
     key = spec, tuple(described), mode, surroundings, deferred, torch.is_grad_enabled()
@@ -183,7 +182,7 @@ def _shown(signature: Signature) -> str:
 
 def _leaf(name: str, x: Any) -> Like | Constant:
     if isinstance(x, Tensor):
-        return Like(tuple(x.shape), x.dtype, x.requires_grad)
+        return Like(() if x.is_nested else tuple(x.shape), x.dtype, x.requires_grad)
     if is_dataclass(x) and not isinstance(x, type):
         kind = type(x).__name__
         raise InputError(

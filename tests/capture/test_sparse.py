@@ -38,5 +38,5 @@ def test_a_sparse_buffer_is_refused_by_name(register):
     net = nn.Linear(4, 4)
     value = torch.eye(4).to_sparse()
     getattr(net, register)("adjacent", nn.Parameter(value) if register == "register_parameter" else value)
-    with pytest.raises(InputError, match=r"'adjacent' has the layout torch\.sparse_coo"):
+    with pytest.raises(InputError, match="'adjacent' is a sparse_coo tensor"):
         shardc.compile(net, shardc.Mesh(dp=2), shardc.fsdp("dp"))

@@ -1,0 +1,97 @@
+"""Which tensors a program can be of: those that are what torch's own class makes of shape, strides and values."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.distributed.tensor import DTensor
+
+from shardc._compat import AsyncCollectiveTensor, FakeTensor, is_in_transform
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor, AsyncCollectiveTensor, FakeTensor)
+# What a class may say for itself: how it is made, copied and shown, not what torch does with it.
+_HARMLESS = frozenset(
+    "__module__ __qualname__ __doc__ __dict__ __weakref__ __slots__ __annotations__ __annotate__ __annotate_func__ "
+    "__annotations_cache__ __orig_bases__ __parameters__ __firstlineno__ __static_attributes__ __init_subclass__ "
+    "__class_getitem__ __init__ __new__ __repr__ __str__ __format__ __dir__ __hash__ __sizeof__ __copy__ __deepcopy__ "
+    "__reduce__ __reduce_ex__ __getstate__ __setstate__".split()
+)
+_CLASS = "_shardc_class"
+# Results of torch's functions on them are plain tensors.
+_UNWRAPPED = ("torchvision.tv_tensors",)
+
+
+def why_refused(x: Tensor) -> tuple[str, str] | None:
+    """What ``x`` is besides a dense tensor of values, and what to take for ``{}`` instead; None for nothing else.
+
+    Classes pass by an allow-list: torch's own, and those derived from them that override nothing of theirs.
+    """
+    if x.is_nested:
+        return "a nested tensor", "torch.nested.to_padded_tensor({}, 0.0), and a mask"
+    if x.layout is not torch.strided:
+        return f"a {str(x.layout).removeprefix('torch.').strip('_')} tensor", "a dense one: {}.to_dense()"
+    if x.is_quantized:
+        return f"quantised, of {x.dtype}", "{}.dequantize()"
+    if is_in_transform(x):
+        return "a tensor inside of a transform of torch.func", "plain tensors, outside of vmap, grad, jvp and the like"
+    if not x.is_inference() and unpack_dual(x).tangent is not None:
+        return "a dual tensor of forward-mode autograd", "its primal: torch.autograd.forward_ad.unpack_dual({})"
+    if overridden := _overridden(type(x)):
+        if hasattr(x, "__tensor_flatten__"):
+            return f"a {type(x).__name__}, which holds its values in other tensors", (
+                "a plain tensor of its values ({}.dequantize(), or the model before it was quantised)"
+            )
+        return f"a {type(x).__name__}, a class with {', '.join(overridden[:3])} of its own, which would be lost", (
+            "a plain tensor, {}.as_subclass(torch.Tensor), and write what the class does in forward"
+        )
+    return None
+
+
+def as_plain(x: Tensor) -> Tensor:
+    """``x`` as a tensor of torch's class, where its own overrides nothing; a trace takes no other beside fakes."""
+    return x if type(x) in _PLAIN or _overridden(type(x)) else x.as_subclass(Tensor)
+
+
+def note_attributes(x: Tensor, like: Tensor) -> None:
+    """Gives ``x`` the attributes that ``like`` and its class have, and notes the class for `lost_names`."""
+    if isinstance(like, FakeTensor):  # which holds what it is in attributes
+        return
+    cls = type(like)
+    added = {name: value for name, value in _added(cls).items() if not hasattr(value, "__get__")}
+    noted = {} if cls in _PLAIN else {_CLASS: cls}
+    for name, value in {**added, **noted, **vars(like)}.items():
+        if not name.startswith("_dynamo_"):  # which torch.compile notes
+            vars(x).setdefault(name, value)
+
+
+def lost_names(x: Tensor) -> tuple[type, set[str]]:
+    """The class that the user's tensor had, of which ``x`` is a copy, and the names by which code asks for it."""
+    cls: type = vars(x).get(_CLASS, type(x))
+    return cls, {name for name, value in _added(cls).items() if hasattr(value, "__get__")} | {cls.__name__}
+
+
+@cache
+def _added(cls: type) -> dict[str, object]:
+    """What a class that is not torch's has besides what torch's has."""
+    bases = [base for base in reversed(cls.__mro__) if cls not in _PLAIN and not issubclass(Tensor, base)]
+    return {name: value for base in bases for name, value in vars(base).items() if not hasattr(Tensor, name)}
+
+
+@cache
+def _overridden(cls: type) -> list[str]:
+    """What ``cls`` overrides of torch's class that it is derived from."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        if base in _PLAIN or base.__module__.startswith(("shardc.", *_UNWRAPPED)):
+            break
+        own = vars(base)
+        names += [name for name in own if name not in _HARMLESS and hasattr(Tensor, name) and not _is_off(own[name])]
+    return names
+
+
+def _is_off(member: object) -> bool:
+    """Whether a class says by ``member`` that torch's functions take it as any other tensor."""
+    return member is torch._C._disabled_torch_function_impl
