@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py --count 2000 --switches 200
 
-Two gloo ranks; each phase is run once in short, so that what is allocated once is there, and then in full. It fails where
-the memory of a rank (resident, and of Python's objects) grows by more than ``--most``.
+Two gloo ranks; each phase is run once in short, so that what is allocated once is there, and then in full. It fails
+where the memory of a rank (resident, and of Python's objects) grows by more than ``--most``.
 """
 
 from __future__ import annotations

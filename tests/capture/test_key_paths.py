@@ -64,7 +64,7 @@ X = torch.rand(4, 4, dtype=torch.float64)
 )
 def test_they_come_out_and_go_in(make: Any) -> None:
     model = Net(make)
-    plan = shardc.fsdp("dp") | shardc.Plan(inputs={"x.first": ["dp"], "x.second": ["dp"]})
+    plan = shardc.fsdp("dp") | shardc.Plan(inputs={"x.first": ["dp", None], "x.second": ["dp", None]})
     module = shardc.compile(model, shardc.Mesh(dp=2), plan, backend="eager")
     given = make(X, X * 2)
     got, wanted = shardc.Simulation(module)(given), model(given)
