@@ -69,7 +69,10 @@ class RuleError(ShardcError, RuntimeError):
 
 
 class VerifyError(ShardcError, RuntimeError):
-    """A graph that breaks the spec of its stage: a bug in a pass, never the user's fault."""
+    """A graph that breaks the spec of its stage: a bug in a pass, never the user's fault.
+
+    While a model is compiled its ``fix`` names a file with the program and the versions, to report it with.
+    """
 
 
 class TextError(ShardcError, ValueError):

@@ -21,6 +21,7 @@ from shardc.ir import verify
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Executable, Half, Phase
 from shardc.ir.layout import Layout
 from shardc.ir.text import dump
+from shardc.ir.verify.report import reporting
 from shardc.joint import CUT, Joint, Kept
 from shardc.passes.check import VerifyHalf
 from shardc.passes.decompose import candidates
@@ -134,7 +135,8 @@ class Program(Executable):
         local = self.joint.local
         first, second = self.pipeline[passes.Partition](local)
         if self.options.verify:
-            verify.verify_halves(first, second, self.mesh, local.graph)
+            with reporting(self.mesh, {"before": local, "forward": first, "backward": second}):
+                verify.verify_halves(first, second, self.mesh, local.graph)
         return (first, second) if self.folded is None else self.folded.halves(first, second)
 
     def _scheduled(self, half: fx.GraphModule) -> fx.GraphModule:

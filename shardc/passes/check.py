@@ -13,6 +13,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
 from shardc.ir.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
+from shardc.ir.verify.report import reporting
 from shardc.ir.verify.spelled import Collective, collectives
 from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
@@ -57,8 +58,10 @@ class Verify(Hook):
         self.mesh, self.spec = mesh, ""
         self.state: State | None = None
         self.made: Program | None = None
+        self.taken: fx.GraphModule | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
+        self.taken = gm
         if stage in MOVING and self.made is None:
             self.made = program(gm)
 
@@ -67,11 +70,13 @@ class Verify(Hook):
         if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
             return
         self.state = state
-        if stage in MOVING:
-            self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
-        else:
-            verify(gm, self.mesh, stage, agrees, spec=self.spec)
-            self.made = None  # what other passes change is computed on purpose
+        before = self.taken if self.taken is not gm else None  # a pass may change the graph that it takes
+        with reporting(self.mesh, {"before": before, "after": gm}):
+            if stage in MOVING:
+                self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
+            else:
+                verify(gm, self.mesh, stage, agrees, spec=self.spec)
+                self.made = None  # what other passes change is computed on purpose
 
 
 class VerifyHalf(Hook):
@@ -98,6 +103,10 @@ class VerifyHalf(Hook):
         self.order = halves.order(gm.graph) if stage in KEEP_ORDER else []
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
+        with reporting(self.mesh, {"after": gm}):
+            self._after(stage, gm)
+
+    def _after(self, stage: str, gm: fx.GraphModule) -> None:
         last, self.state = self.state, State(gm.graph)
         if stage not in self.overlaps and self.state.is_of(last):
             return

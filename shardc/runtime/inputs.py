@@ -49,7 +49,8 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
         InputError: a DTensor on another mesh or of another global shape.
     """
     if not isinstance(x, DTensor):
-        return x.contiguous()
+        # Compiled code reads memory: it sees no bit that says that what lies there is negated, or conjugated.
+        return x.resolve_neg().resolve_conj().contiguous()
     if x.device_mesh != device_mesh:
         raise InputError(
             f"a DTensor input of shape {list(x.shape)} is on {x.device_mesh}, the module on {device_mesh}",
@@ -59,7 +60,8 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
         raise InputError(
             f"a DTensor input has global shape {list(x.shape)}, expected {list(layout.shape)}", fix=WAYS_OUT
         )
-    return x.redistribute(placements=to_placements(layout)).to_local().contiguous()
+    local = x.redistribute(placements=to_placements(layout)).to_local()
+    return local.resolve_neg().resolve_conj().contiguous()
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:

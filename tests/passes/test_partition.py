@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardc
 from examples.models.llama import Llama, LlamaConfig, loss
+from shardc.errors import VerifyError
 from shardc.ir import graph as ir
+from shardc.passes import Partition
+from shardc.passes.pipeline import Pipeline
 
 
 class Sum(nn.Module):
@@ -75,3 +80,73 @@ def test_a_block_behind_an_embedding_saves_what_the_others_do() -> None:
     names = [ir.info(node).name for role, node in ir.outputs(graph) if role.kind == "saved"]
     blocks = [{name.partition(f"layers.{at}.")[2] for name in names if f"layers.{at}." in name} for at in range(3)]
     assert blocks[0] == blocks[1] and len(blocks[0]) > 5
+
+
+class Padded(nn.Module):
+    """Five rows on two ranks: what is padded for the op is padded for storage, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.up = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x + self.scale, x + self.up, x)
+
+
+class Signs(nn.Module):
+    """Zeros of both signs, which are equal numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        plus, minus = (torch.full((3,), zero, dtype=x.dtype) for zero in (0.0, -0.0))
+        return torch.copysign(h, plus) + 2 * torch.copysign(h.square(), minus)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("model", "rows"), [(Padded(), 5), (Signs(), 4)], ids=["pads", "zeros"])
+def test_equal_numbers_are_not_the_same_argument(model: nn.Module, rows: int) -> None:
+    """Of ops that the cut takes for one the arguments are the same, and not just equal."""
+    torch.manual_seed(0)
+    model, x = model.double(), torch.randn(rows, 3, dtype=torch.float64)
+    plan = shardc.fsdp("dp", threshold=0) | shardc.Plan(inputs={"x": ("dp", None)})
+    sim = shardc.Simulation(
+        shardc.compile(model, shardc.Mesh(dp=2), plan, loss=lambda y: y.square().sum(), backend="eager")
+    )
+    wanted = model(x).square().sum()
+    torch.testing.assert_close(sim(x), wanted.detach(), rtol=1e-9, atol=0)
+    sim.backward()
+    wanted.backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_another_number_behind_the_cut_is_caught_and_can_be_reported() -> None:
+    """One pad is filled with something else, as a cut would that takes 0 for -0.0; the error names a report."""
+
+    class Other(Partition):
+        def __call__(self, gm: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+            forward, backward = super().__call__(gm)
+            assert backward is not None
+            full = next(node for node in forward.graph.nodes if node.target is torch.ops.aten.full.default)
+            full.args = (full.args[0], -full.args[1])
+            return forward, backward
+
+    def edit(pipeline: Pipeline) -> Pipeline:
+        return pipeline.replaced(Other(**vars(pipeline[Partition])))
+
+    options = shardc.Options(pipeline=edit)
+    module = shardc.compile(Signs(), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager", options=options)
+    with pytest.raises(VerifyError, match="is not the value that it was") as caught:
+        _ = module.lower(torch.randn(4, 3)).backward
+    assert caught.value.fix is not None and "fault of shardc" in caught.value.fix
+    report = Path(next(word for word in caught.value.fix.split() if "shardc-report-" in word).rstrip(","))
+    assert [line for line in report.read_text().splitlines() if line.startswith("---")] == [
+        "--- before",
+        "--- forward",
+        "--- backward",
+    ]
+    report.unlink()

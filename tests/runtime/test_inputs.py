@@ -73,6 +73,9 @@ def check_dtensors() -> None:
     assert torch.equal(local_input(given, wanted, device), whole.chunk(2)[rank])
     plain = whole.chunk(2)[rank]
     assert local_input(plain, wanted, device) is plain
+    for lazy in (torch._neg_view(plain), plain.to(torch.complex64).conj()):  # a bit beside the memory, which code reads
+        taken = local_input(lazy, wanted, device)
+        assert torch.equal(taken, lazy) and not (taken.is_neg() or taken.is_conj())
     with pytest.raises(InputError) as caught:
         local_input(given, Layout.parse("[6@dp,4]", mesh), device)
     assert caught.value.what == "a DTensor input has global shape [8, 4], expected [6, 4]"

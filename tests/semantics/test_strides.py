@@ -115,7 +115,9 @@ def joint(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, 
             fakes = tuple(fake_like(x, x.device) for x in tensors)
         made = aot_autograd.aot_export_joint_with_descriptors(stack, model, fakes, {}, decompositions=decompositions())
     names = tuple(f"x{at}" for at in range(len(tensors)))
-    traced = Traced(made.graph_module, names, made.in_spec, (), made.out_spec, mode, Reads(), {}, {}, mode, ("", ""))
+    traced = Traced(
+        made.graph_module, names, made.in_spec, (), made.out_spec, mode, Reads(), (), {}, {}, mode, ("", "")
+    )
     return traced.annotated().graph, mode
 
 
