@@ -2,8 +2,8 @@
 
     python benchmarks/soak.py --count 2000 --switches 200
 
-Two gloo ranks; each phase is run once in short, so that what is allocated once is there, and then in full. It fails
-where the memory of a rank (resident, and of Python's objects) grows by more than ``--most``.
+Two gloo ranks. Each phase is first run in short, so that what is allocated once is there, and then in full. It fails
+where the resident memory of a rank, or the number of its tensors, grows by more than ``--most``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def phases(module: Any, x: Tensor) -> dict[str, Callable[[], None]]:
 
 
 def growth(act: Callable[[], None], count: int) -> tuple[float, float]:
-    """By how much, as a part of it, memory grows over ``count`` times, and the number of live storages."""
+    """By how much, as a part of it, memory grows over ``count`` times, and the number of tensors."""
     for _ in range(max(count // 10, 5)):
         act()
     gc.collect()

@@ -142,7 +142,7 @@ class Border:
         """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
         shared = self._shared or {}
         read = [at for at, output in self._returned.items() if output.read_by or (at in shared and shared[at].saved)]
-        return [(at, _counter(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
+        return [(at, counter_of(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
 
     def listen(self, outputs: Sequence[Any]) -> None:
         """Gives each of several outputs its hooks, which torch adds to.
@@ -150,11 +150,9 @@ class Border:
         They are kept of outputs whose gradients are in part those of other outputs: a hook may outlive its output.
         """
         for at in self.differentiable if len(self.differentiable) > 1 else ():
-            x = outputs[at]
-            x._backward_hooks = hooks = Hooks()
-            x.grad_fn._register_hook_dict(x)
+            hooks = _give_hooks(outputs[at])
             if self._returned[at].leads_to:
-                x.grad_fn.listened.append((at, hooks, weakref.ref(x)))
+                outputs[at].grad_fn.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
         """Refuses a backward that would have other gradients, or give an output another, than on one device.
@@ -167,8 +165,9 @@ class Border:
             others = used.intersection(self._returned[at].leads_to)
             if others and (hooks or ((x := output()) is not None and x.retains_grad)):
                 raise BackwardError(
-                    f"{self._name(at)} of the module has a hook or retains its gradient, and {outputs_text(others)} of "
-                    "this backward are made of it: inside of a compiled module its gradient is not computed by itself",
+                    f"output {self.program.outputs[at].index} of the module has a hook or retains its gradient, and "
+                    f"{outputs_text(others)} of this backward are made of it: the gradient inside of a compiled module "
+                    "is not computed by itself",
                     fix="register a backward hook on the module that computes it, or return what the loss needs of it "
                     "from another call",
                 )
@@ -178,15 +177,7 @@ class Border:
             shared = (self._shared or {}).get(at)
             saved = shared.saved if shared is not None else frozenset()
             if used.intersection(self._returned[at].read_by) or saved.intersection(x.name for x in half.takes):
-                raise BackwardError(
-                    f"{self._name(at)} of the module was modified in place by an inplace "
-                    f"operation, and this backward needs the values that it was returned with: it is at version "
-                    f"{counter._version}; expected version {before}",
-                    fix="change a copy (out = out * 2 instead of out.mul_(2)), or change it after the backward",
-                )
-
-    def _name(self, at: int) -> str:
-        return f"output {self.program.outputs[at].index}"
+                raise modified(self.program.outputs[at].index, counter, before)
 
     def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, Shared]:
         """Finds what shares memory, which is the same in all calls of a program."""
@@ -221,7 +212,29 @@ class Border:
         return base.as_strided(out.shape, out.stride(), out.storage_offset())
 
 
-def _counter(x: Tensor) -> Tensor:
+def modified(index: int, counter: Tensor, before: int) -> BackwardError:
+    """That output ``index`` was changed in place since its version was ``before``."""
+    return BackwardError(
+        f"output {index} of the module was modified in place by an inplace operation, and this backward needs the "
+        f"values that it was returned with: it is at version {counter._version}; expected version {before}",
+        fix="change a copy (out = out * 2 instead of out.mul_(2)), or change it after the backward",
+    )
+
+
+def listen_too(local: Tensor, x: Tensor) -> None:
+    """Keeps the hooks of ``x``, which is made of the output ``local``, where those of ``local`` are kept."""
+    listened = getattr(local.grad_fn, "listened", [])
+    for at in [at for at, _, output in listened if output() is local]:
+        listened.append((at, _give_hooks(x), weakref.ref(x)))
+
+
+def _give_hooks(x: Any) -> Hooks:
+    x._backward_hooks = hooks = Hooks()
+    x.grad_fn._register_hook_dict(x)
+    return hooks
+
+
+def counter_of(x: Tensor) -> Tensor:
     """A tensor without memory, at the version of ``x`` now and later."""
     counter = x.detach()
     counter.data = x.new_empty(0)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardc.ir.graph import Role
+from shardc.runtime.border import listen_too
 from shardc.runtime.storage import parameter_spec
 
 
@@ -29,12 +30,14 @@ def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: Devi
         LayoutError: a layout that no placements mean.
     """
     out: list[Any] = []
+    wrapped: dict[int, Any] = {}
     for value, role in zip(outputs, roles, strict=True):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and id(value) not in wrapped:
             assert role.layout is not None
             spec = parameter_spec(role.layout, role.layout.shape, value.dtype, device_mesh)
-            value = _ToDTensor.apply(value, spec)
-        out.append(value)
+            wrapped[id(value)] = _ToDTensor.apply(value, spec)
+            listen_too(value, wrapped[id(value)])
+        out.append(wrapped.get(id(value), value))
     return out
 
 

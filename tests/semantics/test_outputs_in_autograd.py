@@ -97,3 +97,46 @@ def test_two_ranks_with_inductor() -> None:
 def test_the_order_of_passes_is_of_no_matter() -> None:
     """Without the cut's marks of FSDP other values are saved."""
     run_ranks(2, partial(all_of, FUSED, "eager", shardc.ddp("dp")))
+
+
+# The same as DTensors: what is compared are whole tensors, and the loss is the global one.
+GLOBAL = (
+    "linear of three dims, divided", "tanh, doubled", "hidden and last, hidden changed",
+    "hidden and last, hidden changed, alone used", "last and its tanh, last changed", "the same twice",
+    "the same twice, changed", "a hook of what another is made of", "a hook of an unused output", "retain_grad",
+    "retain_graph", "backward twice", "chunks, changed", "without gradients", "no_grad",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_with_dtensors() -> None:
+    run_ranks(2, partial(all_of, GLOBAL, "eager", shardc.fsdp("dp") | shardc.Plan(dtensor_outputs=True)))
+
+
+@pytest.mark.parametrize(("name", "refused"), [("tanh", True), ("linear", False)])
+def test_a_simulation_refuses_what_one_device_does(name: str, refused: bool) -> None:
+    torch.manual_seed(0)
+    net = Net(CASES["tanh, doubled" if refused else "linear, divided"].returns).double()
+    sim = shardc.Simulation(shardc.compile(net, shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager"))
+    out = sim(torch.randn(ROWS, SIZE, dtype=torch.float64))
+    out.mul_(2.0)
+    if refused:
+        with pytest.raises(shardc.errors.BackwardError, match="output 0 of the module was modified in place"):
+            sim.backward(torch.ones_like(out))
+    else:
+        sim.backward(torch.ones_like(out))
+        assert sim.grads
+
+
+def test_a_simulation_returns_one_tensor_twice() -> None:
+    torch.manual_seed(0)
+    net, x = Net(CASES["the same twice"].returns).double(), torch.randn(ROWS, SIZE, dtype=torch.float64)
+    plan = shardc.fsdp("dp") | shardc.Plan(reduce="sum")
+    sim = shardc.Simulation(shardc.compile(copy.deepcopy(net), shardc.Mesh(dp=2), plan, backend="eager"))
+    out = sim(x)
+    assert out[0] is out[1]
+    sim.backward(torch.ones_like(out[0]))
+    net(x)[0].sum().backward()
+    for key, param in net.named_parameters():
+        if param.grad is not None:
+            torch.testing.assert_close(sim.grad(key), param.grad, rtol=1e-9, atol=1e-12)

@@ -20,6 +20,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
+from shardc.runtime.border import counter_of, modified
 from shardc.runtime.inputs import check_kinds
 from shardc.runtime.shards import same
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
@@ -57,6 +58,7 @@ class Simulation:
         }
         self.grads: dict[str, list[Tensor]] = {}
         self._saved: tuple[Executable, dict[str, PerRank]] | None = None
+        self._changes: list[tuple[int, Tensor, int]] = []  # of outputs that a backward reads; see `Border`
 
     def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
         """The global outputs for global inputs; with ``grad``, `backward` may follow."""
@@ -76,6 +78,10 @@ class Simulation:
             else:
                 assert role.layout is not None
                 out.append(self.ranks.assemble(result, role.layout))
+        for at, output in enumerate(program.returned):
+            out[at] = out[output.first] if output.same else out[at]
+        read = [(at, out[at]) for at, output in enumerate(program.returned) if output.read_by]
+        self._changes = [(at, counter_of(x), x._version) for at, x in read if isinstance(x, Tensor)]
         saved = {
             role.name: r for role, r in zip(half.gives, results, strict=True) if role.kind == "saved" and r is not None
         }
@@ -91,6 +97,7 @@ class Simulation:
                 it is the sum of all elements of all outputs.
 
         Raises:
+            BackwardError: an output that this backward reads was changed in place.
             InputError: there was no forward, or the number of gradients is wrong, or none are given and several
                 outputs are scalars.
         """
@@ -125,6 +132,9 @@ class Simulation:
             whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype) if is_used else None)
             shards[port.role.index] = None if whole is None else self.ranks.shard(whole, layout)
         used = frozenset(index for index, x in shards.items() if x is not None)
+        for at, counter, version in self._changes:
+            if counter._version != version and used.intersection(program.returned[at].read_by):
+                raise modified(at, counter, version)
         if len(used) < len(shards):
             half = program.half(used)
         feed: list[Any] = [
