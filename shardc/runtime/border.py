@@ -23,7 +23,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_te
 from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
 
-Changes = Sequence[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
+Changes = list[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
 
 
 @dataclass(frozen=True)
@@ -221,11 +221,16 @@ def modified(index: int, counter: Tensor, before: int) -> BackwardError:
     )
 
 
-def listen_too(local: Tensor, x: Tensor) -> None:
-    """Keeps the hooks of ``x``, which is made of the output ``local``, where those of ``local`` are kept."""
-    listened = getattr(local.grad_fn, "listened", [])
-    for at in [at for at, _, output in listened if output() is local]:
-        listened.append((at, _give_hooks(x), weakref.ref(x)))
+def follow(local: Tensor, x: DTensor, index: int) -> None:
+    """Counts the changes of ``x``, which output ``index`` is wrapped in, with its own, and keeps hooks of either."""
+    node: Any = local.grad_fn
+    if not hasattr(node, "listened"):
+        return
+    of_index = [at for at, role in enumerate(node.runner.program.outputs) if role.kind == "output"]
+    for at in {at for at, _, _ in node.changes if at == of_index[index]}:
+        node.changes.append((at, counter_of(x), x._version))
+    for at in {at for at, _, _ in node.listened if at == of_index[index]}:
+        node.listened.append((at, _give_hooks(x), weakref.ref(x)))
 
 
 def _give_hooks(x: Any) -> Hooks:
@@ -237,7 +242,10 @@ def _give_hooks(x: Any) -> Hooks:
 def counter_of(x: Tensor) -> Tensor:
     """A tensor without memory, at the version of ``x`` now and later."""
     counter = x.detach()
-    counter.data = x.new_empty(0)
+    if isinstance(counter, DTensor):
+        counter._local_tensor = counter._local_tensor.new_empty(0)
+    else:
+        counter.data = x.new_empty(0)
     return counter
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from shardc.ir.graph import Role
-from shardc.runtime.border import listen_too
+from shardc.runtime.border import follow
 from shardc.runtime.storage import parameter_spec
 
 
@@ -36,7 +36,7 @@ def as_dtensors(outputs: Sequence[Any], roles: Sequence[Role], device_mesh: Devi
             assert role.layout is not None
             spec = parameter_spec(role.layout, role.layout.shape, value.dtype, device_mesh)
             wrapped[id(value)] = _ToDTensor.apply(value, spec)
-            listen_too(value, wrapped[id(value)])
+            follow(value, wrapped[id(value)], role.index)
         out.append(wrapped.get(id(value), value))
     return out
 
@@ -45,13 +45,14 @@ class _ToDTensor(torch.autograd.Function):
     """A local tensor as a DTensor; backward, a DTensor gradient as a local tensor."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> DTensor:
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
         if not local.is_floating_point():
             out = DTensor(local.view_as(local), spec, requires_grad=False)
             ctx.mark_non_differentiable(out)
             return out
-        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        out = DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        return out.view_as(out) if local._is_view() else out  # a view cannot be changed in place here
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, None]:

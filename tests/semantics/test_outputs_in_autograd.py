@@ -104,6 +104,7 @@ GLOBAL = (
     "linear of three dims, divided", "tanh, doubled", "hidden and last, hidden changed",
     "hidden and last, hidden changed, alone used", "last and its tanh, last changed", "the same twice",
     "the same twice, changed", "a hook of what another is made of", "a hook of an unused output", "retain_grad",
+    "a view beside it, changed", "log_softmax",
     "retain_graph", "backward twice", "chunks, changed", "without gradients", "no_grad",
 )  # fmt: skip
 
