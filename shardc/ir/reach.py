@@ -12,7 +12,7 @@ layers and functions the walk looks at what they name, too, where somebody may h
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter, is_
@@ -58,6 +58,14 @@ class Reach:
         classes, names, values = map(list, zip(*self.bound, strict=True)) if self.bound else ([], [], [])
         functions, codes = map(list, zip(*self.functions, strict=True)) if self.functions else ([], [])
         return classes, names, values, functions, codes
+
+    @staticmethod
+    def of_all(several: Sequence[Reach]) -> Reach:
+        """One that holds where all of ``several`` do."""
+        bound = {(cls, name): value for each in several for cls, name, value in each.bound}
+        functions = {id(function): (function, code) for each in several for function, code in each.functions}
+        places = tuple((cls, name, value) for (cls, name), value in bound.items())
+        return Reach({}, {}, frozenset(), (), places, tuple(functions.values()))
 
     def holds(self) -> bool:
         """Whether classes still have the same methods, and functions the same code: some microseconds."""

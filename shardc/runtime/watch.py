@@ -29,14 +29,15 @@ class Watch:
         self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> what iterating it gives
         self._tensors: list[tuple[Tensor, int]] = []
         self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
-        self._reached: list[Reach] = []
+        reached: list[Reach] = []
         for each in {id(one): one for one in reads}.values():
-            self._reached.append(each.reach(model, loss))
+            reached.append(each.reach(model, loss))
             lookup = Lookup(model, loss, each.scopes)
             seen: set[Path] = set()
             for read in each.found:
                 if read.what != "hooks":  # which the census looks at, too
                     self._note(read, lookup, seen)
+        self._reached = Reach.of_all(reached)
         # Its first key twice: an itemgetter of one key would give no tuple.
         self._getters = [(itemgetter(*found, next(iter(found))), held) for held, found in self._items.values()]
         self._values = [value for get, held in self._getters for value in get(held)]
@@ -54,7 +55,7 @@ class Watch:
             and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
             and all(tensor._version == version for tensor, version in self._tensors)
             and all(_same(getattr(held, name, GONE), value) for held, name, value in self._rest)
-            and all(reached.holds() for reached in self._reached)
+            and self._reached.holds()
         )
 
     def _note(self, read: Read, lookup: Lookup, seen: set[Path]) -> None:
