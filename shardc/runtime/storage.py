@@ -25,7 +25,7 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.runtime import dtensor_ops, strided_checkpoint
+from shardc.runtime import dtensor_ops, pickled, strided_checkpoint
 from shardc.runtime.shards import flat_index
 
 # On a DTensor's local tensor: the padded buffer that it views.
@@ -122,6 +122,7 @@ def to_parameter(
     if not all(isinstance(held(storage, shape, dim, rank), range) for dim in range(len(shape))):
         strided_checkpoint.install()
     dtensor_ops.install(device_mesh)
+    pickled.install()
     # nn.Parameter detaches, which makes the local tensor anew: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
     if local is not padded and _views(local, padded):
