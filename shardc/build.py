@@ -25,7 +25,7 @@ from shardc.ir.mesh import Mesh
 from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
 from shardc.lower.inductor import artifacts
-from shardc.lower.shared import cache_folder, caches
+from shardc.lower.shared import caches, program_folder
 from shardc.passes import in_pieces
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
@@ -138,7 +138,7 @@ class Build:
             store: Store | str = "the store is off, by Options(store=False), SHARDC_STORE=0 or Inductor's settings"
         else:
             identity = self._identity(template, args, kwargs, with_loss)
-            store = Store.of(cache_folder("programs"), identity, self.mesh, self.plan, self.options)
+            store = Store.of(program_folder(), identity, self.mesh, self.plan, self.options)
         if isinstance(store, str):
             program = fresh()
             program.stored = f"not stored: {store}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,19 +27,24 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(size for _, size in mesh.shape), mesh_dim_names=mesh.axes)
 
 
-def run_ranks(ranks: int, *checks: Check) -> None:
+def run_ranks(ranks: int, *checks: Check, programs: Path | None = None) -> None:
     """Runs each check on ``ranks`` processes, one after the other in the same processes, each in a world of its own.
 
     A check is a function at the top of a module, or a `functools.partial` of one. What a rank raises is
     raised here, with the name of its check.
+
+    Args:
+        programs: a folder in which programs are stored and found; by default nothing is.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (ranks, checks, str(Path(folder) / "store"))
+        given = (ranks, checks, str(Path(folder) / "store"), programs and str(programs))
         mp.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
 
 
-def _rank(rank: int, ranks: int, checks: Sequence[Check], path: str) -> None:
+def _rank(rank: int, ranks: int, checks: Sequence[Check], path: str, programs: str | None) -> None:
     torch.set_num_threads(1)
+    if programs is not None:
+        os.environ["SHARDC_STORE"] = programs
     store = dist.FileStore(path, ranks)
     for at, check in enumerate(checks):
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -97,6 +98,12 @@ def cache_folder(name: str) -> Path:
     folder = Path(cache_dir()) / "shardc" / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def program_folder() -> Path:
+    """Where programs are stored: in the folder that ``SHARDC_STORE`` names, or else beside Inductor's cache."""
+    named = os.environ.get("SHARDC_STORE", "")
+    return Path(named) if os.path.isabs(named) else cache_folder("programs")
 
 
 def name_of(gm: fx.GraphModule, kind: str, settings: str = "") -> str:

@@ -56,7 +56,8 @@ class Options:
             stretch once; "auto": by blocks where four stretches are alike (`shardc.ir.segments`).
         store: keep programs on disk, in Inductor's cache folder, so that the next start of the same code neither
             captures nor plans, and one rank of a machine does it for all. Used where the module runs. With False, or
-            ``SHARDC_STORE=0`` in the environment, each start compiles by itself.
+            ``SHARDC_STORE=0`` in the environment, each start compiles by itself. ``SHARDC_STORE`` may also be the
+            absolute path of another folder for programs.
         uneven: ranks may pass different numbers of rows of the batch, which is an error else: each call tells the
             others how many, and where they differ it computes on the rows of all ranks together.
         capture: called in place of `shardc.capture.capture`: a `shardc.capture.CaptureOnce`, for several plans of one

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, combinations
 from pathlib import Path
@@ -51,18 +50,6 @@ PLANS = {
 STARTS = {"first": "new", "second": "new", "rank 0 compiles": "-new", "rank 1 compiles": "new-"}
 
 
-@contextmanager
-def store_in(folder: Path) -> Iterator[None]:
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
-        if before is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
-
-
 def folder_of(root: Path, start: str) -> Path:
     rank = dist.get_rank()
     empty = {"rank 0 compiles": rank == 0, "rank 1 compiles": rank == 1}.get(start, False)
@@ -77,7 +64,7 @@ def heads() -> Heads:
 def compiled(source: nn.Module, plan: str, **more: Any) -> Any:
     sizes, entries = PLANS[plan]
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    options = shardc.Options(store=True, **more.pop("options", {}))
+    options = shardc.Options(**more.pop("options", {}))
     return shardc.compile(source, mesh, entries, options=options, **more)
 
 
@@ -121,12 +108,12 @@ def evaluates(module: Any, source: nn.Module, draw: torch.Generator) -> None:
 def start(
     root: Path, plan: str, start: str, first: str = "step", used: Sequence[tuple[int, ...]] = SUBSETS, **more: Any
 ) -> None:
-    with store_in(folder_of(root, start)):
-        source = heads()
-        module = compiled(source, plan, **more)
-        steps(module, source, first, used)
-        stored: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(stored, [program.stored for program in module.shardc.programs.values()][0])
+    os.environ["SHARDC_STORE"] = str(folder_of(root, start))
+    source = heads()
+    module = compiled(source, plan, **more)
+    steps(module, source, first, used)
+    stored: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(stored, [program.from_store for program in module.shardc.programs.values()][0])
     loaded = {"first": len(stored) - 1, "second": len(stored)}.get(start, len(stored) - 1)
     assert stored.count(True) == loaded, stored
 

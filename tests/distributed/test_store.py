@@ -53,6 +53,7 @@ def power_loss(out: torch.Tensor, y: torch.Tensor, power: float) -> torch.Tensor
 @contextmanager
 def cached_in(folder: Path) -> Iterator[None]:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / f"cache{os.environ.get('OTHER', '')}")
+    os.environ["SHARDC_STORE"] = "1"  # in that folder
     sys.path.insert(0, str(folder))
     try:
         yield
