@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import MeshError
+from shardc.errors import MeshError, ShardcError
 from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -25,6 +25,7 @@ from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.signature import Constant, Signature
 
 SAME = "the same"
+_LONGEST = 4000  # characters of another rank's error
 Lines = Sequence[Sequence[str]]
 
 # The beginning of a topic -> what to do where ranks differ in it.
@@ -180,6 +181,18 @@ def difference(one: int, ones: Lines, other: int, others: Lines) -> MeshError:
     return MeshError(
         f"ranks differ at a {mine['act']}, {what}: rank {one} has {here or 'none'}, rank {other} has {there or 'none'}",
         fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
+    )
+
+
+def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
+    """What other ranks say of ``error``, which ``rank`` raised: text, source line and fix."""
+    own = error if isinstance(error, ShardcError) else None
+    text = (own.what if own else str(error))[:_LONGEST]
+    fix = f"mend it on rank {rank}" + (f": {own.fix}" if own and own.fix else ", whose traceback says where")
+    return (
+        f"rank {rank} raised {type(error).__name__}" + (f": {text}" if text else ""),
+        own.source if own else None,
+        fix,
     )
 
 

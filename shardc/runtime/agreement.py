@@ -6,9 +6,8 @@ announces what it does through the store, never through a collective, and waits 
 this number. Ranks that were not asked do not come to compare; a thread of theirs (`shardc.runtime.wire.listen`) answers
 for them, and where they differ makes them raise too.
 
-A rank that raises in what all ranks do tells the others (`Agreement.fails`). They raise its error as soon as they get
-further than it came: in front of their next act, out of a collective, or out of what they compile. Each rank that
-raises, its own error or another one's, begins to count anew, so that ranks that catch the error can go on.
+A rank that raises in what all ranks do tells the others (`Agreement.fails`), which raise its error where they get
+further: in front of their next act, out of a collective, or out of what they compile. Ranks that raised count anew.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from weakref import WeakMethod
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardc.errors import CollectiveError, MeshError, ShardcError
-from shardc.runtime.acts import Act, difference, late_ranks
-from shardc.runtime.wire.listen import Listener, Stopped, raise_in
+from shardc.errors import CollectiveError, MeshError
+from shardc.runtime.acts import Act, difference, late_ranks, raised
+from shardc.runtime.meeting import Meeting
+from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
 
 _PAST = 4096  # acts that are remembered
 _AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
 _BEFORE = "differ before"  # a verdict: at an act with a lower number
 _HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
 _GRACE = 0.4  # seconds in which a rank may raise by itself what another one has raised
-_TEXT = 4000  # characters of another rank's error
 
 
 class Agreement:
@@ -60,6 +59,7 @@ class Agreement:
         self.call: Act | None = None
         # Two meshes of the same ranks each count their own acts.
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
+        self._meeting = Meeting(self._prefix, rank, self.ranks)
         self._interrupt = WeakMethod(interrupt)
         self._past: deque[str] = deque(maxlen=_PAST)
         self._period = 1
@@ -95,6 +95,8 @@ class Agreement:
         if self.alone:
             return
         self._check(self.number + 1)
+        if self._meeting.invited is not None:
+            self._meeting.goes_on(self._connected(), self.number + 1, act.lines[0][1])
         past, key = self._past, act.key
         expected = past[-self._period] if self._period <= len(past) else None
         if key != expected:
@@ -108,6 +110,12 @@ class Agreement:
         elif self._asked:
             self._answer_if_asked()
 
+    def meet(self, method: str) -> None:
+        """All ranks call ``method``; a rank that does so alone raises at once. See `shardc.runtime.meeting`."""
+        if not self.alone:
+            self._check(self.number + 1)
+            self._meeting.meet(self._connected(), self.number, method, self._log)
+
     def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
         """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`.
 
@@ -119,8 +127,7 @@ class Agreement:
         if self._said is not None:
             store.delete_key(self._said)
         self._said = f"{at}said/{self.rank}"
-        said = {rank: store.get(f"{at}said/{self.ranks[rank]}").decode() for rank in ranks}
-        return said
+        return {rank: store.get(f"{at}said/{self.ranks[rank]}").decode() for rank in ranks}
 
     @contextmanager
     def runs(self, what: str) -> Iterator[None]:
@@ -192,11 +199,8 @@ class Agreement:
         with self._lock:
             number = self.number - (self._inside or self._waits is not None)
             self._begin_anew()
-        text = error.what if isinstance(error, ShardcError) else str(error)
-        said = f"rank {self.rank} raised {type(error).__name__}" + (f": {text[:_TEXT]}" if text else "")
-        source, fix = (error.source, error.fix) if isinstance(error, ShardcError) else (None, None)
         with suppress(RuntimeError):  # the store is gone
-            self._log(self._connected(), [self.rank, number, said, source, fix])
+            self._log(self._connected(), [self.rank, number, *raised(self.rank, error)])
 
     def behind(self) -> MeshError | None:
         """That the ranks differ, where that is why a collective failed on this rank."""
@@ -216,16 +220,14 @@ class Agreement:
         return MeshError(error.what, source=error.source, fix=error.fix)
 
     def _begin_anew(self) -> None:
-        self.number = (self.epoch + 1) * _AGAIN
+        self.number, self._inside = (self.epoch + 1) * _AGAIN, False
         self._past.clear()
         self._found.clear()
         self._different = self._failure = self._waits = None
-        self._inside = False
 
     def _check(self, upcoming: int) -> None:
         """Raises what another rank has raised, where this one gets further than that one did, or that they differ."""
-        failure = self._failure
-        if failure is not None and upcoming > failure[0]:
+        if (failure := self._failure) is not None and upcoming > failure[0]:
             self._different = failure[1]
         if self._different is not None:
             raise self._raised()
@@ -310,19 +312,19 @@ class Agreement:
         store.set(f"{self._prefix}log/{store.add(f'{self._prefix}log', 1)}", json.dumps(entry))
 
     def heard(self, store: dist.Store, entry: str) -> None:
-        """A rank announced what it does at a number, or that it failed; by the thread that listens.
-
-        Args:
-            store: of this thread.
-        """
-        said = json.loads(entry)
-        if not isinstance(said, int):
+        """Another rank announced what it does, or that it failed; by the thread that listens, with its ``store``."""
+        if entry == NOTHING:
+            self._meeting.look(store)
+        elif entry == END:
+            self._meeting.end(store)
+        elif isinstance(said := json.loads(entry), int):
+            self._asked.add(said)  # before the look at where this rank is, which looks here after it went on
+            if said <= self.number:
+                self._answer(store, said)
+        elif said[0] == "meet":
+            self._meeting.hears(store, said[1], said[2], self.number)
+        else:
             self._fails_there(store, *said)
-            return
-        number = said
-        self._asked.add(number)  # before the look at where this rank is, which looks here after it went on
-        if number <= self.number:
-            self._answer(store, number)
 
     def _answer_if_asked(self) -> None:
         for number in sorted(self._asked):
@@ -347,9 +349,7 @@ class Agreement:
                 store.set(f"{self._at(self._waits)}verdict", _BEFORE)
         self._break_if_running(store)  # it may have begun just now, before it could see that the ranks differ
         if self._broken:
-            interrupt = self._interrupt()
-            assert interrupt is not None, "what runs on a mesh keeps it"
-            interrupt()
+            self._end_waits()
 
     def _fails_there(self, store: dist.Store, rank: int, number: int, text: str, source: Any, fix: Any) -> None:
         """Rank ``rank`` failed behind its act ``number``; this one raises too where it gets further."""
@@ -357,10 +357,10 @@ class Agreement:
             epoch = self.epoch
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
                 return
-            fix = f"mend it on rank {rank}" + (f": {fix}" if fix else ", and see its traceback")
             self._failure = number, MeshError(text, source=source, fix=fix)
-        waits = self._waits
-        if waits is not None and store.compare_set(f"{self._at(waits)}verdict", "", _BEFORE).decode() == _BEFORE:
+        if (waits := self._waits) is not None and store.compare_set(
+            f"{self._at(waits)}verdict", "", _BEFORE
+        ).decode() == _BEFORE:
             self._different = self._failure[1]
             self._found.set()
             return
@@ -374,14 +374,16 @@ class Agreement:
                 self._different = self._failure[1]
                 raise_in(self._compiles, Stopped)
                 return
-            if not self.running or self.number <= number:
-                return
-            self._different = self._failure[1]
-            self._found.set()
-            self._break_if_running(store)
-        interrupt = self._interrupt()
-        assert interrupt is not None, "what runs on a mesh keeps it"
-        interrupt()
+            if self.running and self.number > number:
+                self._different = self._failure[1]
+                self._found.set()
+                self._break_if_running(store)
+        if self._broken:
+            self._end_waits()
+
+    def _end_waits(self) -> None:
+        if (interrupt := self._interrupt()) is not None:  # what runs on a mesh keeps it
+            interrupt()
 
     def _break_if_running(self, store: dist.Store) -> None:
         if self.running and not self._broken:

@@ -11,7 +11,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from shardc.runtime.acts import Act
 from shardc.runtime.initialize import reset_parameters
 from shardc.runtime.initializers import initialise
 from shardc.runtime.inputs import check_kinds, shard_input
@@ -36,6 +35,11 @@ class Namespace(State):
         """The methods that have a short name too."""
         own = cls.__mro__[: cls.__mro__.index(State)]
         return frozenset(name for each in own for name in vars(each) if not name.startswith("_")) - {"short_names"}
+
+    def _meet(self, method: str) -> None:
+        """Raises MeshError where this rank calls ``method`` and another one does not."""
+        if self.groups is not None:
+            self.groups.agreement.meet(f"{type(self.template).__name__}.{method}")
 
     @typed()
     def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
@@ -141,6 +145,7 @@ class Namespace(State):
         self.check()
         if with_grads:
             self.sync.refuse("summon_full_params(with_grads=True)")
+        self._meet("summon_full_params()")
         self.fresh |= writeback
         return summon_full_params(self.owner, self.storages, self.rank, writeback, with_grads)
 
@@ -152,11 +157,14 @@ class Namespace(State):
             device: where the tensors go, by default where they are.
             rank0_only: the mesh's first rank gets it, on the CPU if ``device`` is None, and other ranks an empty dict.
                 No other rank holds a whole tensor.
+
+        Raises:
+            MeshError: another rank did not call it; at once, and on the ranks that called it only.
         """
         self.check()
+        self._meet("full_state_dict()")
         if not rank0_only or self.groups is None:
             return full_state_dict(self.owner, self.storages, device)
-        self.groups.agreement.act(Act((("act", f"full_state_dict of {self.name} for the first rank"),)), ask=True)
         return first_state_dict(self.owner, self.storages, self.groups, device)
 
     @typed()

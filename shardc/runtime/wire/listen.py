@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 _TAG = 0x5B00  # of messages that nobody sends
 _LOOKS = 0.2  # seconds between looks, a small request each; c10d would log every wait that times out
+NOTHING, END = "", "end"  # in the place of an entry: there is none so far, and there will be none
 
 
 class Listener(Thread):
@@ -42,15 +43,19 @@ class Listener(Thread):
         with suppress(RuntimeError):  # the store is gone, and somebody will notice
             while dist.group.WORLD is not None and dist.group.WORLD is self._world():
                 key = f"{self._log}/{at}"
-                if not self._store.check([key]):
-                    if self._ends.wait(_LOOKS):
-                        return
+                if self._store.check([key]):
+                    self._tell(self._store.get(key).decode())
+                    at += 1
                     continue
-                entry, heard = self._store.get(key).decode(), self._heard()
-                if heard is not None:
-                    heard(self._store, entry)
-                del heard
-                at += 1
+                self._tell(NOTHING)
+                if self._ends.wait(_LOOKS):
+                    break
+            self._tell(END)
+
+    def _tell(self, entry: str) -> None:
+        heard = self._heard()
+        if heard is not None:
+            heard(self._store, entry)
 
     def end(self) -> None:
         """Ends it, if that can be had within moments."""

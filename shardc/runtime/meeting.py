@@ -1,0 +1,131 @@
+"""Methods that all ranks call: a rank that calls one alone raises at once, and the others do not notice.
+
+The first rank that comes opens an attempt in the store, and the others join it. The attempt fails when another rank is
+seen to do something else: it goes on to its next act, waits in a collective of torch's with the ranks that came, or
+ends. Its listening thread (`shardc.runtime.wire.listen`) says so.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from shardc.errors import MeshError
+from shardc.runtime.acts import late_ranks
+
+_DONE = "all came"
+_STUCK = 3  # looks at which a rank is in the same call of a collective
+
+
+class Meeting:
+    """This rank's part in attempts to call a method on all ranks.
+
+    Args:
+        prefix: of the keys in the store.
+        rank, ranks: this rank's global number, and those of the mesh.
+
+    Attributes:
+        invited: the attempt of another rank that this one has not joined: the number of the act that it comes behind,
+            and the attempt's name.
+    """
+
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+        self.prefix, self.rank, self.ranks = prefix, rank, ranks
+        self.invited: tuple[int, str] | None = None
+        self._joined = ""
+        self._looks: tuple[Any, int] = (None, 0)
+
+    def meet(self, store: dist.Store, number: int, method: str, log: Callable[[dist.Store, Any], None]) -> None:
+        """Waits until all ranks call ``method`` behind their act ``number``.
+
+        Raises:
+            MeshError: another rank does something else, has ended, or does not come within the store's timeout.
+        """
+        place, mine = f"{self.prefix}meet/{number}", f"{self.rank}.{time.time_ns()}"
+        self._joined = attempt = store.compare_set(place, "", mine).decode()
+        self.invited = None
+        at = f"{self.prefix}meet/{attempt}/"
+        if attempt == mine:
+            store.set(f"{at}method", method)
+            log(store, ["meet", number, attempt])
+        elif (other := store.get(f"{at}method").decode()) != method:
+            self._refuse(store, number, attempt, f"rank {self.rank} calls {method} where others call {other}")
+        store.set(f"{at}here/{self.rank}", "")
+        if store.add(f"{at}came", 1) == len(self.ranks):
+            store.delete_key(place)
+            store.compare_set(f"{at}verdict", "", _DONE)
+        verdict = self._wait(store, at, number, attempt)
+        if verdict != _DONE:
+            raise MeshError(
+                f"{method} is for all ranks of the mesh. Rank {self.rank} called it, but {verdict}",
+                fix="call it on every rank at the same place, outside of `if rank == 0:`; use what it returns on one",
+            )
+
+    def _wait(self, store: dist.Store, at: str, number: int, attempt: str) -> str:
+        pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+        while not store.check([f"{at}verdict"]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            gone = [rank for rank in self.ranks if pause == 0.05 and store.check([f"{self.prefix}gone/{rank}"])]
+            if gone:
+                self._refuse(store, number, attempt, f"rank {gone[0]} has ended")
+            elif time.monotonic() > end and (late := late_ranks(store, at, self.ranks)) is not None:
+                raise late
+        return store.get(f"{at}verdict").decode()
+
+    def _refuse(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
+        if store.compare_set(f"{self.prefix}meet/{attempt}/verdict", "", why).decode() == why:
+            store.delete_key(f"{self.prefix}meet/{number}")
+
+    def hears(self, store: dist.Store, number: int, attempt: str, now: int) -> None:
+        """Another rank opened ``attempt`` behind its act ``number``; this one's last act is ``now``."""
+        if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
+            return
+        self.invited = number, attempt
+        if now > number:
+            self.goes_on(store, now, "later step")
+
+    def goes_on(self, store: dist.Store, act: int, what: str) -> None:
+        """This rank comes to its act ``act`` without having joined."""
+        invited = self.invited
+        if invited is not None and act > invited[0]:
+            self.invited = None
+            self._refuse(store, *invited, f"rank {self.rank} went on to a {what}")
+
+    def look(self, store: dist.Store) -> None:
+        """Refuses the invitation where this rank waits for something else; by the thread that listens."""
+        invited = self.invited
+        if invited is None:
+            return
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        found = _collective(frame, int(invited[1].partition(".")[0]))
+        self._looks = (found, self._looks[1] + 1 if found == self._looks[0] else 1)
+        if found is not None and self._looks[1] >= _STUCK:
+            self.invited = None
+            self._refuse(store, *invited, f"rank {self.rank} waits in {found[1]}")
+
+    def end(self, store: dist.Store) -> None:
+        """This rank's program ends."""
+        store.set(f"{self.prefix}gone/{self.rank}", "")
+
+
+def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
+    """The call of torch's, with ``rank`` among others, that a thread is in: an identity, and its name and line."""
+    found = None
+    while frame is not None:
+        if frame.f_code.co_filename == c10d.__file__ and "group" in frame.f_locals:
+            found = frame
+        elif found is not None and "distributed" not in frame.f_code.co_filename.replace(c10d.__file__, ""):
+            group = found.f_locals["group"]
+            with_rank = group is None or rank in dist.get_process_group_ranks(group)
+            where = f"torch.distributed.{found.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+            return (id(found), where) if with_rank else None
+        frame = frame.f_back
+    return None

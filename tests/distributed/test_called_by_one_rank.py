@@ -1,0 +1,93 @@
+"""Methods that all ranks call, called by one: it raises at once, and nothing is lost on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardc
+from shardc.errors import MeshError
+from tests.ranks import run_ranks
+
+
+def summoned(module: Any) -> None:
+    with module.summon_full_params():
+        pass
+
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "full_state_dict": lambda module: module.full_state_dict(),
+    "full_state_dict for the first": lambda module: module.full_state_dict(rank0_only=True),
+    "summon_full_params": summoned,
+}
+
+
+def trained() -> tuple[Any, Callable[[], float]]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    module = shardc.compile(net, mesh, shardc.fsdp("dp"), loss=F.mse_loss, backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step() -> float:
+        loss = module(torch.ones(2, 4), torch.zeros(2, 4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    step()
+    return module, step
+
+
+def alone(name: str, between: str, caller: int) -> None:
+    """While others go on to a step, or wait in a barrier; then all train and call it together."""
+    module, step = trained()
+    if dist.get_rank() == caller:
+        with pytest.raises(MeshError, match=rf"{name.split()[0]}\(\) is for all ranks of the mesh. Rank {caller}"):
+            METHODS[name](module)
+    if between == "barrier":
+        dist.barrier()
+    assert step() > step()
+    METHODS[name](module)
+    step()
+
+
+def by_most(name: str) -> None:
+    """Of three ranks, two come."""
+    module, step = trained()
+    if dist.get_rank() != 1:
+        with pytest.raises(MeshError, match="but rank 1 went on"):
+            METHODS[name](module)
+    step()
+    METHODS[name](module)
+
+
+def another_method() -> None:
+    module, step = trained()
+    with pytest.raises(MeshError, match="where others call"):
+        METHODS["summon_full_params" if dist.get_rank() else "full_state_dict"](module)
+    step()
+
+
+def test_a_step_comes_instead() -> None:
+    run_ranks(2, partial(alone, "full_state_dict", "step", 0))
+
+
+@pytest.mark.slow
+def test_each_method() -> None:
+    run_ranks(
+        2,
+        *(partial(alone, name, between, 0) for name in METHODS for between in ("step", "barrier")),
+        partial(alone, "full_state_dict", "barrier", 1),
+        another_method,
+    )
+    run_ranks(3, partial(by_most, "full_state_dict"))
