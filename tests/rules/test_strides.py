@@ -13,6 +13,7 @@ from torch import Tensor
 from shardc.rules import RULES
 from shardc.rules.proof import COARSER, COMPUTED, Sample, close
 from shardc.rules.rule import ANY
+from shardc.rules.strides import lies_like
 from tests.rules.samples import samples
 
 aten = torch.ops.aten
@@ -129,3 +130,31 @@ def test_ops_that_do_not_are_found() -> None:
     for op in ("aten.view_as_complex", "aten.isin", "aten._scaled_dot_product_flash_attention_for_cpu"):
         assert RULES[op].strides != ANY
         assert any(differences(sample) for sample in samples(op))
+
+
+def laid(shape: list[int], strides: list[int]) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=torch.float16, device="meta")
+
+
+TRACED = laid([2, 4, 8, 64], [2048, 64, 256, 1])  # [b, h, s, e] of a product [b, s, h e]
+OF_ONE = laid([2, 4, 8, 64], [512, 0, 64, 1])  # heads that one head was expanded to
+
+
+@pytest.mark.parametrize(
+    ("x", "traced", "fits"),
+    [
+        (laid([2, 2, 8, 64], [1024, 64, 128, 1]), TRACED, True),
+        (laid([2, 2, 8, 64], [4096, 64, 512, 1]), TRACED, True),  # a part of a fused product
+        (laid([2, 2, 8, 64], [1024, 512, 64, 1]), TRACED, False),  # another order
+        (laid([2, 1, 8, 64], [512, 512, 1, 8]), TRACED, False),  # kernels want the last dim of stride 1
+        (laid([2, 2, 8, 64], [0, 64, 128, 1]), TRACED, False),  # one row for all
+        (laid([2, 2, 8, 64], [1096, 64, 137, 1]), TRACED, False),  # rows that no vector begins at
+        (laid([2, 2, 8, 64], [1024, 64, 128, 1]), None, False),
+        (laid([2, 2, 8, 64], [1024, 512, 64, 1]), None, True),
+        (laid([2, 2, 8, 64], [512, 0, 64, 1]), OF_ONE, True),
+        (laid([2, 2, 8, 64], [1024, 512, 64, 1]), OF_ONE, True),  # as many copies
+    ],
+)
+def test_what_lies_like_the_trace(x: Tensor, traced: Tensor | None, fits: bool) -> None:
+    """A kernel of CUDA that took the traced strides takes those that fit: order, stride 1 and vectors are the same."""
+    assert lies_like(x, traced) == fits
