@@ -108,6 +108,8 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return bool(torch.eq(*args).all()) if args[0].shape == args[1].shape else False
         if op in _MEANS:
             return _mean(*args, **kwargs)
+        if op in _NORMS and any(x.dtype == torch.float16 for x in tensors):
+            return _fine_norm(op, args, kwargs)
         if not _trusts(op, specs, args):
             return on_wholes(op, args, kwargs, mesh)
         try:
@@ -125,9 +127,9 @@ def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     """DTensor's handler of an op, ``theirs``, with ours before it."""
 
     def handler(op: Any, args: Any, kwargs: Any) -> Any:
-        first = args[0]
-        if isinstance(first, DTensor) and first.device_mesh in _meshes and not _is_traced(args):
-            return _copy(*args) if op is aten.copy_.default else on_wholes(op, args, kwargs, first.device_mesh)
+        mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
+        if mesh in _meshes and not _is_traced(args):
+            return _copy(*args) if op is aten.copy_.default else on_wholes(op, args, kwargs, mesh)
         if theirs is not None:
             return theirs(op, args, kwargs)
         table = DTensor._op_dispatcher._custom_op_handlers
@@ -140,8 +142,10 @@ def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     return handler
 
 
-def _copy(target: DTensor, value: Any, *_: Any) -> DTensor:
-    """``target.copy_(value)`` of a DTensor in any layout, or of a whole tensor."""
+def _copy(target: Any, value: Any, *_: Any) -> Any:
+    """``target.copy_(value)``, each a DTensor in any layout or a whole tensor."""
+    if not isinstance(target, DTensor):
+        return target.copy_(gather(value))
     settle(target)
     if isinstance(value, DTensor) and value.shape == target.shape and value.placements == target.placements:
         target._local_tensor.copy_(value._local_tensor)
@@ -179,10 +183,8 @@ def _is_pointwise(op: Any) -> bool:
 
 def _trusts(op: Any, specs: list[DTensorSpec], args: Any) -> bool:
     """Whether DTensor is known to do ``op`` right on operands laid out as ``specs``."""
-    if torch.Tag.nondeterministic_seeded in op.tags or any(x.is_out for x in op._schema.arguments):
-        return (
-            all(x.is_replicate() for spec in specs for x in spec.placements) and "out" not in op._schema.overload_name
-        )
+    if torch.Tag.nondeterministic_seeded in op.tags or "out" in op._schema.overload_name:
+        return False  # ranks may be seeded differently; what is written takes the layout of what is computed
     if all(x.is_replicate() for spec in specs for x in spec.placements):
         return True
     if any(isinstance(x, _StridedShard) for spec in specs for x in spec.placements):
@@ -260,8 +262,19 @@ _MEANS = (aten.mean.default, aten.mean.dim)
 def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The mean as a sum: an average of shards' averages is right for even shards only, and gloo has none."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
-    total = x.sum(dims, keepdim=keepdim, dtype=dtype) if x.dim() else x.to(dtype or x.dtype)
-    return total / prod(x.shape[at] for at in dims if x.dim())
+    kind = dtype or x.dtype
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind  # the sum may be out of range
+    total = x.sum(dims, keepdim=keepdim, dtype=wide) if x.dim() else x.to(wide)
+    return (total / prod(x.shape[at] for at in dims if x.dim())).to(kind)
+
+
+def _fine_norm(op: Any, args: Any, kwargs: Any) -> Any:
+    """Norms of float16: the squares that ranks add up would be out of its range. (Asking the op for another dtype would
+    not do: DTensor's cache does not tell dtypes apart.)
+    """
+    wide = pytree.tree_map(lambda x: x.float() if isinstance(x, DTensor) else x, args)
+    kind = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), torch.float16)
+    return pytree.tree_map(lambda x: settle(x).to(kind), op(*wide, **kwargs))
 
 
 def _is_ours(x: DTensor) -> bool:
@@ -283,7 +296,7 @@ def _numpy(self: DTensor, *, force: bool = False) -> Any:
 
 
 def _format(self: DTensor, spec: str) -> str:
-    return format(self.item(), spec) if spec and self.dim() == 0 and _is_ours(self) else Tensor.__format__(self, spec)
+    return format(self.item(), spec) if self.dim() == 0 and _is_ours(self) else Tensor.__format__(self, spec)
 
 
 def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:

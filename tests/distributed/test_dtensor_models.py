@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -161,7 +162,9 @@ def refuses() -> None:
 
 
 def pending(model: Any, mesh: Any) -> Any:
-    model.up.weight = nn.Parameter(DTensor.from_local(model.up.weight.data, mesh, [Partial()]))
+    weight: Any = DTensor.from_local(model.up.weight.data, mesh, [Replicate()])
+    model.up.weight = nn.Parameter(weight)
+    model.up.weight._spec = replace(weight._spec, placements=(Partial(),))  # an op on it would do the sum
     return model
 
 

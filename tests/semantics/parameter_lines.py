@@ -33,6 +33,9 @@ torch.nn.utils.clip_grad_norm_(ps, 0.1, foreach=False).item()
 torch.nn.utils.clip_grad_value_(ps, 0.01)
 torch.nn.utils.parameters_to_vector(ps)
 f'{p.norm():.6f}'
+float(f'{p.norm()}')
+[(p.half().mul(900).norm().double() - p.norm() * 900).abs().item() < 9 for _ in range(2)]
+(p.half().mul(10000).abs().mean().double() - p.abs().mean() * 10000).abs().item() < 20
 '%.6f' % p.norm()
 'big' if p.norm() > 1 else 'small'
 bool((p.abs() < 100).all())
@@ -169,6 +172,7 @@ torch._foreach_div_(ps, [q.norm() for q in ps])
 e = p.detach().clone(); e.mul_(0.9).add_(p.grad, alpha=0.1); p.copy_(e)
 e = copy.deepcopy(p); e.data.mul_(0.9).add_(p.data, alpha=0.1); p.data.copy_(e.data)
 e = p.detach().clone(); e[0].zero_(); p.copy_(e)
+e = torch.zeros(p.shape, dtype=p.dtype); e.copy_(p); p.copy_(e * 2)
 v = p.view(-1); p.mul_(2); v += 1; p.add_(v.sum())
 a, b = p[0], p[-1]; a.add_(1); b.copy_(a); p.data.mul_(3); a.sub_(b.sum())
 for row in p: row.div_(row.norm())
