@@ -13,8 +13,10 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardc._compat import pytree
 from shardc.build import Build
@@ -215,6 +217,7 @@ def _check_kinds(
             fix="give that attribute of the model another name",
         )
     if isinstance(model, nn.Module):
+        _check_wrappers(model)
         _check_tensors(model)
     if not isinstance(plan, Plan | Auto):
         raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
@@ -232,6 +235,22 @@ def _has_own(model: nn.Module, name: str) -> bool:
     return any(name in kind for kind in held) or inspect.getattr_static(model, name, model) is not model
 
 
+def _check_wrappers(model: nn.Module) -> None:
+    """Raises InputError where a part of the model is wrapped by what sends tensors itself, or is a script."""
+    for name, module in model.named_modules():
+        what = f"module {name!r}" if name else "the model"
+        if isinstance(module, DataParallel | DistributedDataParallel | FullyShardedDataParallel):
+            kind = type(module).__name__
+            raise InputError(
+                f"{what} is wrapped by {kind}, and a compiled module sends gradients itself",
+                fix=f"pass the model that {kind} was given: {f'model.{name}'.rstrip('.')}.module",
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(
+                f"{what} is a script of torch.jit, which cannot be traced", fix="pass the model that it was made of"
+            )
+
+
 def _check_tensors(model: nn.Module) -> None:
     """Raises InputError where a tensor of the model has no shape yet, or is more than a dense tensor of values."""
     attributes = (
@@ -245,7 +264,7 @@ def _check_tensors(model: nn.Module) -> None:
     named_tensors = model.named_parameters(), model.named_buffers(), attributes
     for kind, named in zip(("parameter", "buffer", "attribute"), named_tensors, strict=True):
         for name, x in named:
-            if isinstance(x, UninitializedTensorMixin):
+            if isinstance(x, UninitializedParameter | UninitializedBuffer):
                 raise InputError(
                     f"{kind} {name!r} is of a lazy module and has no shape yet",
                     fix="call the model once, then compile it",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._dynamo.trace_rules import get_tensor_method, get_torch_obj_rule_map
 from torch.nn import _reduction as _Reduction
 
-from shardc.capture import classes, experts, raises, recurrent
+from shardc.capture import classes, experts, raises, recurrent, side_effects
 
 try:
     from torch.nn.modules import linear_cross_entropy
@@ -212,6 +212,7 @@ _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     *recurrent.OTHER_FORMS,
     *raises.OTHER_FORMS,
     *classes.OTHER_FORMS,
+    *side_effects.OTHER_FORMS,
 )
 if linear_cross_entropy is not None:  # from torch 2.13 on
     _OTHER_FORMS += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import inspect
 import re
@@ -120,3 +121,23 @@ def _whose(ref: str) -> str | None:
 
 def _module(path: str) -> str:
     return f"module {path!r}" if path else "the model"
+
+
+def print_nothing(*values: Any, **how: Any) -> None:
+    """What a trace takes for ``print``; whoever is not traced prints."""
+    if not torch.compiler.is_compiling():
+        _print(*values, **how)
+
+
+_print = print
+OTHER_FORMS = ((builtins, "print", print_nothing),)
+
+
+def prints(codes: Iterable[Any]) -> list[ShardcWarning]:
+    """A warning for each traced function of the user's that prints."""
+    lines = [f"{code.co_filename}:{code.co_firstlineno}" for code in codes if "print" in code.co_names]
+    return [
+        ShardcWarning(f"{line} prints in forward; the compiled program does not")
+        for line in dict.fromkeys(lines)
+        if not line.startswith(__file__)
+    ]

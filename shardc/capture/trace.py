@@ -23,7 +23,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc._compat import dynamo_captures
+from shardc._compat import dynamo_captures, traced_code
 from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.decompositions import FROM_TORCH, OWN
@@ -35,7 +35,7 @@ from shardc.capture.layers import other_layers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws
 from shardc.capture.reads import reads_of, recorded
-from shardc.capture.side_effects import changed_arguments, side_effects
+from shardc.capture.side_effects import changed_arguments, prints, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
@@ -242,6 +242,7 @@ def trace(
             changes += changed_arguments(model, *root.arguments(fakes)[:2])
         of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
+        changes += prints(traced_code(traces[-1].graph_capture_output))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(

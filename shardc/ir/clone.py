@@ -71,7 +71,7 @@ def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attribute
 def unsharded(module: nn.Module) -> nn.Module:
     """A module of the class that ``module`` had before `subclass`, with the very attributes of ``module``."""
     cls: Any = type(module).__bases__[1]
-    view: nn.Module = cls.__new__(cls)
+    view: nn.Module = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
     return view
 
@@ -94,7 +94,7 @@ class _Cloner:
         if id(vars(module)) in self._made:
             known: nn.Module = self._made[id(vars(module))]
             return known
-        clone: nn.Module = module.__new__(type(module))
+        clone: nn.Module = object.__new__(type(module))  # that of a GraphModule makes another class
         self._made[id(vars(module))] = clone
         self._originals.append(module)
         for kind in ("_parameters", "_buffers"):

@@ -50,6 +50,12 @@ class ShardedModule(nn.Module):
             namespace = vars(self).get("shardc")
             if namespace is not None and name in namespace.short_names() and not hasattr(type(self), name):
                 return getattr(namespace, name)
+            if name == "_ddp_params_and_buffers_to_ignore":  # which DistributedDataParallel asks a module for
+                raise InputError(
+                    "DistributedDataParallel is given a compiled module, which reduces its gradients itself",
+                    fix="train the module as it is; for accelerate and Trainer, take those of "
+                    "shardc.integrations.accelerate",
+                ) from None
             raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
 
     def __dir__(self) -> list[str]:
