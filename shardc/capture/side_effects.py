@@ -14,16 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc.capture.attributes import MODEL, Change
 from shardc.errors import CaptureError, ShardcWarning
 
 
-def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], Any]) -> list[ShardcWarning]:
+def side_effects(
+    messages: Iterable[str], model: nn.Module, run: Callable[[], Any], sets: Iterable[Change] = ()
+) -> list[ShardcWarning]:
     """From Dynamo's warnings, and where they leave it open from running the model.
 
     Args:
         messages: the warnings.
         model: the model, with parameters and buffers that may be lost.
         run: runs it once on fake tensors.
+        sets: what it sets on its modules.
 
     Returns:
         A warning for each module that changes its attributes or fills an empty buffer that it does not save, and for
@@ -42,6 +46,10 @@ def side_effects(messages: Iterable[str], model: nn.Module, run: Callable[[], An
                     fix=f"change it in place, as by self.{name}.copy_(new)",
                 )
             whose.append(f"{_module(path)} fills its empty buffer {name!r}")
+    # Numbers and the like that a module counts, or notes for others, are nothing to a program.
+    tensors = {change.owner for change in sets if change.tensors}
+    silent = {change.owner for change in sets} - tensors
+    changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
     whose += [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
     text = "in forward; the compiled program does not"
     return [ShardcWarning(f"{who} {text}") for who in dict.fromkeys(whose) if who is not None]

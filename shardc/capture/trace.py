@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc._compat import dynamo_captures, traced_code
 from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
+from shardc.capture.attributes import changes_recorded, refuse_changed_reads
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_sparse
@@ -224,7 +225,7 @@ def trace(
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
-            with recorded() as traces:
+            with recorded() as traces, changes_recorded() as sets:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
@@ -238,11 +239,13 @@ def trace(
             raise capture_error(model, error, loss, named, uncast) from error
         messages = [str(warning.message) for warning in said]
         with mode:
-            changes = side_effects(messages, model, lambda: root(*fakes))
+            changes = side_effects(messages, model, lambda: root(*fakes), sets)
             changes += changed_arguments(model, *root.arguments(fakes)[:2])
         of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
         changes += prints(traced_code(traces[-1].graph_capture_output))
+    reads = reads_of(traces[-1], model, loss)
+    refuse_changed_reads(sets, reads, model, loss, traced_code(traces[-1].graph_capture_output))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(
@@ -252,7 +255,7 @@ def trace(
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
         output_spec=joint.out_spec,
         fake_mode=mode,
-        reads=reads_of(traces[-1], model, loss),
+        reads=reads,
         returned=(),
         names=_first_names(root),
         stored=stored,

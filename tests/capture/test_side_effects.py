@@ -22,21 +22,111 @@ def simulation(model: nn.Module) -> shardc.Simulation:
     return shardc.Simulation(shardc.compile(model, MESH, PLAN, backend="eager"))
 
 
-def test_a_changed_attribute_is_a_warning() -> None:
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.calls = 0
+class Attributes(nn.Module):
+    """Of which each case below reads and changes some."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return self.inner(x)
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.run = nn.Linear(4, 4), run
+        self.step, self.calls, self.seen = 0, 0, None
+        self.listed: list[Any] = []
+        self.cache: dict[str, Any] = {}
+        self.average, self.table = torch.zeros(4), None
 
-    model = nn.Sequential(Counter())
-    with pytest.warns(ShardcWarning, match="module '0' changes its attributes in forward"):
-        shardc.compile(model, MESH, PLAN, backend="eager").lower(torch.empty(8, 4))
-    assert model[0].calls == 0
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    self.seen = x.shape
+    return self.inner(x)
+
+
+def reads_what_it_set(self: Any, x: Tensor) -> Tensor:
+    self.seen = 3.0
+    return self.inner(x) * self.seen
+
+
+def fills_a_table(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = torch.arange(4.0)
+    if "mask" not in self.cache:
+        self.cache["mask"] = torch.ones(4)
+    return self.inner(x) + self.table * self.cache["mask"]
+
+
+def keeps_what_it_computes(self: Any, x: Tensor) -> Tensor:
+    self.seen = self.inner(x)
+    return x
+
+
+def schedules(self: Any, x: Tensor) -> Tensor:
+    self.step += 1
+    return self.inner(x) * min(1.0, self.step / 10)
+
+
+def schedules_by_name(self: Any, x: Tensor) -> Tensor:
+    self.step = self.step + 1
+    return self.inner(x) * getattr(self, "step")  # noqa: B009
+
+
+def averages(self: Any, x: Tensor) -> Tensor:
+    self.average = 0.9 * self.average + 0.1 * x.mean(0)
+    return self.inner(x) + self.average
+
+
+def remembers_the_first(self: Any, x: Tensor) -> Tensor:
+    if self.table is None:
+        self.table = x.mean(0)
+    return self.inner(x) + self.table
+
+
+def counts_in_a_list(self: Any, x: Tensor) -> Tensor:
+    self.listed.append(1)
+    return self.inner(x) * len(self.listed)
+
+
+def keeps_in_a_dict(self: Any, x: Tensor) -> Tensor:
+    before = self.cache.get("x")
+    self.cache["x"] = x
+    return self.inner(x) if before is None else self.inner(x) + before
+
+
+SILENT = [counts, reads_what_it_set]
+WARNED = [fills_a_table, keeps_what_it_computes]
+REFUSED = {
+    schedules: "step", schedules_by_name: "step", averages: "average", remembers_the_first: "table",
+    counts_in_a_list: "listed", keeps_in_a_dict: "cache",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", [*SILENT, *WARNED], ids=lambda run: run.__name__)
+def test_attributes_that_change_nothing(run: Callable[[Any, Tensor], Tensor]) -> None:
+    model = nn.Sequential(Attributes(run))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        sim = simulation(model)
+        x = torch.ones(4, 4)
+        outs = [sim(x, grad=False) for _ in range(2)]
+    told = [str(w.message) for w in caught if isinstance(w.message, ShardcWarning) and "attributes" in str(w.message)]
+    text = "module '0' changes its attributes in forward; the compiled program does not"
+    assert set(told) == ({text} if run in WARNED else set())
+    assert (model[0].calls, model[0].cache) == (0, {})
+    for out in outs:
+        torch.testing.assert_close(out, model(x))
+
+
+@pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
+def test_attributes_that_forward_reads_and_changes_are_refused(run: Callable[[Any, Tensor], Tensor]) -> None:
+    module = shardc.compile(nn.Sequential(Attributes(run)), MESH, PLAN, backend="eager")
+    name = REFUSED[run]
+    with pytest.raises(CaptureError, match=f"forward reads and changes the attribute '0.{name}', which") as caught:
+        module.lower(torch.empty(8, 4))
+    first = run.__code__.co_firstlineno
+    assert caught.value.source is not None and caught.value.fix is not None and f"self.{name}" in caught.value.fix
+    file, _, line = caught.value.source.rpartition(":")
+    assert file == __file__ and first < int(line) <= first + 4
 
 
 NOTED: list[Tensor] = []
