@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -27,7 +28,7 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(size for _, size in mesh.shape), mesh_dim_names=mesh.axes)
 
 
-def run_ranks(ranks: int, *checks: Check, programs: Path | None = None) -> None:
+def run_ranks(ranks: int, *checks: Check, programs: Path | None = None, timeout: timedelta | None = None) -> None:
     """Runs each check on ``ranks`` processes, one after the other in the same processes, each in a world of its own.
 
     A check is a function at the top of a module, or a `functools.partial` of one. What a rank raises is
@@ -35,20 +36,24 @@ def run_ranks(ranks: int, *checks: Check, programs: Path | None = None) -> None:
 
     Args:
         programs: a folder in which programs are stored and found; by default nothing is.
+        timeout: of each check's collectives, if not torch's.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (ranks, checks, str(Path(folder) / "store"), programs and str(programs))
+        given = (ranks, checks, str(Path(folder) / "store"), programs and str(programs), timeout)
         mp.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
 
 
-def _rank(rank: int, ranks: int, checks: Sequence[Check], path: str, programs: str | None) -> None:
+def _rank(
+    rank: int, ranks: int, checks: Sequence[Check], path: str, programs: str | None, timeout: timedelta | None
+) -> None:
     torch.set_num_threads(1)
     if programs is not None:
         os.environ["SHARDC_STORE"] = programs
     store = dist.FileStore(path, ranks)
     for at, check in enumerate(checks):
         torch.manual_seed(0)
-        dist.init_process_group("gloo", store=dist.PrefixStore(str(at), store), rank=rank, world_size=ranks)
+        prefixed = dist.PrefixStore(str(at), store)
+        dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=ranks, timeout=timeout)
         try:
             check()
         except Exception as error:

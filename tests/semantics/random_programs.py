@@ -51,8 +51,8 @@ def program(seed: int, ranks: int | None = None) -> Program:
     return made
 
 
-def _program(seed: int, attempt: int, ranks: int | None) -> Program | None:
-    draw = random.Random(f"{seed} {attempt}")
+def drafted(draw: random.Random) -> tuple[Draft, list[str]]:
+    """The lines of a random program, and the names of its results, of which there may be none."""
     d = Draft(draw)
     for at in range(draw.randint(1, 3)):
         shape = [draw.choice(SIZES) for _ in range(draw.choice((1, 2, 2, 3, 3, 4)))]
@@ -68,11 +68,16 @@ def _program(seed: int, attempt: int, ranks: int | None) -> Program | None:
         for n in d.values
         if n[0] == "v" and not any(re.search(rf"\b{n}\b", line) for line in d.lines[int(n[1:]) + 1 :])
     ]
-    results = unused[-4:]
+    return d, unused[-4:]
+
+
+def _program(seed: int, attempt: int, ranks: int | None) -> Program | None:
+    draw = random.Random(f"{seed} {attempt}")
+    d, results = drafted(draw)
     if not results:
         return None
     source = _text(d, results)
-    model = _module(f"<random program {seed}>", source, d)
+    model = module_of(f"<random program {seed}>", source, d)
     inputs = tuple(x for _, x in d.inputs.items())
     try:
         total = model(*[x.clone() for x in inputs])[0]
@@ -83,10 +88,10 @@ def _program(seed: int, attempt: int, ranks: int | None) -> Program | None:
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     if not all(x.isfinite().all() for x in grads) or total.abs() > 1e4:
         return None
-    fresh = _module(f"<random program {seed}>", source, d)
+    fresh = module_of(f"<random program {seed}>", source, d)
     meshes = [m for m in MESHES if ranks is None or prod(m.values()) == ranks]
     mesh = draw.choice(meshes)
-    return Program(seed, source, fresh, inputs, mesh, _plan(d, mesh), d.rough)
+    return Program(seed, source, fresh, inputs, mesh, plan_of(d, mesh), d.rough)
 
 
 def _write(d: Draft) -> None:
@@ -165,7 +170,7 @@ def objective(outputs: list[Tensor]) -> Tensor:
     return total
 
 
-def _module(name: str, source: str, d: Draft) -> nn.Module:
+def module_of(name: str, source: str, d: Draft) -> nn.Module:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": F, "objective": objective, "__name__": __name__}
     exec(compile(source, name, "exec"), scope)
@@ -177,7 +182,7 @@ def _module(name: str, source: str, d: Draft) -> nn.Module:
     return model
 
 
-def _plan(d: Draft, mesh: dict[str, int]) -> shardc.Plan:
+def plan_of(d: Draft, mesh: dict[str, int]) -> shardc.Plan:
     draw = d.draw
     params = {name: spec(draw, x, mesh) for name, x in d.params.items() if draw.random() < 0.6}
     inputs = {name: spec(draw, x, mesh) for name, x in d.inputs.items()}
