@@ -9,7 +9,6 @@ backward reads.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +21,7 @@ from shardc.errors import BackwardError
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
+from shardc.runtime.storage import GradHooks
 
 Changes = list[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
 
@@ -42,13 +42,6 @@ class Shared:
 
     def __bool__(self) -> bool:
         return self.taken is not None or self.first is not None or bool(self.saved)
-
-
-class Hooks(OrderedDict[int, Any]):
-    """The hooks of an output, which are not called where no gradient comes: the node is also that of other outputs."""
-
-    def __setitem__(self, key: int, hook: Any) -> None:
-        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
 
 
 class Border:
@@ -233,8 +226,8 @@ def follow(local: Tensor, x: DTensor, index: int) -> None:
         node.listened.append((at, _give_hooks(x), weakref.ref(x)))
 
 
-def _give_hooks(x: Any) -> Hooks:
-    x._backward_hooks = hooks = Hooks()
+def _give_hooks(x: Any) -> GradHooks:
+    x._backward_hooks = hooks = GradHooks()
     x.grad_fn._register_hook_dict(x)
     return hooks
 

@@ -10,8 +10,10 @@ does: 10 elements over 4 ranks are 3, 3, 3, 1, the padded 12 over 4 cut at the e
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +32,16 @@ from shardc.runtime.shards import flat_index
 
 # On a DTensor's local tensor: the padded buffer that it views.
 _PADDED = "shardc_padded"
+
+
+class GradHooks(OrderedDict[int, Any]):
+    """The hooks of a tensor that a compiled program takes or returns; a backward that gives it no gradient calls none.
+
+    To autograd the program is one function, which gives None for such a tensor, and a plain dict of hooks gets that.
+    """
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
 
 
 def held(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence[int]:
@@ -125,6 +137,7 @@ def to_parameter(
     pickled.install()
     # nn.Parameter detaches, which makes the local tensor anew: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
+    param._backward_hooks = GradHooks()
     if local is not padded and _views(local, padded):
         setattr(param._local_tensor, _PADDED, padded)  # type: ignore[attr-defined]
     return param

@@ -64,6 +64,31 @@ def registers_on_modules() -> None:
         assert_same(module, source, grads=True)
 
 
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def are_not_called_without_a_gradient() -> None:
+    """A backward that does not reach a parameter calls none of its hooks, which would get None for a gradient."""
+    source, calls = TwoHeads(), list[str]()
+    source.right.bias.register_hook(lambda grad: calls.append("before") or grad * 2)
+    module = sharded(source, "fsdp")
+    module.right.weight.register_hook(lambda grad: calls.append("after") or grad * 2)
+    for _ in range(2):
+        module(torch.ones(2, 4))[0].sum().backward()
+        assert calls == [] and module.right.weight.grad is None
+        module(torch.ones(2, 4))[1].sum().backward()
+        assert sorted(calls) == ["after", "before"]
+        calls.clear()
+        module.zero_grad()
+        module.load_state_dict(source.state_dict())
+
+
 def autocasts() -> None:
     """Forward and loss inside, backward outside; the first call is in none, the last again."""
     torch.manual_seed(0)
@@ -128,6 +153,7 @@ def test_on_two_ranks() -> None:
         partial(registers_on_parameters, before=True),
         partial(registers_on_parameters, before=False),
         registers_on_modules,
+        are_not_called_without_a_gradient,
         refuses_other_parameters,
         autocasts,
         starts_in_inference_mode,
