@@ -185,6 +185,21 @@ def test_files_stay_short(folder: str, limit: int) -> None:
     assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > limit} == {}
 
 
+def test_no_assert_changes_anything() -> None:
+    """Python leaves them out under -O."""
+    changing = {"add", "append", "clear", "discard", "extend", "insert", "next", "pop", "remove", "setdefault", "update"}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+        for part in ast.walk(node.test)
+        if isinstance(part, ast.NamedExpr)
+        or isinstance(part, ast.Call) and {getattr(part.func, "attr", None), getattr(part.func, "id", None)} & changing
+    ]
+    assert wrong == []
+
+
 def test_examples_are_under_80_lines() -> None:
     lengths = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples").glob("*.py")}
     assert "train_decoder.py" in lengths

@@ -32,7 +32,8 @@ class Loops:
         """A dim that is the one factor ``name``; a size of 1 needs none."""
         if size == 1:
             return ()
-        assert self._sizes.setdefault(name, size) == size, f"factor {name} of {self.call.name} has two sizes"
+        before = self._sizes.setdefault(name, size)
+        assert before == size, f"factor {name} of {self.call.name} has two sizes"
         if kind != FREE:
             self._kinds[name] = kind
         return (name,)
