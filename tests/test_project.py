@@ -187,7 +187,19 @@ def test_files_stay_short(folder: str, limit: int) -> None:
 
 def test_no_assert_changes_anything() -> None:
     """Python leaves them out under -O."""
-    changing = {"add", "append", "clear", "discard", "extend", "insert", "next", "pop", "remove", "setdefault", "update"}
+    changing = {
+        "add",
+        "append",
+        "clear",
+        "discard",
+        "extend",
+        "insert",
+        "next",
+        "pop",
+        "remove",
+        "setdefault",
+        "update",
+    }
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in SOURCES
@@ -195,7 +207,8 @@ def test_no_assert_changes_anything() -> None:
         if isinstance(node, ast.Assert)
         for part in ast.walk(node.test)
         if isinstance(part, ast.NamedExpr)
-        or isinstance(part, ast.Call) and {getattr(part.func, "attr", None), getattr(part.func, "id", None)} & changing
+        or isinstance(part, ast.Call)
+        and {getattr(part.func, "attr", None), getattr(part.func, "id", None)} & changing
     ]
     assert wrong == []
 

@@ -132,7 +132,9 @@ def a_row_that_no_rank_has() -> None:
         module(x, own)
 
 
-@pytest.mark.parametrize("spec", [shardc.per_rank, shardc.per_rank(1, "x"), shardc.per_rank(0, None)], ids=["bare", "named", "alone"])
+@pytest.mark.parametrize(
+    "spec", [shardc.per_rank, shardc.per_rank(1, "x"), shardc.per_rank(0, None)], ids=["bare", "named", "alone"]
+)
 def test_text_and_file(spec: Any) -> None:
     plan = shardc.fsdp("dp") | shardc.Plan(inputs={"edges": spec, "x": ("dp", None)})
     assert shardc.Plan.from_json(plan.to_json()) == parse_plan(str(plan)) == plan
