@@ -52,6 +52,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         _checked=None,
         _watch=None,
         _variants_now={},
+        around=copy.deepcopy(state.around, memo),
     )
     object.__setattr__(made, "shardc", own)
     own.adopt(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from shardc.runtime.habits import INSTEAD
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part
 from shardc.runtime.namespace import Namespace
 from shardc.runtime.outputs import as_dtensors
+from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting
 from shardc.runtime.state import Known, State
@@ -40,8 +42,16 @@ class ShardedModule(nn.Module):
 
     @torch.compiler.disable  # a function that calls the module may be compiled: the call stays as it is
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `forward`: hooks, and a ``forward`` of the module's own, are in the program."""
+        """As `forward`: hooks, and a ``forward`` that the model had or was given, are in the program; see `Forward`."""
+        state = vars(self).get("shardc")
+        if state is not None and state.around is not None:
+            return call_around(self, state.around, args, kwargs)
         return ShardedModule.forward(self, *args, **kwargs)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if isinstance(compiled := vars(cls).get("forward"), FunctionType):
+            cls.forward = Forward(compiled)  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -121,6 +121,7 @@ class State:
         explicit: whether `Namespace.lower` was called.
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
+        around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.rebound`.
         owner: the module itself.
         view: the same as its own class has it, which knows nothing of this.
     """
@@ -153,6 +154,7 @@ class State:
     fresh: bool = True
     known: dict[Any, Known] = field(default_factory=dict)
     found: Any = None
+    around: Callable[..., Any] | None = None
     owner: Any = None
     view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)

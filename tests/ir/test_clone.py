@@ -71,7 +71,7 @@ class Loud:
 
 def test_subclass() -> None:
     model = clone_tree(Block(), lambda _, tensor: tensor)
-    subclass(model, Loud)
+    subclass(model, Loud, nn.Module, {})
     assert isinstance(model, Block) and isinstance(model, Loud) and type(model).__name__ == "ShardedBlock"
     assert model(torch.ones(3)) == "loud"
 

@@ -62,6 +62,11 @@ class Simulation:
 
     def __call__(self, *args: Any, grad: bool = True, **kwargs: Any) -> Any:
         """The global outputs for global inputs; with ``grad``, `backward` may follow."""
+        if self.state.around is not None:
+            raise InputError(
+                "the module's forward was wrapped after compile, and a simulation runs programs alone",
+                fix="wrap the model's forward before shardc.compile",
+            )
         check_kinds(self.state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
         program: Executable = self.state.program_for(args, kwargs)
         half = program.step(training=grad)[0]
