@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY  # other keys in each process
+from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed._functional_collectives import AsyncCollectiveTensor as AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardc._compat import is_called_by_trace
+from shardc._compat import REGISTRY_KEY, STATE_KEY, is_called_by_trace
 from shardc.ir.code import code_hash, codes_in, digest, imports, names_in
 from shardc.ir.told import is_told, is_told_class, is_told_module, told_place
 from shardc.ir.value_text import is_plain, module_name, plain_text, qualified_name, text_of
@@ -29,7 +29,7 @@ _INERT = {
     "__annotations_cache__", "__annotate_func__", "__dir__", "__reduce__", "__reduce_ex__", "__getstate__",
     "__setstate__", "__del__", "__init_subclass__", "__class_getitem__", "__subclasshook__",
 }  # fmt: skip
-_OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl"}
+_OWN = {*vars(nn.Module()), "shardc", "_compiled_call_impl", STATE_KEY, REGISTRY_KEY}
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
 _OPEN = (types.SimpleNamespace,)  # objects of classes of Python whose attributes are the user's

@@ -61,12 +61,16 @@ class ShardedModule(nn.Module):
             if namespace is not None and name in namespace.short_names() and not hasattr(type(self), name):
                 return getattr(namespace, name)
             if name == "_ddp_params_and_buffers_to_ignore":  # which DistributedDataParallel asks a module for
-                raise InputError(
-                    "DistributedDataParallel is given a compiled module, which reduces its gradients itself",
-                    fix="train the module as it is; for accelerate and Trainer, take those of "
-                    "shardc.integrations.accelerate",
-                ) from None
+                raise parts.wrapped("DistributedDataParallel") from None
             raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:  # which FullyShardedDataParallel sets first
+        return False
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: Any) -> None:
+        raise parts.wrapped("FullyShardedDataParallel")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(self.shardc.short_names() if "shardc" in vars(self) else ())})
@@ -104,6 +108,7 @@ class ShardedModule(nn.Module):
                 f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
                 fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
             )
+        parts.check_ddp(self)
         with state.groups.agreement.tells():
             return _step(state, args, kwargs)
 

@@ -1,4 +1,4 @@
-"""Parts of a compiled module say what to do where one is called by itself: their parameters are shards."""
+"""What would use shards as parameters says so: a part of a compiled module that is called, a wrapper around it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,49 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from shardc._compat import REGISTRY_KEY, STATE_KEY
 from shardc.errors import InputError
 
 _CALL = "_compiled_call_impl"  # of a module: what torch calls instead of its forward, where it is not None
+_OTHER = "replicate"  # what has it is neither entered nor sharded by ``fully_shard`` of a module around it
+
+
+class Refuses(dict[Any, Any]):
+    """What ``fully_shard`` and ``replicate`` ask whether they were applied to a module: refuses the first of them."""
+
+    def __contains__(self, function: Any) -> bool:
+        raise wrapped(getattr(function, "__name__", "fully_shard"))
+
+    def __reduce__(self) -> Any:
+        return Refuses, (dict(self),)
+
+
+def wrapped(by: str) -> InputError:
+    """The error for a compiled module, or a part of it, that is given to a wrapper of modules."""
+    return InputError(
+        f"{by} is given a compiled module, which shards its parameters and reduces its gradients itself",
+        fix="train the module as it is: its plan says what is sharded; with accelerate or Trainer, use Accelerator or "
+        "Trainer of shardc.integrations.accelerate",
+    )
+
+
+def check_ddp(owner: nn.Module) -> None:
+    """Raises InputError where ``owner`` is called by a model in DistributedDataParallel, which reduces its shards."""
+    front = DistributedDataParallel._active_ddp_module
+    if front is not None and not {*map(id, front._module_parameters)}.isdisjoint(map(id, owner.parameters())):
+        raise wrapped("DistributedDataParallel")
 
 
 def guard(owner: nn.Module) -> None:
-    """Guards all modules inside of ``owner``."""
+    """Guards all modules inside of ``owner``, and all against ``fully_shard``, which leaves them out of what it shards.
+
+    A model around a compiled module may be given to it.
+    """
     for part in owner.modules():
+        vars(part)[STATE_KEY] = Refuses(vars(part).get(STATE_KEY, {}))
+        vars(part)[REGISTRY_KEY] = vars(part).get(REGISTRY_KEY, {}) | {_OTHER: None}
         if part is not owner and vars(part).get(_CALL) is None:
             vars(part)[_CALL] = MethodType(_call, part)
 
@@ -23,6 +57,9 @@ def guard(owner: nn.Module) -> None:
 def unguard(owner: nn.Module) -> None:
     """Undoes `guard`."""
     for part in owner.modules():
+        if isinstance(vars(part).get(STATE_KEY), Refuses):
+            vars(part)[STATE_KEY] = dict(vars(part)[STATE_KEY])
+            del vars(part)[REGISTRY_KEY][_OTHER]
         if getattr(vars(part).get(_CALL), "__func__", None) is _call:
             del vars(part)[_CALL]
 
