@@ -31,6 +31,7 @@ from shardc.runtime.gathered import (
     is_view,
     replicated,
     scatter_into,
+    scattered_like,
     settle,
     view_of,
     written,
@@ -223,7 +224,8 @@ def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
 def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     """``op`` on whole tensors, on every rank; each takes its part of what the op writes. All ranks run it.
 
-    What draws random numbers draws those of the mesh's first rank.
+    What draws random numbers draws those of the mesh's first rank. New ones of the shape of the first argument, as of
+    `torch.randn_like`, lie as that does; other results are whole on every rank.
     """
     first = args[0] if args else None
     if is_view(op) and isinstance(first, DTensor):
@@ -240,7 +242,8 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         return wholes[id(x)]
 
     result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
-    if torch.Tag.nondeterministic_seeded in op.tags:
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    if draws:
         for x in [wholes[id(y)] for y in writes] or [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]:
             broadcast(x, mesh)
     for x in writes:
@@ -251,7 +254,11 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     def wrap(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return originals[id(x)] if id(x) in originals else replicated(x, mesh)
+        if id(x) in originals:
+            return originals[id(x)]
+        if draws and isinstance(first, DTensor) and x.shape == first.shape:
+            return scattered_like(first, x)
+        return replicated(x, mesh)
 
     return pytree.tree_map(wrap, result)
 

@@ -70,12 +70,25 @@ def scatter_into(x: DTensor, whole: Tensor) -> None:
             f"an op in place would make a DTensor of shape {list(x.shape)} one of shape {list(whole.shape)}",
             fix="keep its shape; for a new value of another shape, change the model and compile it again",
         )
+    part = local_part(x, whole)
+    if part is not x._local_tensor:
+        x._local_tensor.copy_(part)
+
+
+def local_part(x: DTensor, whole: Tensor) -> Tensor:
+    """This rank's part of ``whole``, a tensor of the shape of ``x``, in the layout of ``x``; no copy if that is all."""
     part = whole
     for dim, index in enumerate(local_indices(x)):
         if len(index) != whole.shape[dim]:
             part = part.index_select(dim, index.to(part.device))
-    if part is not x._local_tensor:
-        x._local_tensor.copy_(part)
+    return part
+
+
+def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
+    """``whole``, a tensor of the shape of ``x``, as a DTensor in the layout of ``x``, which has no pending sums."""
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
+    return DTensor(local_part(x, whole), spec, requires_grad=False)
 
 
 def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None:
