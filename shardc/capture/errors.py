@@ -184,3 +184,32 @@ def refuse_sparse(graph: fx.Graph) -> None:
                 fix="leave sparse=True out of the embedding (or set module.sparse = False before compile), and use an "
                 "optimizer for dense gradients; keep other sparse tensors as plain indices and values",
             )
+
+
+_IN_PLACE_OF = {
+    "cond": "compute both branches and choose with torch.where, or branch on a constant that the caller passes",
+    "flex_attention": "use torch.nn.functional.scaled_dot_product_attention, with attn_mask for the mask or the bias",
+    "auto_functionalized": "register an op that returns its result instead, with shardc.register_rule for its rule",
+    "triton_kernel_wrapper": "wrap the kernel in a torch.library.custom_op that returns its result, with "
+    "shardc.register_rule for its rule",
+}
+
+
+def refuse_higher_order(graph: fx.Graph) -> None:
+    """Refuses a traced graph with an op that takes functions, or stands for one that writes to its arguments.
+
+    Raises:
+        CaptureError: with the op and its line.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            name = node.target.name()
+            written = node.args[0] if name.startswith("auto_functionalized") else None
+            what = f"{written}, which writes to an argument," if written is not None else f"the higher-order op {name}"
+            instead = next((fix for start, fix in _IN_PLACE_OF.items() if name.startswith(start)), None)
+            raise CaptureError(
+                f"{what} has no sharding rule",
+                source=line_of(node) or None,
+                fix=instead
+                or "write it with ops of torch, such as a Python loop over tensors that are traced one by one",
+            )

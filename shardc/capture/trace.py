@@ -29,7 +29,7 @@ from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.attributes import changes_recorded, refuse_changed_reads
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
-from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_sparse
+from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
@@ -154,6 +154,7 @@ class Traced(Captured):
         without_strides(self.graph.graph, self.fake_mode)
         refuse_draws(self.graph.graph)
         annotate(self.graph, self.inputs, self.names, self.stored)
+        refuse_higher_order(self.graph.graph)
         check_dtypes(self.graph.graph, self.uncast)
         made = Captured(*(getattr(self, field.name) for field in fields(Captured)))
         return replace(made, returned=returned(self.graph.graph))
