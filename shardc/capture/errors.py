@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -29,6 +31,12 @@ _PRODUCTS = {
 }  # fmt: skip
 # (what stands in an error, what the model does, what to do)
 _KNOWN = (
+    (
+        r"source-less requires_grad_\(\)|returning intermediate with requires_grad_",
+        "differentiates by a tensor that it calls requires_grad_() on itself, which Dynamo cannot trace",
+        "write the gradient as a function, torch.func.grad(lambda x: self.energy(x).sum())(x), or pass that tensor as "
+        "an input with requires_grad=True",
+    ),
     (
         r"_checkpoint_without_reentrant_generator|_composable/checkpoint_activation\.py",
         "has a module under the composable checkpoint, whose hooks cannot be traced",
@@ -105,7 +113,8 @@ def capture_error(
     for form, what, fix in _KNOWN:
         if re.search(form, text):
             fix += _ROWS if stacked and "_local_scalar_dense" in form else ""
-            return CaptureError(f"{type(model).__name__} {what}", source=users_own(stack) or None, fix=fix)
+            source = users_own(stack) or ("requires_grad_" in form and _line_with("requires_grad_(", model)) or None
+            return CaptureError(f"{type(model).__name__} {what}", source=source, fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
             f"{op[1]}, which {type(model).__name__} calls, has no gradient",
@@ -130,6 +139,17 @@ def capture_error(
 
 _SIZES = "write this line with tensor operations whose shapes do not depend on values"
 _ROWS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
+
+
+def _line_with(text: str, model: nn.Module) -> str | None:
+    """The first line with ``text`` in the forward of one of the modules, as ``file:line``."""
+    for module in model.modules():
+        with suppress(OSError, TypeError):  # no source
+            lines, first = inspect.getsourcelines(type(module).forward)
+            for at, line in enumerate(lines):
+                if text in line:
+                    return f"{inspect.getsourcefile(type(module).forward)}:{first + at}"
+    return None
 
 
 def _layer_drops(model: nn.Module) -> list[str]:
