@@ -192,6 +192,8 @@ class Drafting:
         try:
             exec(line, self.scope)
         except RuntimeError:
+            if "detach_" in line:  # of a view; an output of a compiled module is none
+                return
             self.refused = True
         except (Unfit, TypeError, ValueError, IndexError, AttributeError):
             return
@@ -265,7 +267,7 @@ def _text(d: Draft, results: list[str], draw: random.Random) -> str:
     """The class, with another forward in which one line has another value."""
     names, returned = ", ".join(d.inputs), ", ".join(results)
     body = [f"        {line}" for line in d.lines]
-    assigned = [at for at, line in enumerate(d.lines) if line[0] == "v" and " = " in line]
+    assigned = [at for at, line in enumerate(d.lines) if line.split(" = ")[0] in d.values]
     at = draw.choice(assigned)
     name, expression = d.lines[at].split(" = ", 1)
     changed = [*body]
