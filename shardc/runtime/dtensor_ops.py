@@ -2,9 +2,9 @@
 
 Parameters and gradients are DTensors. Of some ops DTensor gives something else, or nothing: the number read of a
 pending sum is a rank's own term, the mean of uneven shards is not the mean, a write to a view that had to be gathered
-is lost, and many ops are refused. `install` puts a rule in front of DTensor's, for DTensors on the meshes of compiled
+is lost, many ops are refused, and all ops beside plain tensors. `install` puts a rule in front of DTensor's, for DTensors on the meshes of compiled
 modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors (`gathered.py`), which
-costs a gather. DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
+costs a gather. A plain tensor stands for a whole one, and is compared between ranks. DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc import _compat
 from shardc.runtime.gathered import (
+    ReplicatedSpec,
     broadcast,
     check_equal,
     gather,
@@ -68,7 +69,10 @@ _STRIDED = {
     aten._fused_sgd_.default, aten._fused_adagrad_.default, aten._amp_foreach_non_finite_check_and_unscale_.default,
 }  # fmt: skip
 # Of which DTensor has handlers that are asked before any rule.
-_HANDLED = (aten.argmin.default, aten.argmax.default, aten.as_strided.default, aten.copy_.default)
+_HANDLED = (
+    aten.argmin.default, aten.argmax.default, aten.as_strided.default, aten.copy_.default, aten.convolution.default,
+    aten.convolution_backward.default,
+)  # fmt: skip
 
 _meshes: WeakSet[DeviceMesh] = WeakSet()
 
@@ -81,12 +85,31 @@ def install(device_mesh: DeviceMesh) -> None:
     if not _meshes:
         theirs = dispatcher._propagate_op_sharding_dispatch_slow_path
         dispatcher._propagate_op_sharding_dispatch_slow_path = _rule(theirs)  # type: ignore[method-assign]
+        _take_plain_tensors()
         for op in _HANDLED:
             table[op] = _handler(table.get(op))
         for name, method in _METHODS.items():
             setattr(DTensor, name, method)
     _meshes.add(device_mesh)
     torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def _take_plain_tensors() -> None:
+    """Has DTensor pass on ops that have plain tensors too, which it refuses; `_rule` gets them."""
+    dispatcher = DTensor._op_dispatcher
+    theirs = dispatcher._try_replicate_spec_for_scalar_tensor
+
+    def spec_of(op: Any, x: Tensor, mesh: Any) -> DTensorSpec:
+        if x.numel() != 1 and (mesh not in _meshes or _is_traced(x)):
+            dispatcher._allow_implicit_replication = False
+            try:
+                return theirs(op, x, mesh)
+            finally:
+                dispatcher._allow_implicit_replication = True
+        return theirs(op, x, mesh)
+
+    dispatcher._try_replicate_spec_for_scalar_tensor = spec_of  # type: ignore[method-assign]
+    dispatcher._allow_implicit_replication = True
 
 
 def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +120,14 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
         specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
         if mesh not in _meshes or _is_traced(args):
             return theirs(op, args, kwargs, info, try_cache)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, DTensor)]
+        leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves if isinstance(x, DTensor)]
+        if len(tensors) < len(leaves):
+            writes = list(written(op, args, kwargs))
+            if any(x.numel() != 1 or _is_in(x, writes) for x in leaves if not isinstance(x, DTensor)):
+                return _beside_plain(op, args, kwargs, mesh, writes)
+        if any([ReplicatedSpec.mark(x._spec) for x in tensors]):
+            return op(*args, **kwargs)
         if any(x.is_partial() for spec in specs for x in spec.placements):
             if op is aten.add.Tensor and isinstance(args[1], int) and args[1] == 0:  # as `sum` begins
                 return args[0].clone()
@@ -119,9 +149,28 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
             return on_wholes(op, args, kwargs, mesh)
         if isinstance(sharding, OutputSharding) and not _is_in_place(op, info, sharding):
             return on_wholes(op, args, kwargs, mesh)
+        for spec in pytree.tree_leaves(getattr(sharding, "output_spec", None)):
+            ReplicatedSpec.mark(spec)
         return sharding
 
     return rule
+
+
+def _beside_plain(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh, writes: list[Any]) -> Any:
+    """``op`` on DTensors and plain tensors, which stand for whole ones; what is plain and written stays plain."""
+    if any(not isinstance(x, DTensor) for x in writes):
+        return on_wholes(op, args, kwargs, mesh)
+    leaves = pytree.tree_leaves((args, kwargs))
+    check_equal([x for x in leaves if isinstance(x, Tensor) and not isinstance(x, DTensor)], mesh, op)
+
+    def whole(x: Any) -> Any:
+        return replicated(x, mesh) if isinstance(x, Tensor) and not isinstance(x, DTensor) else x
+
+    return op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
+
+
+def _is_in(x: Any, tensors: list[Any]) -> bool:
+    return any(x is y for y in tensors)
 
 
 def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -151,7 +200,7 @@ def _copy(target: Any, value: Any, *_: Any) -> Any:
     if isinstance(value, DTensor) and value.shape == target.shape and value.placements == target.placements:
         target._local_tensor.copy_(value._local_tensor)
         return target
-    if not isinstance(value, DTensor) and value.numel() > 1:
+    if not isinstance(value, DTensor):
         check_equal([value], target.device_mesh, aten.copy_.default)
     whole = gather(value) if isinstance(value, DTensor) else value
     scatter_into(target, whole.expand(target.shape))
@@ -161,7 +210,8 @@ def _copy(target: Any, value: Any, *_: Any) -> Any:
 def _is_traced(args: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    local = [x._local_tensor for x in pytree.tree_leaves(args) if isinstance(x, DTensor)]
+    leaves = [x for x in pytree.tree_leaves(args) if isinstance(x, Tensor)]
+    local = [x._local_tensor if isinstance(x, DTensor) else x for x in leaves]
     return any(x.is_meta or isinstance(x, FakeTensor) for x in local) or torch.compiler.is_compiling()
 
 
@@ -231,6 +281,8 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     if is_view(op) and isinstance(first, DTensor):
         return view_of(first, op, args, kwargs)
     writes = list(written(op, args, kwargs))
+    leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
+    check_equal([x for x in leaves if not _is_in(x, writes)], mesh, op)
     wholes: dict[int, Tensor] = {}
 
     def whole(x: Any) -> Any:
@@ -244,7 +296,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
     draws = torch.Tag.nondeterministic_seeded in op.tags
     if draws:
-        for x in [wholes[id(y)] for y in writes] or [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]:
+        for x in [wholes.get(id(y), y) for y in writes] or [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]:
             broadcast(x, mesh)
     for x in writes:
         if isinstance(x, DTensor):
@@ -252,7 +304,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     originals = {id(wholes[id(x)]): x for x in writes if id(x) in wholes}
 
     def wrap(x: Any) -> Any:
-        if not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) or _is_in(x, writes):
             return x
         if id(x) in originals:
             return originals[id(x)]

@@ -8,6 +8,7 @@ is written to it goes to the parameter's shards.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -45,10 +46,39 @@ def replicated(whole: Tensor, device_mesh: DeviceMesh) -> DTensor:
     return DTensor(whole, replicated_spec(whole, device_mesh), requires_grad=False)
 
 
+class ReplicatedSpec(DTensorSpec):
+    """The spec of a DTensor that is whole on every rank.
+
+    DTensor keeps what it does for an op by the specs of its operands. It gives a plain tensor a spec too, so that it
+    would not ask again where a plain tensor takes the place of a DTensor. This one is another key.
+    """
+
+    def __eq__(self, other: object, /) -> bool:
+        return type(other) is ReplicatedSpec and self._check_equals(other)
+
+    __hash__ = DTensorSpec.__hash__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        as_torchs = copy(self.__dict__)
+        spec = DTensorSpec.__new__(DTensorSpec)
+        spec.__dict__.update(as_torchs)
+        return spec.__reduce_ex__(protocol)
+
+    @classmethod
+    def mark(cls, spec: Any) -> bool:
+        """Makes ``spec`` one of these where it should be; whether it was not."""
+        if type(spec) is not DTensorSpec or not all(x.is_replicate() for x in spec.placements):
+            return False
+        spec.__class__ = cls
+        return True
+
+
 def replicated_spec(whole: Tensor, device_mesh: DeviceMesh) -> DTensorSpec:
     """The spec of ``whole`` on every rank."""
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    return _compat.dtensor_spec(device_mesh, (Replicate(),) * device_mesh.ndim, meta)
+    spec = _compat.dtensor_spec(device_mesh, (Replicate(),) * device_mesh.ndim, meta)
+    ReplicatedSpec.mark(spec)
+    return spec
 
 
 def settle(x: DTensor) -> DTensor:
@@ -94,23 +124,25 @@ def scattered_like(x: DTensor, whole: Tensor) -> DTensor:
 def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None:
     """Checks that plain ``tensors``, which meet DTensors in ``op``, are the same on all ranks of the mesh.
 
-    A collective call.
+    A collective call, one for all of them. Tensors of one element are not compared, as Python's numbers are not.
 
     Raises:
         LayoutError: they differ, so that they cannot be whole tensors.
     """
-    for x in tensors:
-        mine = torch.tensor([fingerprint(x) >> 1], device=device_mesh.device_type)
-        low, high = mine.clone(), mine.clone()
-        for dim in range(device_mesh.ndim):
-            group = device_mesh.get_group(dim)
-            torch.distributed.all_reduce(low, torch.distributed.ReduceOp.MIN, group)
-            torch.distributed.all_reduce(high, torch.distributed.ReduceOp.MAX, group)
-        if bool((low != high).any()):
+    tensors = [x for x in tensors if x.numel() > 1]
+    if not tensors:
+        return
+    mine = torch.tensor([fingerprint(x) >> 1 for x in tensors], device=device_mesh.device_type)
+    bounds = torch.stack([mine, ~mine])  # the greatest, and the complement of the least
+    for dim in range(device_mesh.ndim):
+        torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, device_mesh.get_group(dim))
+    for x, high, low in zip(tensors, *bounds.tolist(), strict=True):
+        if high != ~low:
             raise LayoutError(
                 f"{op} has a parameter or gradient and a plain tensor of shape {list(x.shape)}, which stands for a "
                 "whole tensor; its values differ between ranks",
-                fix="make the same tensor on all ranks (the same seed), or a DTensor with the parameter's placements",
+                fix="make the same tensor on all ranks (the same seed; inputs and outputs of a module are a rank's own "
+                "rows, unless gathered), or a DTensor with the parameter's placements",
             )
 
 
@@ -168,16 +200,11 @@ class GatheredView(DTensor):
         if is_view(func) and isinstance(first, GatheredView):
             return _wrapped(func(first._local_tensor, *args[1:], **kwargs), first._source)
         writes = list(written(func, args, kwargs))
-        mesh = views[0].device_mesh
-        plain = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
-        check_equal([x for x in plain if x.numel() > 1], mesh, func)
         stands_for: dict[int, Any] = {}
 
         def without(x: Any) -> Any:
             if isinstance(x, GatheredView):
                 return stands_for.setdefault(id(x), DTensor(x._local_tensor, x._spec, requires_grad=False))
-            if isinstance(x, Tensor) and not isinstance(x, DTensor) and x.numel() > 1:
-                return replicated(x, mesh)
             return x
 
         result = func(*pytree.tree_map(without, args), **pytree.tree_map(without, kwargs))

@@ -5,6 +5,69 @@
 
 import torch
 
+# Beside plain tensors, which stand for whole ones.
+PLAIN_READS = """
+p * plain(p)
+plain(p) - p
+torch.where(plain(p) > 0, p, 0)
+torch.where(p > 0, plain(p), p)
+torch.nn.functional.linear(plain(p), p)
+p @ plain(p)[0]
+p[torch.tensor([0, 0])]
+p[plain(p) > 0].sum()
+p.index_select(0, torch.tensor([0, 0]))
+p.gather(0, torch.tensor([[0, 0]]))
+nn.functional.embedding(torch.tensor([0, 0]), p)
+torch.equal(p, plain(p))
+torch.equal(plain(p), p)
+torch.allclose(p, torch.tensor(p.tolist(), dtype=p.dtype))
+torch.cat([p, plain(p)])
+torch.stack([plain(p), p])
+torch.addmm(plain(p) @ plain(p).T, p, plain(p).T)
+torch.dot(p.flatten(), plain(p).flatten()).item()
+torch.lerp(plain(p), p, 0.3)
+(p == plain(p)).any().item()
+plain(p)[:1].expand_as(p) * p
+plain(p).flatten().view_as(p) * p
+plain(p).to(p) + p
+torch.dist(p, plain(p)).item()
+torch.nn.functional.mse_loss(p, plain(p))
+torch.autograd.grad(torch.nn.functional.mse_loss(p, plain(p)), p)[0]
+torch.nn.functional.cosine_similarity(p, plain(p), dim=0)
+torch.nn.functional.conv2d(plain(p)[None, None], p[None, None])
+torch.autograd.grad(torch.nn.functional.conv2d(plain(p)[None, None], p[None, None]).sum(), p)[0]
+torch.searchsorted(torch.arange(4.0).to(p), p.detach())
+x = plain(p).requires_grad_(); (x * p).sin().sum().backward(); x.grad
+torch.autograd.grad(torch.nn.functional.linear(plain(p).requires_grad_(), p).sum(), p)[0]
+np.asarray(p.detach()) + np.ones(p.shape)
+""".strip().splitlines()
+
+PLAIN_WRITES = """
+p.add_(plain(p))
+p.mul_(plain(p) > 0)
+p.data.add_(plain(p), alpha=0.1)
+p.masked_fill_(plain(p) > 0, 3)
+p[plain(p) > 0] = 0
+p[torch.tensor([0, 0])] = 3
+p.addcmul_(plain(p), p, value=2)
+p.index_add_(0, torch.tensor([0]), plain(p)[:1])
+p.scatter_(0, torch.tensor([[0, 0]]), 3.0)
+p.sub_(torch.arange(p.shape[-1]).to(p))
+p.clamp_(plain(p) * 0, plain(p).abs())
+p.grad.add_(plain(p))
+p.grad = plain(p)
+p[0].add_(plain(p)[0])
+e = plain(p); e.lerp_(p, 0.1); p.copy_(e)
+e = plain(p); e += p; p.add_(e)
+e = plain(p); torch.add(p, 1, out=e); p.copy_(e)
+e = plain(p); e[0] = p[0]; p.copy_(e)
+t = torch.zeros((), dtype=p.dtype); t += p.grad.norm() ** 2; p.mul_(t)
+t = torch.zeros(1, dtype=p.dtype); t.add_(p.sum()); p.mul_(t)
+torch._foreach_add_(ps, [plain(q) for q in ps])
+es = [plain(q) for q in ps]; torch._foreach_lerp_(es, ps, 0.1); torch._foreach_copy_(ps, es)
+es = [plain(q) for q in ps]; torch._foreach_mul_(ps, 2); torch._foreach_add_(ps, es, alpha=0.5)
+""".strip().splitlines()
+
 READS = """
 p.grad.norm().item()
 float(p.abs().max())
@@ -200,7 +263,15 @@ REFUSED = {
     "p[0] = torch.full(p.shape[1:], float(rank), dtype=p.dtype)": "values differ",
     "p.copy_(torch.full(p.shape, float(rank)))": "values differ",
     "p.unsqueeze_(0)": "shape",
+    "p.add_(torch.full(p.shape, float(rank)))": "values differ",
+    "p * torch.full(p.shape, float(rank))": "values differ",
+    "w = p.cumsum(0); w.mul(w); w.mul(torch.full(w.shape, float(rank), dtype=w.dtype))": "values differ",
+    "for _ in range(2): p * torch.full(p.shape, float(rank * _))": "values differ",
 }
+
+
+def plain(p):
+    return torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view(p.shape)
 
 
 def lars(ps):

@@ -19,7 +19,7 @@ from shardc import errors
 from shardc.ir.mesh import Mesh
 from tests.ranks import device_mesh, run_ranks
 from tests.semantics import parameter_lines
-from tests.semantics.parameter_lines import READS, REFUSED, WRITES
+from tests.semantics.parameter_lines import PLAIN_READS, PLAIN_WRITES, READS, REFUSED, WRITES
 
 
 class Net(nn.Module):
@@ -112,9 +112,9 @@ class Pair:
 def _lines(mesh: Mesh, plan, names: tuple[str, ...], every: int = 1) -> None:
     pair = Pair(mesh, plan)
     for name in names:
-        for line in READS[::every]:
+        for line in (*PLAIN_READS, *READS)[::every]:
             pair.check(line, name, grad=True)
-        for line in WRITES[::every]:
+        for line in (*PLAIN_WRITES, *WRITES)[::every]:
             pair.check(line, name, grad=False)
 
 
