@@ -29,8 +29,6 @@ from shardc.runtime.host import Home
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
 
 _FIX = "load values into the module's own parameters (load_state_dict, or copy_ under torch.no_grad())"
-# On a parameter: (its id, the id of its own storage, which `param.data = x` replaces to no effect on a DTensor).
-_SEEN = "shardc_seen"
 
 
 @dataclass(frozen=True)
@@ -66,23 +64,19 @@ class Seen:
     """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
 
     def __init__(self, found: Mapping[str, nn.Parameter], runs: bool) -> None:
-        self._specs, self._data, self._runs = _specs(found), _data(found), runs
+        self._specs, self._runs = _specs(found), runs
 
     def still(self, found: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``found``, the same objects by the same names, are laid out as they were, in the same memory.
+        """Whether ``found``, the same objects by the same names, are laid out as they were.
 
         Args:
             runs: as for `check`; what was not checked for that is not known to be fit for it.
         """
-        return runs <= self._runs and all(map(is_, self._specs, _specs(found))) and self._data == _data(found)
+        return runs <= self._runs and all(map(is_, self._specs, _specs(found)))
 
 
 def _specs(found: Mapping[str, nn.Parameter]) -> list[Any]:
     return [getattr(param, "_spec", None) for param in found.values()]
-
-
-def _data(found: Mapping[str, nn.Parameter]) -> list[int]:
-    return [param.untyped_storage()._cdata for param in found.values()]
 
 
 def check(
@@ -100,8 +94,8 @@ def check(
         runs: the module is about to run, so that they must have values.
 
     Raises:
-        LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, is
-            not where it is kept, or got a new ``.data``, which torch drops without a word.
+        LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, or
+            is not where it is kept.
     """
     if found.keys() != expected.keys():
         gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
@@ -130,7 +124,6 @@ def check(
             )
         if param.device.type != homes[keep.first].place.type and (runs or not param.is_meta):
             raise _elsewhere(name, param, homes[keep.first])
-        _check_data(name, param)
 
 
 def _elsewhere(name: str, param: DTensor, home: Home) -> LayoutError:
@@ -141,24 +134,6 @@ def _elsewhere(name: str, param: DTensor, home: Home) -> LayoutError:
     kept = "the plan keeps it on the host" if entry else f"the program runs on {home.device.type}"
     fix = 'leave it there, or write offload(..., to="device")' if entry else "compile for a mesh of that device"
     return LayoutError(f"parameter {name!r} was moved to {param.device}; {kept}", plan_entry=entry, fix=fix)
-
-
-def _check_data(name: str, param: DTensor) -> None:
-    now = (id(param), param.untyped_storage()._cdata)
-    seen = getattr(param, _SEEN, now)
-    setattr(param, _SEEN, now)
-    if seen[0] == now[0] and seen != now:
-        raise LayoutError(
-            f"the .data of parameter {name!r} was assigned, which does not reach a DTensor: it has its old values",
-            fix=_FIX,
-        )
-
-
-def watch(module: nn.Module) -> None:
-    """Remembers the parameters as they are, for `check` to tell what became of them."""
-    for name, param in module.named_parameters():
-        if isinstance(param, DTensor):
-            _check_data(name, param)
 
 
 def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:
@@ -193,7 +168,6 @@ def _load(
         shard = _shard(given.detach(), param, storage, rank)
         if param.is_meta:
             refill(param, home.keep(shard.to(param.dtype, copy=True)), storage, rank)
-            watch(module)
         else:
             with torch.no_grad():
                 param._local_tensor.copy_(cut(shard, param._local_tensor.shape))
@@ -233,4 +207,3 @@ def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: M
             # Where it was moved is for `check` to say.
             refill(param, home.keep(padded) if padded.device.type == home.place.type else padded, storages[name], rank)
             param.grad = grad
-    watch(module)

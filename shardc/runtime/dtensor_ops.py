@@ -2,21 +2,20 @@
 
 Parameters and gradients are DTensors. Of some ops DTensor gives something else, or nothing: the number read of a
 pending sum is a rank's own term, the mean of uneven shards is not the mean, a write to a view that had to be gathered
-is lost, many ops are refused, and all ops beside plain tensors. `install` puts a rule in front of DTensor's, for DTensors on the meshes of compiled
-modules. An op that DTensor is known to do right is left to it. Any other runs on whole tensors (`gathered.py`), which
-costs a gather. A plain tensor stands for a whole one, and is compared between ranks. DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
+is lost, many ops are refused, and all ops beside plain tensors. `install` puts a rule in front of DTensor's, for
+DTensors on the meshes of compiled modules. An op that DTensor is known to do right is left to it. Any other runs on
+whole tensors (`gathered.py`), which costs a gather. A plain tensor stands for a whole one, and ranks compare it.
+DTensor caches what it does for an op and layouts, so that ops left to it cost what they did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from math import prod
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -24,6 +23,7 @@ from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardc import _compat
+from shardc.runtime.dtensor_methods import METHODS, meshes
 from shardc.runtime.gathered import (
     ReplicatedSpec,
     broadcast,
@@ -74,33 +74,31 @@ _HANDLED = (
     aten.convolution_backward.default,
 )  # fmt: skip
 
-_meshes: WeakSet[DeviceMesh] = WeakSet()
-
 
 def install(device_mesh: DeviceMesh) -> None:
     """Makes ops on DTensors on ``device_mesh`` give what one device gives."""
-    if device_mesh in _meshes:
+    if device_mesh in meshes:
         return
     dispatcher, table = DTensor._op_dispatcher, DTensor._op_dispatcher._custom_op_handlers
-    if not _meshes:
+    if not meshes:
         theirs = dispatcher._propagate_op_sharding_dispatch_slow_path
         dispatcher._propagate_op_sharding_dispatch_slow_path = _rule(theirs)  # type: ignore[method-assign]
         _take_plain_tensors()
         for op in _HANDLED:
             table[op] = _handler(table.get(op))
-        for name, method in _METHODS.items():
+        for name, method in METHODS.items():
             setattr(DTensor, name, method)
-    _meshes.add(device_mesh)
+    meshes.add(device_mesh)
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def _take_plain_tensors() -> None:
     """Has DTensor pass on ops that have plain tensors too, which it refuses; `_rule` gets them."""
-    dispatcher = DTensor._op_dispatcher
+    dispatcher: Any = DTensor._op_dispatcher
     theirs = dispatcher._try_replicate_spec_for_scalar_tensor
 
     def spec_of(op: Any, x: Tensor, mesh: Any) -> DTensorSpec:
-        if x.numel() != 1 and (mesh not in _meshes or _is_traced(x)):
+        if x.numel() != 1 and (mesh not in meshes or _is_traced(x)):
             dispatcher._allow_implicit_replication = False
             try:
                 return theirs(op, x, mesh)
@@ -108,7 +106,7 @@ def _take_plain_tensors() -> None:
                 dispatcher._allow_implicit_replication = True
         return theirs(op, x, mesh)
 
-    dispatcher._try_replicate_spec_for_scalar_tensor = spec_of  # type: ignore[method-assign]
+    dispatcher._try_replicate_spec_for_scalar_tensor = spec_of
     dispatcher._allow_implicit_replication = True
 
 
@@ -118,7 +116,7 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def rule(op: Any, args: Any, kwargs: Any, info: Any, try_cache: bool) -> Any:
         mesh = info.compute_mesh
         specs = [x for x in (*info.flat_args_schema, *info.schema.kwargs_schema.values()) if isinstance(x, DTensorSpec)]
-        if mesh not in _meshes or _is_traced(args):
+        if mesh not in meshes or _is_traced(args):
             return theirs(op, args, kwargs, info, try_cache)
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         tensors = [x for x in leaves if isinstance(x, DTensor)]
@@ -178,7 +176,7 @@ def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
 
     def handler(op: Any, args: Any, kwargs: Any) -> Any:
         mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
-        if mesh in _meshes and not _is_traced(args):
+        if mesh in meshes and not _is_traced(args):
             return _copy(*args) if op is aten.copy_.default else on_wholes(op, args, kwargs, mesh)
         if theirs is not None:
             return theirs(op, args, kwargs)
@@ -296,7 +294,8 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
     draws = torch.Tag.nondeterministic_seeded in op.tags
     if draws:
-        for x in [wholes.get(id(y), y) for y in writes] or [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]:
+        drawn = [wholes.get(id(y), y) for y in writes] or pytree.tree_leaves(result)
+        for x in (x for x in drawn if isinstance(x, Tensor)):
             broadcast(x, mesh)
     for x in writes:
         if isinstance(x, DTensor):
@@ -334,44 +333,3 @@ def _fine_norm(op: Any, args: Any, kwargs: Any) -> Any:
     wide = pytree.tree_map(lambda x: x.float() if isinstance(x, DTensor) else x, args)
     kind = kwargs.get("dtype") or next((x for x in args if isinstance(x, torch.dtype)), torch.float16)
     return pytree.tree_map(lambda x: settle(x).to(kind), op(*wide, **kwargs))
-
-
-def _is_ours(x: DTensor) -> bool:
-    return x.device_mesh in _meshes
-
-
-def _tolist(self: DTensor) -> Any:
-    return gather(self).tolist() if _is_ours(self) else Tensor.tolist(self)
-
-
-def _numpy(self: DTensor, *, force: bool = False) -> Any:
-    if not _is_ours(self):
-        return Tensor.numpy(self, force=force)
-    torch.empty(0, requires_grad=self.requires_grad).numpy(force=force)  # raises what torch does
-    detached: Any = self.detach()
-    out = gather(detached).cpu().numpy().copy()
-    out.flags.writeable = False  # what was written to it would reach no shard
-    return out
-
-
-def _format(self: DTensor, spec: str) -> str:
-    return format(self.item(), spec) if self.dim() == 0 and _is_ours(self) else Tensor.__format__(self, spec)
-
-
-def _deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
-    """A leaf of its own memory, laid out like ``self``; torch's fails on DTensors."""
-    if id(self) in memo:
-        return memo[id(self)]
-    if not self.is_leaf or not _is_ours(self):
-        return _torch_deepcopy(self, memo)
-    out: Any = DTensor(self._local_tensor.detach().clone(), self._spec, requires_grad=self.requires_grad)
-    if isinstance(self, nn.Parameter):
-        out = nn.Parameter(out.detach(), requires_grad=self.requires_grad)
-    memo[id(self)] = out
-    if self.grad is not None:
-        out.grad = deepcopy(self.grad, memo)
-    return out
-
-
-_torch_deepcopy = DTensor.__deepcopy__
-_METHODS: dict[str, Any] = {"tolist": _tolist, "numpy": _numpy, "__format__": _format, "__deepcopy__": _deepcopy}

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from shardc.errors import MeshError
-from shardc.runtime import changes
 from shardc.runtime.initialize import Slot, attributes, check_slots, shardwise
 from shardc.runtime.storage import cut, refill
 
@@ -74,7 +73,6 @@ def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = F
         for slot in slots:
             _note_attributes(slot)
     state.fresh = True
-    changes.watch(state.owner)
     return result
 
 

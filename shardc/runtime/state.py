@@ -303,7 +303,6 @@ class State:
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
             changes.load_hooks(owner, self.storages, self.rank, self.homes)
-            changes.watch(owner)
             parts.guard(owner)
 
     def look(self) -> Census:

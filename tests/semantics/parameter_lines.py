@@ -3,6 +3,8 @@
 ``p`` is a parameter with a gradient, ``ps`` all of them.
 """
 
+import pickle  # noqa: F401
+
 import torch
 
 # Beside plain tensors, which stand for whole ones.
@@ -102,6 +104,12 @@ float(f'{p.norm()}')
 '%.6f' % p.norm()
 'big' if p.norm() > 1 else 'small'
 bool((p.abs() < 100).all())
+str(p.norm().detach())
+'%s' % (p * 0).sum().detach()
+np.array([q.norm().detach() for q in ps])
+[1, 2, 3][p.argmax() % 3]
+sorted([q.norm() for q in ps])[0].item()
+pickle.loads(pickle.dumps(p.detach()))
 torch.allclose(p, p + 1e-9)
 torch.equal(p, p.clone())
 torch.equal(p, p + 1e-3 * (p == p.max()))
@@ -189,6 +197,9 @@ p.T.copy_(torch.ones(p.T.shape, dtype=p.dtype))
 p.data[0] = 3
 p.data[...] = 3
 p.data += 1
+p.data = p.data.clamp(-0.1, 0.1)
+p.data = torch.ones(p.shape, dtype=p.dtype)
+p.data = p.detach() * 2
 p.copy_(torch.arange(p.numel()).view(p.shape))
 p.data.copy_(torch.ones(p.shape))
 p.select(0, 0).add_(1)
@@ -263,6 +274,14 @@ REFUSED = {
     "p[0] = torch.full(p.shape[1:], float(rank), dtype=p.dtype)": "values differ",
     "p.copy_(torch.full(p.shape, float(rank)))": "values differ",
     "p.unsqueeze_(0)": "shape",
+    "p.data = p.data.half()": "dtype torch.float64",
+    "p.data = torch.zeros(3, dtype=p.dtype)": "shape",
+    "p.data = torch.full(p.shape, float(rank), dtype=p.dtype)": "values differ",
+    "{q.data_ptr() for q in ps}": r"p.to_local\(\)",
+    "p.storage().fill_(1)": r"p.to_local\(\)",
+    "p.share_memory_()": r"p.to_local\(\)",
+    "torch.from_dlpack(p.detach())": r"p.to_local\(\)",
+    "p.untyped_storage().fill_(1)": "storage",
     "p.add_(torch.full(p.shape, float(rank)))": "values differ",
     "p * torch.full(p.shape, float(rank))": "values differ",
     "w = p.cumsum(0); w.mul(w); w.mul(torch.full(w.shape, float(rank), dtype=w.dtype))": "values differ",

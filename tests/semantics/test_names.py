@@ -279,8 +279,9 @@ def raises() -> None:
         module.reset()
     assert all(torch.equal(x, before[key]) for key, x in module.shardc.full_state_dict().items())
     module.u.data = torch.ones(5)
-    with pytest.raises(LayoutError, match="data of parameter 'u' was assigned"):
-        module(torch.ones(2, 4))
+    assert torch.equal(module.u.full_tensor(), torch.ones(5))
+    with pytest.raises(LayoutError, match=r"one of shape torch.Size\(\[4\]\)"):
+        module.u.data = torch.ones(4)
 
 
 @pytest.mark.parametrize("check", [overrides, initialises, raises], ids=lambda check: check.__name__)
