@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -52,6 +52,22 @@ from shardc.search.together import search_once
 from shardc.validate import checked
 
 
+def _told(function: Callable[..., Any]) -> Any:
+    """What is raised on this rank, while all ranks of its mesh compile a module, is raised on the others too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        mesh = kwargs.get("mesh", args[1] if len(args) > 1 else None)
+        if not isinstance(mesh, DeviceMesh):
+            return function(*args, **kwargs)
+        agreement = Groups.of(mesh).agreement
+        with agreement.tells(), agreement.compiles():
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_told
 @frozen()
 def compile(
     model: nn.Module | Callable[..., Any],
@@ -111,7 +127,7 @@ def compile(
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     if options.silent() != frozenset():
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
-        warnings.warn(ShardcWarning(text), stacklevel=3)
+        warnings.warn(ShardcWarning(text), stacklevel=4)
     register_caches()
     module = model if isinstance(model, nn.Module) else as_module(model)
     abstract = Mesh.of(mesh)
@@ -340,7 +356,8 @@ def _store(
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
     if isinstance(x, DTensor) and x.device.type != "meta":  # one at a time is whole
-        whole = cast(DTensor, x.detach()).full_tensor()
+        with groups.agreement.waits():
+            whole = cast(DTensor, x.detach()).full_tensor()
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     if init_sync and x.device.type != "meta":
         value = x.detach().to(device, copy=True).contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -68,7 +69,7 @@ def wrap(
         )
     kind: Any = optimizer_cls
     made = _on_shards(kind)(module.parameters() if params is None else params, **options)
-    made.bind({id(param): name for name, param in module.named_parameters()})
+    made.bind({id(param): name for name, param in module.named_parameters()}, module.shardc.tells)
     return made
 
 
@@ -82,6 +83,7 @@ class _OnShards(torch.optim.Optimizer):
 
     base: Any
     _names: dict[int, str]
+    _tells: Callable[[], AbstractContextManager[None]]
     _shards: list[list[_Shard]]  # of each group, as the last step had them
     _tensors: list[tuple[list[nn.Parameter], list[Tensor]]]  # their parameters, and the local tensors of these
     _local: defaultdict[Any, Any]  # their state, as the base class keeps it
@@ -89,9 +91,9 @@ class _OnShards(torch.optim.Optimizer):
     _held: list[dict[str, Any]]  # the state of each parameter then,
     _values: list[Any]  # and all that was in them
 
-    def bind(self, names: dict[int, str]) -> None:
-        """Takes the names of the module's parameters by id."""
-        self._names, self._local, self._calls = names, defaultdict(dict), None
+    def bind(self, names: dict[int, str], tells: Callable[[], AbstractContextManager[None]]) -> None:
+        """Takes the names of the module's parameters by id, and what tells other ranks of errors."""
+        self._tells, self._names, self._local, self._calls = tells, names, defaultdict(dict), None
         self._shards, self._tensors = [], []
         for group in self.param_groups:
             for param in group["params"]:
@@ -108,6 +110,10 @@ class _OnShards(torch.optim.Optimizer):
         parameter is whether its local tensor and the values of its state are the objects that they were. Adam's kernel,
         on a CPU, is then called at once; else the step is the base class's.
         """
+        with self._tells():
+            return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -44,6 +44,10 @@ def train_step(
                 )
 
     def step(*args: Any, **kwargs: Any) -> Tensor:
+        with sharded.shardc.tells():
+            return told_step(*args, **kwargs)
+
+    def told_step(*args: Any, **kwargs: Any) -> Tensor:
         with torch.enable_grad():
             loss = module(*args, **kwargs)
         _check_loss(loss, "the module")

@@ -24,7 +24,7 @@ from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.namespace import Namespace
+from shardc.runtime.namespace import Namespace, told
 from shardc.runtime.state import State
 from shardc.runtime.whole import whole_on_first
 
@@ -36,6 +36,7 @@ _NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_va
 class PretrainedNamespace(Namespace):
     """``module.shardc`` of a compiled `transformers.PreTrainedModel`."""
 
+    @told
     def load_pretrained(self, folder: str | Path) -> None:
         """Loads a checkpoint of ``transformers``; each rank reads its own shards of it.
 
@@ -115,27 +116,28 @@ class ShardedPretrained(ShardedModule):
                 f"save_pretrained of a compiled module takes no {' and no '.join(sorted(given))}",
                 fix="save to a folder first; huggingface_hub.upload_folder(folder_path=...) uploads it",
             )
-        state.check()
-        state.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
-        writes = state.rank == 0
-        # Config, generation config and code of the model's own; without tensors it writes no others.
-        cls.save_pretrained(state.view, save_directory, writes, {}, save_original_format=False)
-        tensors = _unsharded_tensors(state, save_original_format)
-        split = split_state_dict_into_shards_factory(
-            tensors,
-            get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-        folder = Path(save_directory)
-        if writes:
-            safetensors.forget(folder, split.filename_to_tensors)
-        for file, names in split.filename_to_tensors.items():
-            safetensors.write_file(folder / file if writes else None, {name: tensors[name] for name in names})
-        if writes and split.is_sharded:
-            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-            (folder / safetensors.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-        state.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
+        with state.tells():
+            state.check()
+            state.groups.agreement.act(Act((("act", f"save_pretrained of {state.name}"),)), ask=True)
+            writes = state.rank == 0
+            # Config, generation config and code of the model's own; without tensors it writes no others.
+            cls.save_pretrained(state.view, save_directory, writes, {}, save_original_format=False)
+            tensors = _unsharded_tensors(state, save_original_format)
+            split = split_state_dict_into_shards_factory(
+                tensors,
+                get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
+                filename_pattern="model{suffix}.safetensors",
+                max_shard_size=max_shard_size,
+            )
+            folder = Path(save_directory)
+            if writes:
+                safetensors.forget(folder, split.filename_to_tensors)
+            for file, names in split.filename_to_tensors.items():
+                safetensors.write_file(folder / file if writes else None, {name: tensors[name] for name in names})
+            if writes and split.is_sharded:
+                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+                (folder / safetensors.INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            state.groups.agreement.act(Act((("act", f"end of save_pretrained of {state.name}"),)), ask=True)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own: each rank passes its rows, equally many and equally long, and gets their tokens.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -20,6 +21,7 @@ from shardc.errors import MeshError, ShardcError
 from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
+from shardc.ir.told import is_told
 from shardc.runtime.census import Mode
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.signature import Constant, Signature
@@ -30,8 +32,8 @@ Lines = Sequence[Sequence[str]]
 
 # The beginning of a topic -> what to do where ranks differ in it.
 _FIXES = {
-    "act": "call the same modules, and backward, equally often and in the same order on every rank; what forward reads "
-    "(attributes, globals) has to be the same on every rank",
+    "act": "call the same modules, methods and backward equally often and in the same order on every rank; what "
+    "forward reads (attributes, globals) has to be the same on every rank",
     "input": "pass the same arguments on every rank, and equally many rows (drop_last=True, or a sampler that pads); "
     "with shardc.Options(uneven=True) ranks may pass different numbers of rows",
     "gradients": "enter torch.no_grad() (or inference_mode) on every rank or on none",
@@ -191,9 +193,15 @@ def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
     fix = f"mend it on rank {rank}" + (f": {own.fix}" if own and own.fix else ", whose traceback says where")
     return (
         f"rank {rank} raised {type(error).__name__}" + (f": {text}" if text else ""),
-        own.source if own else None,
+        own.source if own else next(reversed([*_lines_of_user(error)]), None),
         fix,
     )
+
+
+def _lines_of_user(error: BaseException) -> Iterator[str]:
+    """The lines that ``error`` came through, but for those of torch, shardc and Python."""
+    frames = traceback.walk_tb(error.__traceback__)
+    yield from (f"{x.f_code.co_filename}:{line}" for x, line in frames if not is_told(x.f_code))
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
@@ -213,6 +221,22 @@ def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | 
         f"{which} of {list(ranks)} did not come to compare what they run within {waited}",
         fix=f"look at {which} first: it died, raised, never called the module, or still compiles (then give "
         "init_process_group a longer timeout); all ranks must call it equally often, with inputs of the same shapes",
+    )
+
+
+def ended(rank: int, ranks: Sequence[int]) -> MeshError:
+    """What to say where ``rank`` does not come, as its program has ended."""
+    return MeshError(
+        f"rank {rank} of {list(ranks)} has ended, or left its process group, and does not come to compare what it runs",
+        fix=f"look at rank {rank} first: it raised, or took fewer steps (drop_last=True, or a sampler that pads)",
+    )
+
+
+def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError:
+    """What to say where ``rank`` waits in a collective of torch's, and rank ``other`` does what it does not come to."""
+    return MeshError(
+        f"rank {rank} waits in {where}, and rank {other} waits for it at a {does[0][1]}",
+        fix=f"call both on every rank, equally often and in the same order; {_FIXES['act']}",
     )
 
 

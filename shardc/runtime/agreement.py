@@ -18,27 +18,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from threading import Event, Lock, get_ident
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.acts import Act, difference, late_ranks, raised
-from shardc.runtime.meeting import Meeting
+from shardc.runtime.acts import Act, difference, raised, waits_elsewhere
+from shardc.runtime.comparing import BEFORE, Comparisons
+from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
 
 _PAST = 4096  # acts that are remembered
 _AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
-_BEFORE = "differ before"  # a verdict: at an act with a lower number
 _HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
 _GRACE = 0.4  # seconds in which a rank may raise by itself what another one has raised
+_STUCK = 5  # looks at which a rank is in the same collective of torch's, before those that compare hear of it
 
 
 class Agreement:
-    """What this rank of a mesh has done, and whether the others did the same.
+    """What this rank of a mesh did, and whether the others did the same.
 
     Args:
         prefix: of the keys in the store, another one for each mesh of the process.
@@ -48,7 +50,7 @@ class Agreement:
     Attributes:
         number: of this rank's last act.
         running: whether it is in a compiled graph.
-        modules: how many modules ran on the mesh so far.
+        modules: how many modules ran on the mesh in this epoch.
         alone: whether there are no other ranks to agree with.
         call: what the last call of a module was.
     """
@@ -60,20 +62,19 @@ class Agreement:
         # Two meshes of the same ranks each count their own acts.
         self._prefix = f"{prefix}{','.join(map(str, ranks))}/"
         self._meeting = Meeting(self._prefix, rank, self.ranks)
+        self._comparisons = Comparisons(self._prefix, rank, self.ranks)
+        self._looks = Looks()
         self._interrupt = WeakMethod(interrupt)
         self._past: deque[str] = deque(maxlen=_PAST)
         self._period = 1
         self._runs: dict[str, Act] = {}
-        self._told: set[str] = set()
-        self._last_compared: int | None = None
-        self._said: str | None = None
         self._lock = Lock()
-        self._asked: set[int] = set()
-        self._answered: deque[int] = deque(maxlen=64)
         self._waits: int | None = None
         self._different: MeshError | None = None
         self._failure: tuple[int, MeshError] | None = None  # of another rank, and the last act that this has done
         self._inside = False  # whether this rank failed within its last act
+        self._met: Callable[[], BaseException | None] = lambda: None  # that a method was called by this rank alone
+        self._between = False  # whether what it runs is behind its last act
         self._compiles: int | None = None  # the thread that does
         self._found = Event()
         self._heard: str | None = None
@@ -107,35 +108,34 @@ class Agreement:
             self.number += 1
         if ask or key != expected:
             self._compare(act)
-        elif self._asked:
+        elif self._comparisons.asked:
             self._answer_if_asked()
 
     def meet(self, method: str) -> None:
         """All ranks call ``method``; a rank that does so alone raises at once. See `shardc.runtime.meeting`."""
-        if not self.alone:
-            self._check(self.number + 1)
-            self._meeting.meet(self._connected(), self.number, method, self._log)
+        if self.alone:
+            return
+        try:
+            check = partial(self._check, self.number + 1)
+            self._meeting.meet(self._connected(), self.number, method, self._log, check)
+        except MeshError as error:
+            self._met = ref(error)
+            raise
 
     def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`.
-
-        All ranks have read what was said at an earlier exchange by then; it is deleted.
-        """
-        store, at = self._connected(), self._at(self.number + 1)
-        store.set(f"{at}said/{self.rank}", text)
+        """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`."""
+        store = self._connected()
+        self._comparisons.say(store, self.number + 1, text)
         self.act(act, ask=True)
-        if self._said is not None:
-            store.delete_key(self._said)
-        self._said = f"{at}said/{self.rank}"
-        return {rank: store.get(f"{at}said/{self.ranks[rank]}").decode() for rank in ranks}
+        return self._comparisons.said(store, self.number, ranks)
 
     @contextmanager
     def runs(self, what: str) -> Iterator[None]:
-        """A block in which this rank runs collectives, which are interrupted where the ranks differ.
+        """A block in which this rank runs collectives, as ``what`` says, which are interrupted where the ranks differ.
 
         It is an act of its own: a rank that does something else at this place asks what the others do.
         """
-        self.act(self._runs.setdefault(what, Act((("act", f"run of the {what}"),))))
+        self.act(self._runs.setdefault(what, Act((("act", what),))))
         self.running = True
         try:
             self._check(self.number)
@@ -147,16 +147,25 @@ class Agreement:
             self.running = False
 
     @contextmanager
+    def reduces(self, method: str) -> Iterator[None]:
+        """As `runs`, for ``method``, whose collectives are no part of a graph."""
+        try:
+            with self.runs(method):
+                yield
+        except RuntimeError as error:
+            raise self.behind() or error from None
+
+    @contextmanager
     def waits(self) -> Iterator[None]:
         """A block in which this rank is in a collective that is no part of a graph, and can be interrupted."""
-        self.running = True
+        self.running = self._between = True
         try:
             self._check(self.number + 1)
             yield
         except RuntimeError as error:
             raise self.behind() or error from None
         finally:
-            self.running = False
+            self.running = self._between = False
 
     @contextmanager
     def compiles(self) -> Iterator[None]:
@@ -194,7 +203,8 @@ class Agreement:
         Args:
             epoch: when that began; in a later one they know already.
         """
-        if self.alone or epoch != self.epoch or self._broken or isinstance(error, CollectiveError):
+        goes_on = isinstance(error, CollectiveError) or self._met() is error  # of these, others hear otherwise or not
+        if self.alone or epoch != self.epoch or self._broken or goes_on:
             return
         with self._lock:
             number = self.number - (self._inside or self._waits is not None)
@@ -207,7 +217,7 @@ class Agreement:
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def _raised(self) -> MeshError:
-        """The error of this rank; what comes after it is compared from the start, if anything can."""
+        """The error of this rank; acts are numbered anew after it."""
         error, heard, self._heard = self._different, self._heard, None
         assert error is not None
         if heard is not None:  # else the store may be gone with this rank, before others have read there
@@ -220,7 +230,7 @@ class Agreement:
         return MeshError(error.what, source=error.source, fix=error.fix)
 
     def _begin_anew(self) -> None:
-        self.number, self._inside = (self.epoch + 1) * _AGAIN, False
+        self.number, self.modules, self._inside = (self.epoch + 1) * _AGAIN, 0, False
         self._past.clear()
         self._found.clear()
         self._different = self._failure = self._waits = None
@@ -235,75 +245,33 @@ class Agreement:
     # --- comparing
 
     def _compare(self, act: Act) -> None:
-        store, number = self._connected(), self.number
-        if act.key not in self._told:
-            store.set(f"{self._prefix}what/{act.key}", json.dumps(act.lines))
-            self._told.add(act.key)
+        store, number, comparisons = self._connected(), self.number, self._comparisons
+        comparisons.tell(store, act)
         self._waits = number
         if self._failure is not None:  # that rank will not come
             self._check(self._failure[0] + 1)
         with self._lock:
             # The thread that listens may have answered for this rank just now.
-            other = None if number in self._answered else self._arrive(store, number, act.key)
+            answered = number in comparisons.answered
+            other = None if answered else comparisons.arrive(store, number, act.key, self._log)
         if other is None and self._different is None:
-            other = self._verdict(store, number)
+            verdict = comparisons.wait(store, number)
+            if verdict == BEFORE:
+                self._found.wait(_HEARD)
+            other = None if isinstance(verdict, str) else verdict
         self._waits = None
         if other is not None and self._different is None:
             self._differ(store, number, other)
         if self._different is not None:
             raise self._raised()
 
-    def _arrive(self, store: dist.Store, number: int, key: str) -> tuple[int, str] | None:
-        """Says what this rank does at ``number``; (rank, key) of one that does something else, as far as known."""
-        at, mine = self._at(number), f"{self.rank} {key}"
-        self._answered.append(number)
-        self._asked.discard(number)
-        first = store.compare_set(f"{at}first", "", mine).decode()
-        store.set(f"{at}here/{self.rank}", "")
-        if first == mine:
-            self._log(store, number)
-        rank, theirs = first.split()
-        if theirs != key:
-            store.set(f"{at}verdict", mine)
-            return int(rank), theirs
-        if store.add(f"{at}came", 1) == len(self.ranks):
-            store.set(f"{at}verdict", "same")
-        return None
-
-    def _verdict(self, store: dist.Store, number: int) -> tuple[int, str] | None:
-        """Waits for what the others do; (rank, key) of one that does something else."""
-        at = self._at(number)
-        try:
-            store.wait([f"{at}verdict"])
-        except RuntimeError as error:  # of every kind of store
-            missing = late_ranks(store, at, self.ranks)
-            if missing is not None:
-                raise missing from error
-        verdict = store.get(f"{at}verdict").decode()
-        if verdict == _BEFORE:
-            self._found.wait(_HEARD)
-            return None
-        if verdict != "same":
-            rank, key = verdict.split()
-            return int(rank), key
-        last, self._last_compared = self._last_compared, number
-        if last is not None and self.rank == self.ranks[0]:  # all have read that
-            for name in ("first", "came", "verdict", *(f"here/{rank}" for rank in self.ranks)):
-                store.delete_key(f"{self._at(last)}{name}")
-        return None
-
     def _differ(self, store: dist.Store, number: int, other: tuple[int, str]) -> None:
         """Takes down that ``other``, a rank and its act's key, does something else at ``number``."""
         mine = self.rank, self._past[number - self.number - 1]
         pair = sorted((mine, other))
-        texts = [json.loads(store.get(f"{self._prefix}what/{key}")) for _, key in pair]
-        self._different = difference(pair[0][0], texts[0], pair[1][0], texts[1])
-        self._heard = f"{self._at(number)}all heard"
-        if store.add(f"{self._at(number)}heard", 1) == len(self.ranks):
-            store.set(self._heard, "")
-
-    def _at(self, number: int) -> str:
-        return f"{self._prefix}{number}/"
+        (one, ones), (another, others) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
+        self._different = difference(one, ones, another, others)
+        self._heard = self._comparisons.hear_all(store, number)
 
     # --- answering, where this rank does as expected and another one asks
 
@@ -315,19 +283,22 @@ class Agreement:
         """Another rank announced what it does, or that it failed; by the thread that listens, with its ``store``."""
         if entry == NOTHING:
             self._meeting.look(store)
+            self._look(store)
         elif entry == END:
             self._meeting.end(store)
         elif isinstance(said := json.loads(entry), int):
-            self._asked.add(said)  # before the look at where this rank is, which looks here after it went on
+            self._comparisons.asked.add(said)  # before the look at where this rank is, which looks here after that
             if said <= self.number:
                 self._answer(store, said)
         elif said[0] == "meet":
             self._meeting.hears(store, said[1], said[2], self.number)
+        elif said[0] == "waits":
+            self._waits_there(store, *said[1:])
         else:
             self._fails_there(store, *said)
 
     def _answer_if_asked(self) -> None:
-        for number in sorted(self._asked):
+        for number in sorted(self._comparisons.asked):
             if number <= self.number:
                 self._answer(self._connected(), number)
         if self._different is not None:
@@ -336,17 +307,17 @@ class Agreement:
     def _answer(self, store: dist.Store, number: int) -> None:
         with self._lock:
             behind = self.number - number
-            if number in self._answered or behind >= len(self._past):
-                self._asked.discard(number)
+            if number in self._comparisons.answered or behind >= len(self._past):
+                self._comparisons.asked.discard(number)
                 return
-            other = self._arrive(store, number, self._past[-1 - behind])
+            other = self._comparisons.arrive(store, number, self._past[-1 - behind], self._log)
             if other is None:
                 return
             self._break_if_running(store)  # before the others are told, whose connections to this rank close too
             self._differ(store, number, other)
             self._found.set()
             if self._waits not in (None, number):
-                store.set(f"{self._at(self._waits)}verdict", _BEFORE)
+                store.set(f"{self._comparisons.at(self._waits)}verdict", BEFORE)
         self._break_if_running(store)  # it may have begun just now, before it could see that the ranks differ
         if self._broken:
             self._end_waits()
@@ -358,9 +329,7 @@ class Agreement:
             if rank == self.rank or number // _AGAIN != epoch or self._failure is not None:
                 return
             self._failure = number, MeshError(text, source=source, fix=fix)
-        if (waits := self._waits) is not None and store.compare_set(
-            f"{self._at(waits)}verdict", "", _BEFORE
-        ).decode() == _BEFORE:
+        if (waits := self._waits) is not None and self._comparisons.refuse(store, waits):
             self._different = self._failure[1]
             self._found.set()
             return
@@ -374,10 +343,40 @@ class Agreement:
                 self._different = self._failure[1]
                 raise_in(self._compiles, Stopped)
                 return
-            if self.running and self.number > number:
+            if self.running and self.number + self._between > number:
                 self._different = self._failure[1]
                 self._found.set()
                 self._break_if_running(store)
+        if self._broken:
+            self._end_waits()
+
+    # --- waiting for each other at different places
+
+    def _look(self, store: dist.Store) -> None:
+        """Tells those that compare where this rank waits for them; asks the others, where a graph runs for long."""
+        asked = sorted(number for number in self._comparisons.asked if number > self.number)
+        if asked and not self.running:
+            asks, key = store.get(f"{self._comparisons.at(asked[0])}first").decode().split()
+            if (where := self._looks.stuck(int(asks), _STUCK)) is not None:
+                error = waits_elsewhere(self.rank, where, int(asks), self._comparisons.lines(store, key))
+                with self._lock:
+                    self._failure = self._failure or (self.number, error)
+                self._comparisons.asked.difference_update(asked)
+                self._log(store, ["waits", self.rank, asked[0], error.what, error.fix])
+        if self._looks.long(self.number, self.running and not self._between):
+            self._answer(store, self.number)
+
+    def _waits_there(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:
+        """Rank ``rank`` waits in a collective of torch's, and so does not come to act ``number``."""
+        with self._lock:
+            came = number <= self.number and number // _AGAIN == self.epoch and rank != self.rank
+            if not came or self._different is not None or self._waits != number and not self.running:
+                return
+            self._different = MeshError(text, fix=fix)
+            self._found.set()
+            if self._waits == number:
+                self._comparisons.refuse(store, number)
+            self._break_if_running(store)
         if self._broken:
             self._end_waits()
 

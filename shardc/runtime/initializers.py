@@ -42,7 +42,8 @@ def _shardwise(method: FunctionType) -> Any:
         state: State | None = vars(self).get("shardc")
         if state is None:  # a slice of a container
             return method(self, *args, **kwargs)
-        result = initialise(state, lambda model: method(model, *args, **kwargs))
+        with state.tells():
+            result = initialise(state, lambda model: method(model, *args, **kwargs))
         return self if result is state.view else result
 
     return call

@@ -15,12 +15,15 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import MeshError
+from shardc.ir.told import is_told
 from shardc.runtime.acts import late_ranks
 
 _DONE = "all came"
+_LONG = 25  # looks at which a rank runs the same act, before it asks the others; doubled where that was no fault
 _STUCK = 3  # looks at which a rank is in the same call of a collective
 
 
@@ -40,10 +43,20 @@ class Meeting:
         self.prefix, self.rank, self.ranks = prefix, rank, ranks
         self.invited: tuple[int, str] | None = None
         self._joined = ""
-        self._looks: tuple[Any, int] = (None, 0)
+        self._looks = Looks()
 
-    def meet(self, store: dist.Store, number: int, method: str, log: Callable[[dist.Store, Any], None]) -> None:
+    def meet(
+        self,
+        store: dist.Store,
+        number: int,
+        method: str,
+        log: Callable[[dist.Store, Any], None],
+        check: Callable[[], None],
+    ) -> None:
         """Waits until all ranks call ``method`` behind their act ``number``.
+
+        Args:
+            check: raises what another rank has raised.
 
         Raises:
             MeshError: another rank does something else, has ended, or does not come within the store's timeout.
@@ -61,16 +74,17 @@ class Meeting:
         if store.add(f"{at}came", 1) == len(self.ranks):
             store.delete_key(place)
             store.compare_set(f"{at}verdict", "", _DONE)
-        verdict = self._wait(store, at, number, attempt)
+        verdict = self._wait(store, at, number, attempt, check)
         if verdict != _DONE:
             raise MeshError(
                 f"{method} is for all ranks of the mesh. Rank {self.rank} called it, but {verdict}",
                 fix="call it on every rank at the same place, outside of `if rank == 0:`; use what it returns on one",
             )
 
-    def _wait(self, store: dist.Store, at: str, number: int, attempt: str) -> str:
+    def _wait(self, store: dist.Store, at: str, number: int, attempt: str, check: Callable[[], None]) -> str:
         pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
         while not store.check([f"{at}verdict"]):
+            check()
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
             gone = [rank for rank in self.ranks if pause == 0.05 and store.check([f"{self.prefix}gone/{rank}"])]
@@ -104,28 +118,61 @@ class Meeting:
         invited = self.invited
         if invited is None:
             return
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        found = _collective(frame, int(invited[1].partition(".")[0]))
-        self._looks = (found, self._looks[1] + 1 if found == self._looks[0] else 1)
-        if found is not None and self._looks[1] >= _STUCK:
+        if (where := self._looks.stuck(int(invited[1].partition(".")[0]), _STUCK)) is not None:
             self.invited = None
-            self._refuse(store, *invited, f"rank {self.rank} waits in {found[1]}")
+            self._refuse(store, *invited, f"rank {self.rank} waits in {where}")
 
     def end(self, store: dist.Store) -> None:
         """This rank's program ends."""
         store.set(f"{self.prefix}gone/{self.rank}", "")
 
 
+class Looks:
+    """Looks at what this rank's main thread does, one after the other."""
+
+    def __init__(self) -> None:
+        self._last: tuple[Any, int] = (None, 0)
+        self._runs: tuple[int, int] = (0, 0)
+        self._patience = _LONG
+
+    def stuck(self, rank: int, looks: int) -> str | None:
+        """The collective of torch's, with ``rank`` among others, in which the thread is for so many looks; its line."""
+        found = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
+        self._last = found, self._last[1] + 1 if found == self._last[0] else 1
+        return found[1] if found is not None and self._last[1] >= looks else None
+
+    def long(self, number: int, running: bool) -> bool:
+        """Whether the thread has been ``running`` act ``number`` for long, by the looks; told once of each."""
+        self._runs = number, self._runs[1] + 1 if running and number == self._runs[0] else 0
+        if self._runs[1] < self._patience:
+            return False
+        self._patience *= 2
+        return True
+
+
+# After which no rank goes on before all have come.
+_TOGETHER = {
+    "barrier", "monitored_barrier", "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_coalesced",
+    "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single", "reduce_scatter",
+    "reduce_scatter_tensor",
+}  # fmt: skip
+
+
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
     """The call of torch's, with ``rank`` among others, that a thread is in: an identity, and its name and line."""
-    found = None
+    found, name, last = None, "", ""
     while frame is not None:
-        if frame.f_code.co_filename == c10d.__file__ and "group" in frame.f_locals:
-            found = frame
-        elif found is not None and "distributed" not in frame.f_code.co_filename.replace(c10d.__file__, ""):
-            group = found.f_locals["group"]
-            with_rank = group is None or rank in dist.get_process_group_ranks(group)
-            where = f"torch.distributed.{found.f_code.co_name} ({frame.f_code.co_filename}:{frame.f_lineno})"
+        code = frame.f_code
+        if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
+            found, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
+        elif code.co_filename == functional.__file__ and found is None:
+            found = frame  # what an op on DTensors calls
+        elif not is_told(code):
+            if found is None or found.f_code.co_filename == c10d.__file__ and not name:
+                return None
+            group = found.f_locals.get("group") if name else None
+            with_rank = not isinstance(group, dist.ProcessGroup) or rank in dist.get_process_group_ranks(group)
+            where = f"{name or f'{last}() of a DTensor'} ({code.co_filename}:{frame.f_lineno})"
             return (id(found), where) if with_rank else None
-        frame = frame.f_back
+        last, frame = code.co_name, frame.f_back
     return None

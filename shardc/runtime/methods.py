@@ -77,10 +77,11 @@ def expert_tokens(module: nn.Module) -> dict[str, Tensor]:
             f"{type(module).__name__} has no ranks", fix="pass what shardc.compile returned for a DeviceMesh"
         )
     out = {}
-    for where, (counts, over) in state.tokens.items():
-        if over:
-            axes = tuple(over.removeprefix(GROUP_PREFIX).split(","))
-            started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])
-            counts = torch.ops._c10d_functional.wait_tensor(started)
-        out[where] = counts
+    with groups.agreement.tells(), groups.agreement.reduces("expert_tokens()"):
+        for where, (counts, over) in state.tokens.items():
+            if over:
+                axes = tuple(over.removeprefix(GROUP_PREFIX).split(","))
+                started = torch.ops._c10d_functional.all_reduce(counts, "sum", groups.add([axes])[over])
+                counts = torch.ops._c10d_functional.wait_tensor(started)
+            out[where] = counts
     return out

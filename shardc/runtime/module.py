@@ -77,7 +77,8 @@ class ShardedModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled module of its own: the same values and plan, no gradients. All ranks copy."""
-        return copied(self, memo)
+        with self.shardc.tells():
+            return copied(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(
@@ -126,12 +127,14 @@ class ShardedModule(nn.Module):
             RuntimeError: something is missing, unexpected or of another shape. Nothing is loaded then.
         """
         self.shardc.fresh = True
-        return super().load_state_dict(*args, **kwargs)
+        with self.shardc.tells():
+            return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        if self.shardc.groups is not None:
-            changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
+        with self.shardc.tells():
+            super()._apply(fn, recurse)
+            if self.shardc.groups is not None:
+                changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
         return self
 
 
@@ -195,6 +198,8 @@ def _program(
     mode, deferred = state.census.mode(), state.sync.deferred()
     assert state.groups is not None
     around = Surroundings.now(state.device)
+    if state.groups.agreement.epoch != state.epoch:
+        state.begin_anew(state.groups.agreement.epoch)
     key = call_key(leaves, spec, mode, around, deferred)
     known = None if key is None else state.known.get(key)
     if known is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Annotated, Any
 
 import torch
@@ -20,6 +20,17 @@ from shardc.runtime.uneven import refuse_own
 from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, typed
+
+
+def told(method: Callable[..., Any]) -> Any:
+    """A method that all ranks call: what it raises on this rank is raised on the others too."""
+
+    @wraps(method)
+    def call(self: State, *args: Any, **kwargs: Any) -> Any:
+        with self.tells():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 class Namespace(State):
@@ -40,6 +51,13 @@ class Namespace(State):
         """Raises MeshError where this rank calls ``method`` and another one does not."""
         if self.groups is not None:
             self.groups.agreement.meet(f"{type(self.template).__name__}.{method}")
+
+    def _waits(self) -> AbstractContextManager[None]:
+        """A block of collectives on the parameters' mesh, which end where another rank has raised."""
+        return nullcontext() if self.groups is None else self.groups.agreement.waits()
+
+    def _compiles(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.groups is None else self.groups.agreement.compiles()
 
     @typed()
     def no_sync(self, parameters: str = "*") -> AbstractContextManager[None]:
@@ -88,6 +106,7 @@ class Namespace(State):
                 planned[which] = max(size, planned.get(which, 0))
         return self.buffers.use(planned)
 
+    @told
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
 
@@ -97,7 +116,8 @@ class Namespace(State):
         """
         self.check()
         check_kinds(self.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
-        program = self.program_for(args, kwargs, looks=True)
+        with self._compiles():
+            program = self.program_for(args, kwargs, looks=True)
         self.explicit = True
         self.known.clear()
         if program not in self.programs.values():  # one of many sizes, for this one
@@ -127,6 +147,7 @@ class Namespace(State):
             return out_args, out_kwargs
         return out_args[0] if len(out_args) == 1 else out_args
 
+    @told
     @typed()
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
         """Initialises parameters and buffers shard by shard; values equal those of one device with the same seed.
@@ -139,6 +160,7 @@ class Namespace(State):
         """
         initialise(self, lambda model: nn.Module.apply(model, fn or reset_parameters), complete=True)
 
+    @told
     @typed()
     def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
         """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
@@ -147,8 +169,16 @@ class Namespace(State):
             self.sync.refuse("summon_full_params(with_grads=True)")
         self._meet("summon_full_params()")
         self.fresh |= writeback
-        return summon_full_params(self.owner, self.storages, self.rank, writeback, with_grads)
+        return self._summoned(writeback, with_grads)
 
+    @contextmanager
+    def _summoned(self, writeback: bool, with_grads: bool) -> Iterator[None]:
+        with self.tells(), ExitStack() as block:
+            with self._waits():
+                block.enter_context(summon_full_params(self.owner, self.storages, self.rank, writeback, with_grads))
+            yield
+
+    @told
     @typed()
     def full_state_dict(self, device: torch.device | str | None = None, rank0_only: bool = False) -> dict[str, Any]:
         """The unsharded model's state dict, plain whole tensors; all ranks call it.
@@ -163,10 +193,12 @@ class Namespace(State):
         """
         self.check()
         self._meet("full_state_dict()")
-        if not rank0_only or self.groups is None:
-            return full_state_dict(self.owner, self.storages, device)
-        return first_state_dict(self.owner, self.storages, self.groups, device)
+        with self._waits():
+            if not rank0_only or self.groups is None:
+                return full_state_dict(self.owner, self.storages, device)
+            return first_state_dict(self.owner, self.storages, self.groups, device)
 
+    @told
     @typed()
     def clip_grad_norm_(
         self,
@@ -174,7 +206,11 @@ class Namespace(State):
         norm_type: Annotated[float, Range(0, above=True)] = 2.0,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`."""
+        """Clips the gradients by their global norm, which it returns; see `shardc.runtime.norm.clip_grad_norm_`.
+
+        Raises:
+            MeshError: on all ranks, where another rank does something else.
+        """
         self.sync.refuse("clip_grad_norm_()")
         if self.groups is None:
             return nn.utils.clip_grad_norm_(self.owner.parameters(), max_norm, norm_type, error_if_nonfinite)

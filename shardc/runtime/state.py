@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -122,6 +123,7 @@ class State:
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
         around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.rebound`.
+        epoch: see `shardc.runtime.agreement.Agreement`; when it last ran.
         owner: the module itself.
         view: the same as its own class has it, which knows nothing of this.
     """
@@ -155,9 +157,11 @@ class State:
     known: dict[Any, Known] = field(default_factory=dict)
     found: Any = None
     around: Callable[..., Any] | None = None
+    epoch: int = 0
     owner: Any = None
     view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
+    _name: str | None = None
     _census: Census | None = None
     _checked: changes.Seen | None = None
     _watch: Watch | None = None
@@ -283,12 +287,20 @@ class State:
         extra = self.loss_args if self.with_loss(args, kwargs) else 0
         return self.names(self.view, args, kwargs, extra)
 
-    @cached_property
+    @property
     def name(self) -> str:
         """What the module is called among those that run on its mesh, of which there may be several of one class."""
         assert self.groups is not None
-        self.groups.agreement.modules += 1
-        return f"{type(self.template).__name__} (module {self.groups.agreement.modules} of the mesh)"
+        if self._name is None:
+            self.groups.agreement.modules += 1
+            self._name = f"{type(self.template).__name__} (module {self.groups.agreement.modules} of the mesh)"
+        return self._name
+
+    def begin_anew(self, epoch: int) -> None:
+        """Forgets what ranks do not share after an error of one of them, which others came further than."""
+        self._name, self.epoch, self.fresh, self.turns = None, epoch, True, Turns()
+        self.known.clear()
+        self._runners.clear()
 
     @cached_property
     def kept(self) -> dict[str, changes.Kept]:
@@ -335,6 +347,10 @@ class State:
         """What the module held at the last `look`."""
         assert self._census is not None
         return self._census
+
+    def tells(self) -> AbstractContextManager[None]:
+        """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
+        return nullcontext() if self.groups is None else self.groups.agreement.tells()
 
     def check(self, runs: bool = False) -> None:
         """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""

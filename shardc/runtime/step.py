@@ -97,9 +97,14 @@ class Runner:
             running, window.first = segment, segment.slot
 
         try:
-            kind, watches = half.kind, half.kind == "backward" and torch.is_anomaly_enabled()
+            does, watches = f"run of the {half.kind}", half.kind == "backward" and torch.is_anomaly_enabled()
             plan = half.plan if watches else compiled.plan
-            with agreement.runs(kind), self.buffers.planned(plan) as window, _compat.no_autocast(), noting() as noted:
+            with (
+                agreement.runs(does),
+                self.buffers.planned(plan) as window,
+                _compat.no_autocast(),
+                noting() as noted,
+            ):
                 made, first = anomaly.watched(half, inputs) if watches else (compiled(inputs, enter), 0)
             settle()
             if watches:

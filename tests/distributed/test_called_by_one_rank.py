@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -61,11 +63,29 @@ def alone(name: str, between: str, caller: int) -> None:
     step()
 
 
+def clips_alone(steps: int, between: str) -> None:
+    """Clipping is part of a step, and costs nothing there: a rank that does so alone raises, and the others too."""
+    module, step = trained()
+    for _ in range(steps):
+        module.clip_grad_norm_(1.0)
+        step()
+    if between == "step" or dist.get_rank():
+        with pytest.raises(
+            MeshError, match=r"clip_grad_norm_\(\)" if between == "step" else r"rank 0 waits in .*barrier"
+        ):
+            if dist.get_rank():
+                module.clip_grad_norm_(1.0)
+            step()
+    if between == "barrier":
+        with nullcontext() if not steps else pytest.raises(RuntimeError):  # rank 1 was in a collective
+            dist.barrier()
+
+
 def by_most(name: str) -> None:
     """Of three ranks, two come."""
     module, step = trained()
     if dist.get_rank() != 1:
-        with pytest.raises(MeshError, match="but rank 1 went on"):
+        with pytest.raises(MeshError, match="but rank [012] went on"):
             METHODS[name](module)
     step()
     METHODS[name](module)
@@ -91,3 +111,10 @@ def test_each_method() -> None:
         another_method,
     )
     run_ranks(3, partial(by_most, "full_state_dict"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 5])
+@pytest.mark.parametrize("between", ["step", "barrier"])
+def test_clipping(steps: int, between: str) -> None:
+    run_ranks(2, partial(clips_alone, steps, between), timeout=timedelta(seconds=60))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
-from shardc.errors import CaptureError, InputError, MeshError
+from shardc.errors import CaptureError, InputError, LayoutError, MeshError, PlanError
 from shardc.passes import Pipeline
 from tests.ranks import run_ranks
 
@@ -48,7 +50,7 @@ def raises(does: Callable[[], Any], own: type[BaseException], text: str) -> None
     with pytest.raises(own if dist.get_rank() == FAILS else MeshError) as caught:
         does()
     if dist.get_rank() != FAILS:
-        assert f"rank {FAILS} raised {own.__name__}" in str(caught.value) and text in str(caught.value), caught.value
+        assert re.search(f"rank {FAILS} raised {own.__name__}.*{text}", str(caught.value), re.S), caught.value
 
 
 def trains(module: Any) -> None:
@@ -96,15 +98,18 @@ def in_a_pass(error: type[BaseException], at: str) -> None:
 
 def in_lowering() -> None:
     module = compiled(Net())
-    lower = module.shardc.lower
+    lower = module.shardc.lower_half
 
     def lowered(*halves: Any) -> Any:
         if dist.get_rank() == FAILS:
             raise RuntimeError("g++ exited with status 1")
         return lower(*halves)
 
-    module.shardc.lower = lowered
-    raises(lambda: trains(module), RuntimeError, "g++ exited with status 1")
+    module.shardc.lower_half = lowered
+    raises(lambda: trains(module), RuntimeError, r"g\+\+ exited with status 1")
+    module.shardc.lower_half = lower
+    torch.manual_seed(0)
+    trains(module)
 
 
 def at_an_input_of_a_later_step() -> None:
@@ -127,6 +132,103 @@ def in_a_backward() -> None:
     raises(lambda: out.sum().backward(), shardc.errors.BackwardError, "was modified in place")
 
 
+def fails() -> bool:
+    return dist.get_rank() == FAILS
+
+
+def in_compile() -> None:
+    """The others go on to a call; then all compile another module on that mesh."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    plan = shardc.Plan(params={"upp.weight" if fails() else "up.weight": ("dp", None)})
+    raises(lambda: trains(shardc.compile(Net(), mesh, plan, backend="eager")), PlanError, "upp.weight")
+    trains(compiled(Net()))
+
+
+class Draws(Net):
+    """It has methods of its own that initialise it, and raise on one rank."""
+
+    def init_weights(self, std: float = 1.0) -> None:
+        if fails():
+            raise ZeroDivisionError("std is 0")
+        nn.init.normal_(self.up.weight, std=std)
+
+
+def _initialises(module: nn.Module) -> None:
+    if fails():
+        raise ZeroDivisionError("fan is 0")
+
+
+def _loads(module: Any) -> None:
+    module.load_state_dict({key: x for key, x in Net().state_dict().items() if not (fails() and key == "up.bias")})
+
+
+def _lowers(module: Any) -> None:
+    module.shardc.lower(torch.ones(4, 5 if fails() else 4))
+
+
+def _clips(module: Any) -> None:
+    trains(module)
+    if fails():
+        module.up.weight.grad = None
+        module.up.weight.grad_dtype = None
+        module.up.weight.grad = torch.distributed.tensor.DTensor.from_local(
+            torch.ones(8, 4), module.shardc.device_mesh, [torch.distributed.tensor.Replicate()]
+        )
+    module.clip_grad_norm_(1.0)
+
+
+def _copies(module: Any) -> None:
+    module.extra = (value for value in ()) if fails() else None  # a generator, which cannot be copied
+    copy.deepcopy(module)
+
+
+def _summons(module: Any) -> None:
+    with module.summon_full_params():
+        if fails():
+            raise KeyError("head")
+
+
+def _converts(module: Any) -> None:
+    def place(x: Tensor) -> Tensor:
+        if fails():
+            raise MemoryError("no room")
+        return x.double()
+
+    module._apply(place)
+
+
+METHODS: dict[str, tuple[Callable[[Any], Any], type[BaseException], str]] = {
+    "init_weights of its own": (
+        lambda module: module.init_weights(std=2.0),
+        ZeroDivisionError,
+        "std is 0.*test_errors_of_one_rank.py:",
+    ),
+    "init_weights": (lambda module: module.shardc.init_weights(_initialises), ZeroDivisionError, "fan is 0"),
+    "load_state_dict": (_loads, RuntimeError, "up.bias"),
+    "lower": (_lowers, CaptureError, r"float32\[4, 5\]"),
+    "deepcopy": (_copies, TypeError, "generator"),
+    "summon_full_params": (_summons, KeyError, "head"),
+    "to": (_converts, MemoryError, "no room"),
+    "clip_grad_norm_": (_clips, LayoutError, "up.weight"),
+}
+
+
+def in_a_method(name: str) -> None:
+    """The others go on to a step. An error that comes before any collective leaves the mesh as it was."""
+    module = compiled(Draws())
+    trains(module)
+    does, own, text = METHODS[name]
+
+    def and_trains() -> None:
+        does(module)
+        trains(module)
+
+    raises(and_trains, own, text)
+    if name != "clip_grad_norm_":
+        torch.manual_seed(0)  # a rank may have drawn more than others
+        trains(compiled(Net()))
+
+
 def all_raise_alike() -> None:
     """Each rank has its own error where all make the same mistake, and all go on."""
     module = compiled(Net(True))
@@ -142,7 +244,13 @@ def all_raise_alike() -> None:
 
 
 def test_before_anything_runs() -> None:
-    run_ranks(2, in_the_capture, all_raise_alike)
+    run_ranks(2, in_the_capture, all_raise_alike, in_compile)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_in_methods(ranks: int) -> None:
+    run_ranks(ranks, *(partial(in_a_method, name) for name in METHODS))
 
 
 @pytest.mark.slow

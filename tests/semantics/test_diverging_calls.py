@@ -189,7 +189,7 @@ def each_rank_comes_once() -> None:
     def answered_first(act: Any) -> None:
         agreement.heard(agreement._connected(), str(agreement.number))
         compare(act)
-        came.append(int(agreement._store.add(f"{agreement._at(agreement.number)}came", 0)))
+        came.append(int(agreement._store.add(f"{agreement._comparisons.at(agreement.number)}came", 0)))
         dist.barrier()
 
     came: list[int] = []

@@ -1,0 +1,140 @@
+"""What ranks say of an act in the store, by its number: which of them came, what the first did, and the verdict."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch.distributed as dist
+
+from shardc.runtime.acts import Act, Lines, ended, late_ranks
+
+BEFORE = "differ before"  # a verdict: at an act with a lower number
+_SAME = "same"
+_LONGEST_PAUSE = 0.05  # seconds between looks at the store
+
+
+class Comparisons:
+    """This rank's part in comparisons of what the ranks of a mesh do.
+
+    Args:
+        prefix: of the keys in the store.
+        rank, ranks: this rank's global number, and those of the mesh.
+
+    Attributes:
+        asked: numbers of acts that other ranks compare, and that this one did not come to.
+        answered: those at which this rank said what it does.
+    """
+
+    def __init__(self, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+        self.prefix, self.rank, self.ranks = prefix, rank, ranks
+        self.asked: set[int] = set()
+        self.answered: deque[int] = deque(maxlen=64)
+        self._last: int | None = None
+        self._said: str | None = None
+        self._told: set[str] = set()
+
+    def tell(self, store: dist.Store, act: Act) -> None:
+        """Writes down what ``act`` is, once."""
+        if act.key not in self._told:
+            store.set(f"{self.prefix}what/{act.key}", json.dumps(act.lines))
+            self._told.add(act.key)
+
+    def lines(self, store: dist.Store, key: str) -> Lines:
+        """What the act of this key is, which a rank has told."""
+        told: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
+        return told
+
+    def at(self, number: int) -> str:
+        """The prefix of the keys of act ``number``."""
+        return f"{self.prefix}{number}/"
+
+    def arrive(
+        self, store: dist.Store, number: int, key: str, announce: Callable[[dist.Store, int], None]
+    ) -> tuple[int, str] | None:
+        """Says that this rank does ``key`` at ``number``.
+
+        Args:
+            announce: called where this rank is the first.
+
+        Returns:
+            (rank, key) of one that does something else, as far as known.
+        """
+        at, mine = self.at(number), f"{self.rank} {key}"
+        self.answered.append(number)
+        self.asked.discard(number)
+        first = store.compare_set(f"{at}first", "", mine).decode()
+        store.set(f"{at}here/{self.rank}", "")
+        if first == mine:
+            announce(store, number)
+        rank, theirs = first.split()
+        if theirs != key:
+            store.set(f"{at}verdict", mine)
+            return int(rank), theirs
+        if store.add(f"{at}came", 1) == len(self.ranks):
+            store.set(f"{at}verdict", _SAME)
+        return None
+
+    def wait(self, store: dist.Store, number: int) -> tuple[int, str] | str | None:
+        """Waits until all ranks came to ``number``.
+
+        Returns:
+            (rank, key) of one that does something else; `BEFORE`; None where all do the same.
+
+        Raises:
+            MeshError: a rank has ended, or did not come within the store's timeout.
+        """
+        at = self.at(number)
+        self._wait(store, at)
+        verdict = store.get(f"{at}verdict").decode()
+        if verdict == BEFORE:
+            return BEFORE
+        if verdict != _SAME:
+            rank, key = verdict.split()
+            return int(rank), key
+        last, self._last = self._last, number
+        if last is not None and self.rank == self.ranks[0]:  # all have read that
+            for name in ("first", "came", "verdict", *(f"here/{rank}" for rank in self.ranks)):
+                store.delete_key(f"{self.at(last)}{name}")
+        return None
+
+    def _wait(self, store: dist.Store, at: str) -> None:
+        pause, end = 0.0005, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
+        while True:
+            try:
+                if store.check([f"{at}verdict"]):
+                    return
+                gone = [r for r in self.ranks if pause == _LONGEST_PAUSE and store.check([f"{self.prefix}gone/{r}"])]
+                missing = next((rank for rank in gone if not store.check([f"{at}here/{rank}"])), None)
+            except RuntimeError as error:  # of every kind of store
+                raise late_ranks(store, at, self.ranks) or error from error
+            if missing is not None:
+                raise ended(missing, self.ranks)
+            if time.monotonic() > end and (late := late_ranks(store, at, self.ranks)) is not None:
+                raise late
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def say(self, store: dist.Store, number: int, text: str) -> None:
+        """Leaves ``text`` for the ranks that come to ``number``."""
+        store.set(f"{self.at(number)}said/{self.rank}", text)
+
+    def said(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
+        """What ranks of the mesh left at ``number``; all have read by then what was left at an earlier one."""
+        if self._said is not None:
+            store.delete_key(self._said)
+        self._said = f"{self.at(number)}said/{self.rank}"
+        return {rank: store.get(f"{self.at(number)}said/{self.ranks[rank]}").decode() for rank in ranks}
+
+    def hear_all(self, store: dist.Store, number: int) -> str:
+        """Says that this rank heard that the ranks differ at ``number``; the key that is there when all have."""
+        heard = f"{self.at(number)}all heard"
+        if store.add(f"{self.at(number)}heard", 1) == len(self.ranks):
+            store.set(heard, "")
+        return heard
+
+    def refuse(self, store: dist.Store, number: int) -> bool:
+        """Ends this rank's wait at ``number`` with `BEFORE`, unless it has a verdict already."""
+        return store.compare_set(f"{self.at(number)}verdict", "", BEFORE).decode() == BEFORE
