@@ -141,7 +141,7 @@ class Store:
         """A block in which a program is made and added: of all processes of a machine, one begins, and the others wait.
 
         Then they look for what it added. Who finds nothing makes a program without keeping others waiting. Nobody waits
-        where no start added one so far, because it failed or its program cannot be stored.
+        where a start made a program that cannot be stored; where it failed, the next try is as the first.
         """
         lock = FileLock(self.folder / "lock", timeout=PATIENCE, poll_interval=_POLL)
         first = False
@@ -156,10 +156,10 @@ class Store:
                     lock.release()
         try:
             yield
-        finally:
             with suppress(OSError):
                 if first and not any(self.folder.glob("*/")):
                     self._none.touch()
+        finally:
             lock.release()
 
     @property
