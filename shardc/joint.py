@@ -209,12 +209,14 @@ def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
     """
     specs = ports.output_specs(plan, captured.output_spec)
     for at, output in enumerate(captured.returned):
-        both = [specs[place] for place in (output.first, at) if output.same and place in specs]
+        if output.same is None:
+            continue
+        both = [specs[place] for place in (output.same, at) if place in specs]
         if both and both[0][0] != both[-1][0]:
             raise PlanError(
-                f"outputs {output.first} and {at} are one tensor, which cannot have two layouts",
+                f"outputs {output.same} and {at} are one tensor, which cannot have two layouts",
                 plan_entry=both[-1][1],
                 fix="give both the same, or return a copy: y, y.clone()",
             )
-        specs |= {place: both[0] for place in (output.first, at) if both}
+        specs |= {place: both[0] for place in (output.same, at) if both}
     return specs

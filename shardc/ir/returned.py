@@ -21,16 +21,22 @@ class Returned:
 
     Args:
         first: index of the first output in the same memory, which may be its own.
-        same: whether it is that very tensor.
+        same: index of an earlier output that is the very same tensor; None where there is none.
         of: the name of the parameter, buffer or input in whose memory it is; None where the model allocates it.
+        itself: whether it is that very parameter, buffer or input.
+        of_output: index of the output that it is a view of, the nearest one, detached or not; None of no output.
+        view: whether autograd takes it for a view of something.
         part: whether it is one of several views that one op makes; torch lets nobody change these in place.
         read_by: indices of the outputs whose backward reads its values: autograd refuses that one after a change.
         leads_to: indices of other outputs that are made of it, whose gradients it takes part in.
     """
 
     first: int
-    same: bool = False
+    same: int | None = None
     of: str | None = None
+    itself: bool = False
+    of_output: int | None = None
+    view: bool = False
     part: bool = False
     read_by: tuple[int, ...] = ()
     leads_to: tuple[int, ...] = ()
@@ -48,17 +54,29 @@ def returned(graph: fx.Graph) -> tuple[Returned, ...]:
     made_of = _made_of([(index, x) for index, x in outputs if index in read])
     found: list[Returned] = []
     firsts: dict[int, int] = {}
+    of_node: dict[fx.Node, int] = {}  # the first output that is a node
+    same: dict[int, int] = {}
+    for index, x in outputs:
+        if _memory(x) is not None:
+            # What is returned again was detached, to have no gradient of its own.
+            node = x.all_input_nodes[0] if index in again and x.target is torch.ops.aten.detach.default else x
+            if of_node.setdefault(node, index) != index:
+                same[index] = of_node[node]
     for index, x in outputs:
         memory = _memory(x)
         if memory is None:
             found.append(Returned(index))
             continue
+        above = list(_viewed(x))
         found.append(
             Returned(
                 firsts.setdefault(memory, index),
-                index in again,
+                same.get(index),
                 owners.get(memory),
-                _is_part(x),
+                x.op == "placeholder",
+                next((of_node[node] for node in above if node in of_node), None),
+                bool(above) and x.target is not torch.ops.aten.detach.default,
+                _is_part([x, *above]),
                 tuple(at for at, memories in read.items() if memory in memories),
                 tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
             )
@@ -86,17 +104,21 @@ def _memory(x: Any) -> int | None:
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
 
 
-def _is_part(node: fx.Node) -> bool:
-    """Whether ``node`` is a view, or a view of one, that an op makes several of."""
+def _viewed(node: fx.Node) -> Iterator[fx.Node]:
+    """What ``node`` is a view of, the nearest first, up to what allocates its memory."""
+    memory = _memory(node)
     while node.op == "call_function" and node.all_input_nodes:
-        before = node.all_input_nodes[0]
-        if node.target is getitem:
-            memories = {_memory(x) for x in (node, *before.all_input_nodes[:1])}
-            return len(memories) == 1
-        if _memory(before) != _memory(node):
-            return False
-        node = before
-    return False
+        node = node.all_input_nodes[0]
+        if node.op == "call_function" and isinstance(node.meta.get("val"), tuple | list):
+            node = node.all_input_nodes[0]
+        if _memory(node) != memory:
+            return
+        yield node
+
+
+def _is_part(nodes: Sequence[fx.Node]) -> bool:
+    """Whether a view, of ``nodes`` from it to what allocates its memory, is of one that an op makes several of."""
+    return any(x.target is getitem for x in nodes[:-1])
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[ir.Role, set[int]]]:

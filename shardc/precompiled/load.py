@@ -80,8 +80,9 @@ class Precompiled(Executable):
         if results != self.output_spec.num_leaves:
             raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
         self.returned = record.returned
-        named = [at for output in self.returned for at in (output.first, *output.read_by, *output.leads_to)]
-        if len(self.returned) != results or not all(0 <= at < results for at in named):
+        named = [at for x in self.returned for at in (x.first, x.same, x.of_output, *x.read_by, *x.leads_to)]
+        late = [at for at, x in enumerate(self.returned) if x.same is not None and x.same >= at]
+        if len(self.returned) != results or late or not all(at is None or 0 <= at < results for at in named):
             raise PrecompiledError(f"{results} results are said to be {len(self.returned)} outputs")
         taken = [name for name, _ in self.identity.signature.tensors]
         if [name for name, _ in self.inputs] != taken:

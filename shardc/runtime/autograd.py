@@ -30,22 +30,29 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
     train = torch.is_grad_enabled() and program.trains
     half = runner.half(FORWARD if train else INFERENCE)
     feed = runner.feed(half, inputs)
+    border = runner.border
+    border.refuse_lost()
+    node: Any = None
     if train:
-        results = list(Step.apply(runner, len(program.outputs), *feed))
-        runner.border.listen(results)
+        results = list(Step.apply(runner, *feed))
+        node = next((x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None), None)
     else:
         with torch.no_grad():
-            results = list(runner.run(half, runner.local(half, feed)))
-    out: list[Any] = []
-    for role, constant, result in zip(program.outputs, program.output_values, results, strict=False):
+            results = border.held_back(half, runner.run(half, runner.local(half, feed)), feed)
+        if torch.is_grad_enabled():
+            results = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in results]
+    for role, result in zip(program.outputs, results, strict=False):
         if role.kind == "buffer":
             with torch.no_grad():
                 runner.census().buffers[role.name].copy_(result)
-        elif role.kind == "output":
+    border.hand_out(half, results, feed, node)
+    out: list[Any] = []
+    for role, constant, result in zip(program.outputs, program.output_values, results, strict=True):
+        if role.kind == "output":
             out.append(result if isinstance(result, Tensor) else constant)
     for at, output in enumerate(program.returned):
-        if output.same:
-            out[at] = out[output.first]
+        if output.same is not None:
+            out[at] = out[output.same]
     return pytree.tree_unflatten(out, program.output_spec)
 
 
@@ -53,7 +60,7 @@ class Step(torch.autograd.Function):
     """A forward that saves for its backward as any function of autograd does: versions are checked, hooks see it."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, count: int, *feed: Any) -> tuple[Any, ...]:
+    def forward(ctx: Any, runner: Runner, *feed: Any) -> tuple[Any, ...]:
         half = runner.half(FORWARD)
         results = runner.run(half, runner.local(half, feed))
         border = runner.border
@@ -68,8 +75,7 @@ class Step(torch.autograd.Function):
         ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
         ctx.versions = list(_versions(runner, feed))
         ctx.set_materialize_grads(False)
-        plain = [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in border.differentiable]
-        ctx.mark_non_differentiable(*plain)
+        ctx.mark_non_differentiable(*border.without_gradients(outputs))
         return tuple(outputs)
 
     @staticmethod
@@ -91,10 +97,10 @@ class Step(torch.autograd.Function):
                 "backward was already run for this step, and what it needs was freed",
                 fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
             )
-        by_index = {r.index: t for r, t in zip(runner.program.outputs, tangents, strict=True) if r.kind == "output"}
+        by_index: dict[int, Any] = runner.border.gradients(tangents)
         used = frozenset(index for index, x in by_index.items() if x is not None)
         if not used:
-            return (None, None, *(None for _ in ctx.feed))
+            return (None, *(None for _ in ctx.feed))
         half = runner.backward_of(used)
         _check_versions(runner, half, ctx.feed, ctx.versions)
         runner.border.check(half, used, ctx.changes, ctx.listened)
@@ -110,7 +116,7 @@ class Step(torch.autograd.Function):
         results = runner.run(half, local)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
         late = runner.late(half.gives, grads, ctx.held)
-        return (None, None, *_handed_out(runner, ctx.feed, tangents, grads, late))
+        return (None, *_handed_out(runner, ctx.feed, tangents, grads, late))
 
 
 def _saved(ctx: Any, name: str) -> Any:

@@ -16,12 +16,14 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardc.errors import BackwardError
+from shardc.errors import BackwardError, LayoutError
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
 from shardc.runtime.storage import GradHooks
+from shardc.runtime.views import Views, views_of
 
 Changes = list[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
 
@@ -45,12 +47,20 @@ class Shared:
 
 
 class Border:
-    """The outputs and the saved values of a program's forwards on this rank."""
+    """The outputs and the saved values of a program's forwards on this rank.
+
+    Attributes:
+        makes_views: whether outputs that are views on one device are made so.
+    """
+
+    makes_views = True
 
     def __init__(self, program: Executable) -> None:
         self.program, self.half, self.count = program, program.half, len(program.outputs)
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._shared: dict[int, Shared] | None = None
+        self._views: dict[Half, Views] = {}
+        self._lost: list[tuple[StorageWeakRef, int, Tensor, int]] = []
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -67,6 +77,8 @@ class Border:
     @cached_property
     def differentiable(self) -> frozenset[int]:
         """The positions of outputs that have gradients."""
+        if not self.program.trains:
+            return frozenset()
         takes = self.half(BACKWARD).takes
         led = {port.role.index for port in takes if port.role.kind == "tangent"}
         roles = enumerate(self.program.outputs)
@@ -78,17 +90,65 @@ class Border:
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
+    def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
+        """The outputs without those that `hand_out` makes of others, and bases behind them; see `Views`."""
+        outputs = list(results[: self.count])
+        if half not in self._views:  # the same in all calls of a program
+            made = self.makes_views
+            self._views[half] = views_of(self.program, half, self.differentiable, outputs, feed) if made else Views()
+        return self._views[half].held_back(outputs)
+
+    def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
+        """Makes the outputs that are views, gives hooks, and counts changes that would be lost.
+
+        Args:
+            outputs: of autograd's function, or what `held_back` gave; views take their places.
+            node: that function's call; None where nothing is recorded.
+        """
+        views = self._views[half]
+        views.make(outputs, feed)
+        if node is not None:
+            self._listen(outputs, node)
+        for at in views.lost:
+            x = outputs[at]
+            self._lost.append((StorageWeakRef(x.untyped_storage()), at, counter_of(x), x._version))
+
+    def refuse_lost(self) -> None:
+        """Refuses to go on where a change of an output in place is lost that one device would see elsewhere.
+
+        Raises:
+            LayoutError: an output that shares memory on one device, and not here, was changed.
+        """
+        if not self._lost:
+            return
+        changed = [at for _, at, counter, before in self._lost if counter._version != before]
+        self._lost = [each for each in self._lost if not each[0].expired()] if not changed else []
+        if changed:
+            output, index = self._returned[changed[0]], self.program.outputs[changed[0]].index
+            others = [self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first]
+            shares = f"{output.of!r}" if output.of is not None else outputs_text(set(others) - {index})
+            raise LayoutError(
+                f"output {index} of the module was changed in place: on one device that changes {shares} too, in whose "
+                "memory it is, and here it is a copy, since these are split over ranks in other ways",
+                fix="change a copy (out = out.clone()), or change " + (shares if output.of else "each of them"),
+            )
+
     @cached_property
     def _tied(self) -> frozenset[int]:
         """The outputs with gradients that one device changes together with something else, or does not let change.
 
         They leave as views, which autograd lets nobody change in place while it records.
         """
-        firsts = [output.first for output in self._returned.values() if not output.same]
+        views = self._views[self.half(FORWARD)]
+        made = {view.at for view in views.made}
+        groups = [output.first for output in self._returned.values() if output.same is None]
+        loose = {self._returned[at].first for at in views.stray} if self.makes_views else set(groups)
         return frozenset(
             at
             for at, output in self._returned.items()
-            if at in self.differentiable and (output.of is not None or output.part or firsts.count(output.first) > 1)
+            if at in self.differentiable
+            and at not in made
+            and (output.of is not None or output.part or (output.first in loose and groups.count(output.first) > 1))
         )
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
@@ -109,27 +169,43 @@ class Border:
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
     def apart(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The outputs and the saved values of a forward that took ``feed``.
+        """The outputs, with bases behind them (see `Views`), and the saved values of a forward that took ``feed``.
 
         What is saved keeps no output: autograd would never free a graph of which an output holds itself.
         """
-        outputs, saved = list(results[: self.count]), list(results[self.count :])
+        outputs, saved = self.held_back(self.half(FORWARD), results, feed), list(results[self.count :])
         for name in self.overwritten:  # by what the forward itself makes of a buffer
             saved[self.places[name]] = saved[self.places[name]].clone()
         if self._shared is None:
+            bases = enumerate(self._views[self.half(FORWARD)].bases)
+            self._returned.update((self.count + at, self._returned[base.of[0]]) for at, base in bases)
             self._shared = self._look(outputs, saved, feed)
         for at, shared in self._shared.items():
             for name in shared.saved:
                 saved[self.places[name]] = saved[self.places[name]].detach()
             outputs[at] = self._own(at, shared, outputs, feed)
         for at, x in enumerate(outputs):
-            if at in self._returned and self._returned[at].same:
-                outputs[at] = None  # it is the first
+            if at in self._returned and self._returned[at].same is not None:
+                outputs[at] = None  # it is an earlier one
             elif at in self._tied:
                 outputs[at] = x if x._is_view() else x.view_as(x)
             elif at not in self._shared and isinstance(x, Tensor) and x._is_view():
                 outputs[at] = x.detach()
         return outputs, [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
+
+    def without_gradients(self, outputs: Sequence[Any]) -> list[Tensor]:
+        """Those of what `apart` gave that have none."""
+        bases = self._views[self.half(FORWARD)].bases
+        with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
+        return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
+
+    def gradients(self, tangents: Sequence[Any]) -> dict[int, Tensor | None]:
+        """By index of an output, the gradient that came for it, or for the base that it is a view of."""
+        found = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
+        for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
+            if grad is not None:
+                found |= {self.program.outputs[at].index: x for at, x in base.gradients(grad)}
+        return found
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
         """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
@@ -137,15 +213,16 @@ class Border:
         read = [at for at, output in self._returned.items() if output.read_by or (at in shared and shared[at].saved)]
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
 
-    def listen(self, outputs: Sequence[Any]) -> None:
+    def _listen(self, outputs: Sequence[Any], node: Any) -> None:
         """Gives each of several outputs its hooks, which torch adds to.
 
         They are kept of outputs whose gradients are in part those of other outputs: a hook may outlive its output.
         """
         for at in self.differentiable if len(self.differentiable) > 1 else ():
-            hooks = _give_hooks(outputs[at])
-            if self._returned[at].leads_to:
-                outputs[at].grad_fn.listened.append((at, hooks, weakref.ref(outputs[at])))
+            if self._returned[at].same is None and outputs[at].grad_fn is not None:
+                hooks = _give_hooks(outputs[at])
+                if self._returned[at].leads_to:
+                    node.listened.append((at, hooks, weakref.ref(outputs[at])))
 
     def check(self, half: Half, used: frozenset[int], changes: Changes, listened: Sequence[Any]) -> None:
         """Refuses a backward that would have other gradients, or give an output another, than on one device.
@@ -154,6 +231,7 @@ class Border:
             BackwardError: an output that it reads, here or on one device, was changed in place; or a hook would get a
                 part of an output's gradient.
         """
+        self.refuse_lost()
         for at, hooks, output in listened:
             others = used.intersection(self._returned[at].leads_to)
             if others and (hooks or ((x := output()) is not None and x.retains_grad)):
@@ -180,8 +258,8 @@ class Border:
             kept.setdefault(_memory(saved[at]), set()).add(name)
         firsts: dict[int, int] = {}
         found: dict[int, Shared] = {}
-        for at in self._returned:
-            memory = _memory(outputs[at])
+        for at, output in self._returned.items():
+            memory = 0 if output.same is not None else _memory(outputs[at])
             if memory:
                 first = firsts.setdefault(memory, at)
                 shared = Shared(taken.get(memory), first if first < at else None, frozenset(kept.get(memory, ())))

@@ -84,7 +84,7 @@ class Simulation:
                 assert role.layout is not None
                 out.append(self.ranks.assemble(result, role.layout))
         for at, output in enumerate(program.returned):
-            out[at] = out[output.first] if output.same else out[at]
+            out[at] = out[at] if output.same is None else out[output.same]
         read = [(at, out[at]) for at, output in enumerate(program.returned) if output.read_by]
         self._changes = [(at, counter_of(x), x._version) for at, x in read if isinstance(x, Tensor)]
         saved = {

@@ -1,0 +1,313 @@
+"""Outputs that are views on one device: of each other, of inputs and buffers, or of a tensor that nobody is given.
+
+A program gives what such outputs are views of, and they are made outside of it by torch's own ops. So autograd counts
+changes, follows changes in place and refuses them as on one device. It can be done where a rank's part of the view is a
+view of its part of the other tensor, by the ops of its graph; `Views.stray` are the outputs of which that is not so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.distributed.tensor import DTensor
+
+from shardc.ir import graph as ir
+from shardc.ir.executable import Executable, Half
+from shardc.ir.returned import Returned
+from shardc.runtime.gathered import is_view
+
+Op = Callable[[Tensor], Any]
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides and offset within memory
+
+
+@dataclass(frozen=True)
+class View:
+    """How an output is made of another tensor.
+
+    Args:
+        at: position of the output.
+        source: position of the tensor, among the outputs and the bases behind them; the output's own where the program
+            gives the very values.
+        taken: whether ``source`` is among what the program takes instead.
+        ops: the view ops between them.
+        output: what it is on one device.
+        detached: whether it has no gradient, and the tensor has.
+    """
+
+    at: int
+    source: int
+    taken: bool
+    ops: tuple[Op, ...]
+    output: Returned
+    detached: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.taken and self.output.itself:
+            return x
+        if self.detached and self.output.view:
+            x = x.detach()
+        for op in self.ops:
+            x = op(x)
+        if self.detached and not self.output.view:
+            return x.detach()
+        if self.output.part:
+            return x.unsqueeze(0).unbind(0)[0]  # which torch lets nobody change in place
+        return x if self.ops or not self.output.view else x.view_as(x)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A tensor that several outputs are views of, and that is no output.
+
+    Args:
+        of: positions of these outputs.
+        places: where each lies in the memory of the base, which has one dim.
+        split: those of ``of`` that have gradients.
+    """
+
+    of: tuple[int, ...]
+    places: tuple[Place, ...]
+    split: frozenset[int]
+
+    def holding(self, outputs: Sequence[Any]) -> Tensor:
+        """The base whose views have the values of ``outputs``: their own memory where they lie so."""
+        values = [outputs[at] for at in self.of]
+        first, size = values[0], max(map(_end, self.places))
+        start = first.storage_offset() - self.places[0][2]
+        memory = {x.untyped_storage().data_ptr() for x in values}
+        placed = [(tuple(x.shape), x.stride(), x.storage_offset() - start) for x in values]
+        if len(memory) == 1 and start >= 0 and placed == list(self.places):
+            return first.detach().as_strided((size,), (1,), start).detach()
+        base = first.new_zeros(size)
+        for x, place in zip(values, self.places, strict=True):
+            base.as_strided(*place).copy_(x)
+        return base
+
+    def gradients(self, grad: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """The gradients of the outputs, of that of the base: each element's goes to the first that has it."""
+        left = grad.clone(memory_format=torch.contiguous_format)
+        for at, place in zip(self.of, self.places, strict=True):
+            if at in self.split:
+                part = left.as_strided(*place)
+                yield at, part.clone(memory_format=torch.contiguous_format)
+                part.zero_()
+
+
+@dataclass(frozen=True)
+class Views:
+    """The outputs of a half that are made outside of it.
+
+    Args:
+        made: each of them, behind what it is made of.
+        bases: what is behind the outputs.
+        stray: positions of outputs that share memory on one device, and not here.
+        lost: positions of outputs whose changes in place change something else on one device, and not here.
+    """
+
+    made: tuple[View, ...] = ()
+    bases: tuple[Base, ...] = ()
+    stray: frozenset[int] = frozenset()
+    lost: frozenset[int] = frozenset()
+
+    def held_back(self, outputs: list[Any]) -> list[Any]:
+        """The outputs without those that are made of others, and the bases behind them."""
+        bases = [base.holding(outputs) for base in self.bases]
+        kept = list(outputs)
+        for view in self.made:
+            if view.taken or view.source != view.at:
+                kept[view.at] = None
+        return kept + bases
+
+    def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
+        """Puts the views among ``outputs``, which end with the bases; these go."""
+        for view in self.made:
+            outputs[view.at] = view(feed[view.source] if view.taken else outputs[view.source])
+        if self.bases:
+            del outputs[-len(self.bases) :]
+
+
+def views_of(
+    program: Executable, half: Half, differentiable: Collection[int], outputs: Sequence[Any], feed: Sequence[Any]
+) -> Views:
+    """The views among the outputs of a half.
+
+    Args:
+        differentiable: positions of outputs that have gradients.
+        outputs: what a run of the half gave.
+        feed: what it took.
+    """
+    nodes: list[Any] = [node for _, node in ir.outputs(half.graph)][: len(program.outputs)]
+    at_index = {role.index: at for at, role in enumerate(program.outputs) if role.kind == "output"}
+    returned = {
+        at: program.returned[index]
+        for index, at in at_index.items()
+        if isinstance(outputs[at], Tensor) and program.returned[index].same is None
+    }
+    takes = {(port.role.kind, port.role.name): at for at, port in enumerate(half.takes)}
+    placeholders = ir.placeholders(half.graph)
+    layouts = dict(program.inputs)
+    axes = {at: _axes(role.layout) for at, role in enumerate(program.outputs)}
+    views: dict[int, View] = {}
+    hidden: dict[int, list[int]] = {}  # by memory, what has no output or input before it
+    stray: set[int] = set()
+    copies: set[int] = set()
+
+    def add(view: View, source: Any, fits: bool) -> None:
+        if fits and _holds(view, source, outputs[view.at]):
+            views[view.at] = view
+        else:
+            stray.add(view.at)
+
+    for at, output in returned.items():
+        if output.of_output is not None:
+            source = at_index[output.of_output]
+            ops = _path(nodes[at], nodes[source])
+            detached = at not in differentiable and source in differentiable
+            view = View(at, source, False, ops or (), output, detached)
+            add(view, outputs[source], ops is not None and axes[at] == axes[source])
+        elif output.of is None:
+            hidden.setdefault(output.first, []).append(at)
+        elif any((kind, output.of) in takes for kind in ("input", "buffer")):
+            kind = "input" if ("input", output.of) in takes else "buffer"
+            source = takes[kind, output.of]
+            ops = _path(nodes[at], placeholders[source])
+            view = View(at, source, True, ops or (), output, at not in differentiable)
+            fits = ops is not None and (kind == "buffer" or axes[at] == _axes(layouts[output.of]))
+            add(view, feed[source], fits)
+        elif _memory(feed[takes["param", output.of]]) != _memory(outputs[at]):
+            copies.add(at)
+    bases: list[Base] = []
+    for group in hidden.values():
+        if len(group) == 1:
+            at = group[0]
+            if returned[at].view:
+                views[at] = View(at, at, False, (), returned[at])
+            continue
+        base = _base(group, nodes, outputs, differentiable) if len({axes[at] for at in group}) == 1 else None
+        if base is None:
+            stray.update(group)
+            continue
+        source = len(program.outputs) + len(bases)
+        bases.append(base)
+        for at, place in zip(group, base.places, strict=True):
+            ops = (partial(torch.as_strided, size=place[0], stride=place[1], storage_offset=place[2]),)
+            detached = at not in differentiable and bool(base.split)
+            views[at] = View(at, source, False, ops, returned[at], detached)
+    for first in {returned[at].first for at in stray}:
+        group = [at for at, output in returned.items() if output.first == first]
+        if len(group) > 1 and not all(returned[at].part for at in group):  # parts that one op makes are disjoint
+            copies.update(group)
+        copies.update(at for at in group if returned[at].of is not None and at in stray)
+    return Views(tuple(_ordered(views)), tuple(bases), frozenset(stray), frozenset(copies))
+
+
+def _memory(x: Any) -> int:
+    return int((x._local_tensor if isinstance(x, DTensor) else x).untyped_storage().data_ptr())
+
+
+def _axes(layout: Any) -> frozenset[str]:
+    return frozenset(layout.axes) if layout is not None else frozenset()
+
+
+def _ordered(views: dict[int, View]) -> Iterator[View]:
+    """Each view behind that which it is made of."""
+    left = dict(views)
+
+    def of(view: View) -> Iterator[View]:
+        if left.pop(view.at, None) is not None:
+            if not view.taken and view.source in left:
+                yield from of(left[view.source])
+            yield view
+
+    for view in views.values():
+        yield from of(view)
+
+
+def _up(node: Any) -> Iterator[tuple[fx.Node, Op | None]]:
+    """``node``, then what it is a view of, and so on, each with the op by which it is made of the next."""
+    while True:
+        before: Any = node.all_input_nodes[0] if node.op == "call_function" and node.all_input_nodes else None
+        op: Op | None = None
+        if before is None:
+            pass
+        elif node.target is getitem and before.op == "call_function" and _is_view_op(before):
+            op = partial(_one_of, partial(_applied, before.target, before.args[1:], before.kwargs), node.args[1])
+            before = before.args[0]
+        elif _is_view_op(node):
+            op = partial(_applied, node.target, node.args[1:], node.kwargs)
+        yield node, op
+        if op is None:
+            return
+        node = before
+
+
+def _is_view_op(node: fx.Node) -> bool:
+    op = node.target
+    is_op = isinstance(op, torch._ops.OpOverload) and is_view(op)
+    return is_op and node.all_input_nodes == [node.args[0]]
+
+
+def _applied(op: Any, args: Any, kwargs: Any, x: Tensor) -> Any:
+    return op(x, *args, **kwargs)
+
+
+def _one_of(op: Op, index: int, x: Tensor) -> Any:
+    return op(x)[index]
+
+
+def _path(node: Any, source: Any) -> tuple[Op, ...] | None:
+    """The ops by which ``node`` is a view of ``source``; None where it is none."""
+    ops: list[Op] = []
+    for above, op in _up(node) if isinstance(node, fx.Node) else ():
+        if above is source:
+            return tuple(reversed(ops))
+        if op is not None:
+            ops.append(op)
+    return None
+
+
+def _holds(view: View, source: Any, value: Tensor) -> bool:
+    """Whether ``view`` of ``source`` lies in its memory, and is what the program gave."""
+    with torch.no_grad():
+        out = replace(view, detached=False)(source.detach())
+    same = out.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+    return same and out.shape == value.shape and out.dtype == value.dtype
+
+
+def _base(
+    group: Sequence[int], nodes: Sequence[Any], outputs: Sequence[Any], gradients: Collection[int]
+) -> Base | None:
+    """What the outputs of a group are views of; None where they are of no tensor that is known."""
+    ways = [[node for node, _ in _up(nodes[at])] for at in group]
+    common = next((node for node in ways[0] if all(node in way for way in ways)), None)
+    values = [outputs[at] for at in group]
+    if common is None or len({x.dtype for x in values}) > 1:
+        return None
+    if len({x.untyped_storage().data_ptr() for x in values}) > 1:  # computed one by one
+        root = torch.empty(ir.value(common).shape, dtype=values[0].dtype, device="meta")
+        through = [_through(nodes[at], common, root) for at in group]
+        if [x.shape for x in through] != [x.shape for x in values]:
+            return None
+        values = through
+    start = min(x.storage_offset() for x in values)
+    places = tuple((tuple(x.shape), x.stride(), x.storage_offset() - start) for x in values)
+    if any(n > 1 and step == 0 for sizes, strides, _ in places for n, step in zip(sizes, strides, strict=True)):
+        return None
+    return Base(tuple(group), places, frozenset(group).intersection(gradients))
+
+
+def _through(node: fx.Node, source: fx.Node, x: Tensor) -> Tensor:
+    for op in _path(node, source) or ():
+        x = op(x)
+    return x
+
+
+def _end(place: Place) -> int:
+    sizes, strides, offset = place
+    return offset + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True)) + 1 if all(sizes) else offset
