@@ -19,7 +19,7 @@ def backward(change: Callable[[Any], Any], of: Callable[[Any], Tensor] = loss) -
     def act(net: Any, x: Tensor) -> Any:
         out = net(x)
         new = change(out)
-        of(out if new is None or not isinstance(new, Tensor | tuple) else new).backward()
+        of(new if isinstance(new, type(out)) else out).backward()
 
     return act
 
@@ -256,6 +256,17 @@ def within(mode: Any) -> Callable[[Any, Tensor], Any]:
     return act
 
 
+def both_changed(mode: Any) -> Callable[[Any, Tensor], Any]:
+    def act(net: Any, x: Tensor) -> Any:
+        with mode():
+            out = net(x)
+            out[0].mul_(2.0)
+            out[1].add_(1.0)
+        return out
+
+    return act
+
+
 def is_the_same(net: Any, x: Tensor) -> Any:
     out = net(x)
     assert out[0] is out[1]
@@ -354,7 +365,7 @@ def through_data(net: Any, x: Tensor) -> Any:
 
 def given_away(net: Any, x: Tensor) -> Any:
     """The output itself is gone before the backward, and a change of it counts."""
-    of_out = net(x).mul_(2.0).sum()
+    of_out = net(x).mul_(2.0).mean()
     of_out.backward()
 
 

@@ -14,6 +14,7 @@ from tests.semantics.output_acts import (
     accumulated,
     backward,
     both,
+    both_changed,
     changed_as_one,
     clipped,
     detached,
@@ -106,10 +107,10 @@ CASES: dict[str, Case] = {
     "linear of three dims, divided": Case(last, backward(lambda out: out.div_(0.7)), dims=3),
     "linear of three dims, a class masked": Case(last, backward(masked), dims=3),
     "linear, a class masked": Case(last, backward(masked)),
-    "linear, a row": Case(last, backward(lambda out: out[0].mul_(2.0))),
+    "linear, a column": Case(last, backward(lambda out: out[:, 0].mul_(2.0))),
     "linear, clamped": Case(last, backward(clipped)),
     "linear, masked_fill_": Case(last, backward(lambda out: out.masked_fill_(out > 0.1, -1.0))),
-    "linear, a part of a part": Case(last, backward(lambda out: out[1:][..., 1:3].add_(1.0))),
+    "linear, a part of a part": Case(last, backward(lambda out: out[..., 1:][..., 1:3].add_(1.0))),
     "linear, a view that is kept": Case(last, a_view_kept),
     "linear, given away": Case(last, given_away),
     "tanh, doubled": Case(tanh, backward(lambda out: out.mul_(2.0))),
@@ -161,9 +162,46 @@ CASES: dict[str, Case] = {
     "the same twice, second used": Case(twice, backward(lambda out: None, second)),
     "a view beside it, used": Case(lambda net, x, h, y: (y, y[..., :2]), backward(lambda out: None, either)),
     "a view beside it, changed": Case(
-        lambda net, x, h, y: (y, y[..., :2]), backward(lambda out: out[0].mul_(2.0), second), differs="inplace"
+        lambda net, x, h, y: (y, y[..., :2]), backward(lambda out: out[0].mul_(2.0), second)
     ),
     "a detached one beside it": Case(lambda net, x, h, y: (y, y.detach()), backward(lambda out: None, first)),
+    "a view beside it, the view changed": Case(
+        lambda net, x, h, y: (y, y[..., :2]), backward(lambda out: out[1].mul_(2.0), first)
+    ),
+    "a view in front of it, changed": Case(
+        lambda net, x, h, y: (y[..., :2], y, y), backward(lambda out: out[2].mul_(2.0), first)
+    ),
+    "a view of what is read, changed": Case(
+        lambda net, x, h, y: (y.tanh(), y.tanh()[..., :2], h, h.unsqueeze(-1)),
+        backward(lambda out: out[3].mul_(2.0), first),
+    ),
+    "two views of what is not returned, changed": Case(
+        lambda net, x, h, y: (y[..., :3], y[..., 2:]), backward(lambda out: out[1].mul_(2.0), either)
+    ),
+    "two views of what is not returned, a view of one changed": Case(
+        lambda net, x, h, y: (y[..., :3], y[..., :3][..., 1:]), backward(lambda out: out[1].mul_(2.0), either)
+    ),
+    "a detached one beside it, changed": Case(
+        lambda net, x, h, y: (y, y.detach()), backward(lambda out: out[1].mul_(2.0), first)
+    ),
+    "a hook of what a view is of": Case(lambda net, x, h, y: (y, y[..., :2]), hooked_hidden),
+    "a hook of a view": Case(lambda net, x, h, y: (y[..., :2], y), hooked_hidden),
+    "retain_grad of what a view is of": Case(lambda net, x, h, y: (y, y.t()[:2]), retained_hidden),
+    "detach_ of a view": Case(lambda net, x, h, y: y[..., :2], detached),
+    "a view beside it, the other changed unrecorded": Case(
+        lambda net, x, h, y: (y, y[..., :2]), backward(without_grad(lambda out: out[0].mul_(2.0)), second)
+    ),
+    "a view beside it, no_grad": Case(lambda net, x, h, y: (y, y[..., :2]), both_changed(torch.no_grad)),
+    "a view beside it, inference_mode": Case(lambda net, x, h, y: (y, y[..., :2]), both_changed(torch.inference_mode)),
+    "chunks, what they are of changed": Case(
+        lambda net, x, h, y: (h * 2).chunk(2, -1), backward(without_grad(lambda out: out[0].mul_(2.0)), either)
+    ),
+    "chunks beside it, it changed": Case(
+        lambda net, x, h, y: (y, *y.chunk(5, -1)), backward(lambda out: out[0].mul_(2.0), second)
+    ),
+    "chunks beside it, one changed": Case(
+        lambda net, x, h, y: (y, *y.chunk(5, -1)), backward(lambda out: out[1].mul_(2.0), first)
+    ),
     "chunks, used": Case(lambda net, x, h, y: h.chunk(2, -1), backward(lambda out: None, either)),
     "chunks, changed": Case(lambda net, x, h, y: h.chunk(2, -1), backward(lambda out: out[0].mul_(2.0), either)),
     "a chunk, changed": Case(lambda net, x, h, y: h.chunk(2, -1)[0], backward(lambda out: out.mul_(2.0))),

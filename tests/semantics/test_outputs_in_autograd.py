@@ -24,6 +24,9 @@ FUSED = (
     "hidden and last, hidden changed",
     "last and its tanh, last changed", "last and its relu, last changed", "a copy beside it", "a copy of tanh",
     "the same twice, changed", "a view beside it, changed", "chunks, changed", "the input", "a view of the input",
+    "a view beside it, the view changed", "a view in front of it, changed",
+    "two views of what is not returned, changed",
+    "a detached one beside it, changed", "a view beside it, no_grad", "chunks beside it, it changed",
     "without gradients", "saved as a copy, transposed", "retain_graph", "inference_mode",
 )  # fmt: skip
 
@@ -104,7 +107,7 @@ GLOBAL = (
     "linear of three dims, divided", "tanh, doubled", "hidden and last, hidden changed",
     "hidden and last, hidden changed, alone used", "last and its tanh, last changed", "the same twice",
     "the same twice, changed", "a hook of what another is made of", "a hook of an unused output", "retain_grad",
-    "a view beside it, changed", "log_softmax",
+    "log_softmax",
     "retain_graph", "backward twice", "chunks, changed", "without gradients", "no_grad",
 )  # fmt: skip
 
