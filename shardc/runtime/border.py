@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -109,7 +110,7 @@ class Border:
         views.make(outputs, feed)
         if node is not None:
             self._listen(outputs, node)
-        for at in views.lost:
+        for at in () if torch.is_inference_mode_enabled() else views.lost:  # nobody counts changes there
             x = outputs[at]
             self._lost.append((StorageWeakRef(x.untyped_storage()), at, counter_of(x), x._version))
 
