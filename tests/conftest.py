@@ -3,6 +3,9 @@
 Property tests try the same examples in every run. ``pytest -m hypothesis --hypothesis-profile=long`` tries others, many
 more, and makes what fails smaller.
 
+Programs are stored, as by default, each test's in a folder of its own; or all in the folder that SHARDC_STORE names: a
+second run with the same folder then is of second starts.
+
 A test is medium if it took `MEDIUM` seconds or more when ``make seconds`` last noted these, in `SECONDS`.
 """
 
@@ -10,13 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("SHARDC_STORE", "0")  # a test compiles what it tests; tests of the store turn it on
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -74,8 +77,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.fixture(autouse=True)
 def _by_itself() -> Iterator[None]:
-    """Each test starts from the same random state, and leaves torch's settings as they were."""
+    """Each test starts from the same random state and an empty store, and leaves torch's settings as they were."""
     torch.manual_seed(0)
     before = Surroundings.now(torch.device("cpu"))
-    yield
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        if "SHARDC_STORE" not in os.environ:
+            patch.setenv("SHARDC_STORE", folder)
+        yield
     assert Surroundings.now(torch.device("cpu")) == before, "the test leaves torch otherwise than it found it"

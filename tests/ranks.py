@@ -35,23 +35,26 @@ def run_ranks(ranks: int, *checks: Check, programs: Path | None = None, timeout:
     raised here, with the name of its check.
 
     Args:
-        programs: a folder in which programs are stored and found; by default nothing is.
+        programs: a folder in which programs are stored and found; by default one for each check, of the test.
+            A second run of the same checks then is of second starts.
         timeout: of each check's collectives, if not torch's.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (ranks, checks, str(Path(folder) / "store"), programs and str(programs), timeout)
+        named = str(programs or os.environ.get("SHARDC_STORE", "1"))
+        by_check = programs is None and os.path.isabs(named)
+        folders = [str(Path(named) / str(at)) if by_check else named for at in range(len(checks))]
+        given = (ranks, checks, str(Path(folder) / "store"), folders, timeout)
         mp.start_processes(_rank, given, nprocs=ranks, start_method="forkserver")
 
 
 def _rank(
-    rank: int, ranks: int, checks: Sequence[Check], path: str, programs: str | None, timeout: timedelta | None
+    rank: int, ranks: int, checks: Sequence[Check], path: str, programs: Sequence[str], timeout: timedelta | None
 ) -> None:
     torch.set_num_threads(1)
-    if programs is not None:
-        os.environ["SHARDC_STORE"] = programs
     store = dist.FileStore(path, ranks)
     for at, check in enumerate(checks):
         torch.manual_seed(0)
+        os.environ["SHARDC_STORE"] = programs[at]
         prefixed = dist.PrefixStore(str(at), store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=ranks, timeout=timeout)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -365,31 +365,45 @@ CASES = {
 }
 
 
-def run(name: str) -> None:
+def run(name: str, again: bool = False) -> None:
+    """One start; ``again``: after another, which stored all that could be."""
     case = CASES[name]
     pair = Pair(case)
     case.drive(pair)
     made = pair.module.shardc
-    found = [p.folded is not None for p in (*made.programs.values(), *made.deferring.values()) if hasattr(p, "folded")]
+    programs = [*made.programs.values(), *made.deferring.values()]
+    if again:
+        fresh = [program.stored for program in programs if not program.from_store]
+        assert all(stored.startswith("not stored") for stored in fresh), f"{name}: {fresh}"
+        return
+    ranks: list[Any] = [None] * dist.get_world_size()  # of all, one captures each program
+    dist.all_gather_object(ranks, [p.folded is not None if hasattr(p, "folded") else None for p in programs])
+    found = [True in of for of in zip(*ranks, strict=True) if set(of) != {None}]
     assert found == case.folds if isinstance(case.folds, list) else set(found) == {case.folds}, f"{name}: {found}"
 
 
 FEW = ("small buckets", "no_sync")
 
 
-def cases(ranks: int) -> list[partial[None]]:
-    return [partial(run, name) for name in CASES if prod(CASES[name].mesh.values()) == ranks and name not in FEW]
+def cases(ranks: int) -> list[str]:
+    return [name for name, case in CASES.items() if prod(case.mesh.values()) == ranks and name not in FEW]
+
+
+def starts(ranks: int, names: Iterable[str]) -> None:
+    """Two starts of each case, of which the second finds what the first stored."""
+    for again in (False, True):
+        run_ranks(ranks, *(partial(run, name, again) for name in names))
 
 
 def test_a_step_and_no_sync() -> None:
-    run_ranks(2, *(partial(run, name) for name in FEW))
+    starts(2, FEW)
 
 
 @pytest.mark.slow
 def test_on_two_ranks() -> None:
-    run_ranks(2, *cases(2))
+    starts(2, cases(2))
 
 
 @pytest.mark.slow
 def test_on_four_ranks() -> None:
-    run_ranks(4, *cases(4))
+    starts(4, cases(4))
