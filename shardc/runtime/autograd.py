@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from shardc.errors import BackwardError
 from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, Half
 from shardc.ir.layout import Layout
+from shardc.runtime.gathered import gather
 from shardc.runtime.step import Runner
 from shardc.runtime.storage import grad_from_padded
 
@@ -97,6 +98,8 @@ class Step(torch.autograd.Function):
                 "backward was already run for this step, and what it needs was freed",
                 fix="run the forward again, or pass retain_graph=True to all backwards of one forward but the last",
             )
+        # Beside parameters in a loss, an output gets its gradient as a DTensor.
+        tangents = tuple(gather(x) if isinstance(x, DTensor) else x for x in tangents)
         by_index: dict[int, Any] = runner.border.gradients(tangents)
         used = frozenset(index for index, x in by_index.items() if x is not None)
         if not used:

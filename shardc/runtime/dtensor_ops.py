@@ -15,12 +15,14 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import OutputSharding
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
 from shardc.runtime.dtensor_methods import METHODS, meshes
@@ -31,6 +33,7 @@ from shardc.runtime.gathered import (
     gather,
     is_view,
     replicated,
+    replicated_spec,
     scatter_into,
     scattered_like,
     settle,
@@ -51,7 +54,6 @@ _ANY_SHARDS = {
     aten.unsqueeze.default, aten.stack.default, aten.select.int, aten.slice.Tensor, aten.expand.default,
     aten._fused_adam_.default, aten._fused_adamw_.default, aten._fused_sgd_.default, aten._fused_adagrad_.default,
     aten._fused_adam_.tensor_lr, aten._fused_adamw_.tensor_lr, aten._fused_sgd_.tensor_lr,
-    aten._amp_foreach_non_finite_check_and_unscale_.default,
 }  # fmt: skip
 _NORMS = (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)  # of positive finite order
 # Right where all ranks hold shards of one size.
@@ -66,12 +68,12 @@ _STRIDED = {
     aten.clone.default, aten._to_copy.default, aten.copy_.default, aten.fill_.Scalar, aten.zero_.default,
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
     aten.detach.default, aten.alias.default, aten._fused_adam_.default, aten._fused_adamw_.default,
-    aten._fused_sgd_.default, aten._fused_adagrad_.default, aten._amp_foreach_non_finite_check_and_unscale_.default,
+    aten._fused_sgd_.default, aten._fused_adagrad_.default,
 }  # fmt: skip
 # Of which DTensor has handlers that are asked before any rule.
 _HANDLED = (
     aten.argmin.default, aten.argmax.default, aten.as_strided.default, aten.copy_.default, aten.convolution.default,
-    aten.convolution_backward.default,
+    aten.convolution_backward.default, aten._amp_foreach_non_finite_check_and_unscale_.default,
 )  # fmt: skip
 
 
@@ -175,9 +177,9 @@ def _handler(theirs: Callable[..., Any] | None) -> Callable[..., Any]:
     """DTensor's handler of an op, ``theirs``, with ours before it."""
 
     def handler(op: Any, args: Any, kwargs: Any) -> Any:
-        mesh = next(x.device_mesh for x in args if isinstance(x, DTensor))
+        mesh = next(x.device_mesh for x in pytree.tree_leaves(args) if isinstance(x, DTensor))
         if mesh in meshes and not _is_traced(args):
-            return _copy(*args) if op is aten.copy_.default else on_wholes(op, args, kwargs, mesh)
+            return _OURS[op](*args) if op in _OURS else on_wholes(op, args, kwargs, mesh)
         if theirs is not None:
             return theirs(op, args, kwargs)
         table = DTensor._op_dispatcher._custom_op_handlers
@@ -203,6 +205,21 @@ def _copy(target: Any, value: Any, *_: Any) -> Any:
     whole = gather(value) if isinstance(value, DTensor) else value
     scatter_into(target, whole.expand(target.shape))
     return target
+
+
+def _unscale(grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
+    """What `GradScaler.unscale_` does: one gradient that is not finite on a rank is one on all ranks."""
+    local = [settle(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
+    aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
+    split = ((x.device_mesh, dim, p) for x in grads if isinstance(x, DTensor) for dim, p in enumerate(x.placements))
+    for mesh, dim in dict.fromkeys((mesh, dim) for mesh, dim, p in split if not p.is_replicate()):
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, mesh.get_group(dim))
+
+
+_OURS: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}
 
 
 def _is_traced(args: Any) -> bool:
@@ -298,8 +315,12 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         for x in (x for x in drawn if isinstance(x, Tensor)):
             broadcast(x, mesh)
     for x in writes:
-        if isinstance(x, DTensor):
-            scatter_into(x, wholes[id(x)])
+        if not isinstance(x, DTensor):
+            continue
+        if torch.Tag.inplace_view in op.tags and all(p.is_replicate() for p in x.placements):
+            x._local_tensor, x._spec = wholes[id(x)], replicated_spec(wholes[id(x)], mesh)
+            return return_and_correct_aliasing(op, args, kwargs, x)  # which gives `x` itself the shape
+        scatter_into(x, wholes[id(x)])
     originals = {id(wholes[id(x)]): x for x in writes if id(x) in wholes}
 
     def wrap(x: Any) -> Any:

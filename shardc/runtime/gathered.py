@@ -141,8 +141,8 @@ def check_equal(tensors: list[Tensor], device_mesh: DeviceMesh, op: Any) -> None
             raise LayoutError(
                 f"{op} has a parameter or gradient and a plain tensor of shape {list(x.shape)}, which stands for a "
                 "whole tensor; its values differ between ranks",
-                fix="make the same tensor on all ranks (the same seed; inputs and outputs of a module are a rank's own "
-                "rows, unless gathered), or a DTensor with the parameter's placements",
+                fix="make the same tensor on all ranks (the same seed), or a DTensor with its placements; what "
+                "a module takes and gives is a rank's own rows: write the line inside of forward",
             )
 
 
