@@ -27,6 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils import _pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardc.errors import MeshError
 
@@ -37,6 +38,11 @@ no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on al
 is_in_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor is one of torch.func's
 COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original
 DYNAMIC_DIMS = "_dynamo_dynamic_indices"  # where ``torch._dynamo.mark_dynamic`` keeps the dims of a tensor
+
+
+def is_wrapper(x: object) -> bool:
+    """Whether ``x`` keeps its values in tensors of its own, as a quantised weight does; a DTensor does not count."""
+    return is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor | AsyncCollectiveTensor)
 
 
 def grouped_mm(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:

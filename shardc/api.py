@@ -26,6 +26,7 @@ from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, subclass
 from shardc.ir.deferred import replicated
+from shardc.ir.inner import flattened
 from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -129,7 +130,8 @@ def compile(
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=4)
     register_caches()
-    module = model if isinstance(model, nn.Module) else as_module(model)
+    given = model if isinstance(model, nn.Module) else as_module(model)
+    module = flattened(given)
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)
@@ -205,7 +207,7 @@ def compile(
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     if groups is not None:
-        note_original(module, sharded)
+        note_original(given, sharded)
     for program in saved:
         state.add(program)
     return sharded
@@ -285,7 +287,7 @@ def _check_tensors(model: nn.Module) -> None:
                     f"{kind} {name!r} is of a lazy module and has no shape yet",
                     fix="call the model once, then compile it",
                 )
-            if refused := why_refused(x):
+            if refused := why_refused(x, held=kind != "attribute"):
                 what, instead = refused
                 raise InputError(
                     f"{kind} {name!r} is {what}", fix=f"put in its place {instead.format(f'model.{name}')}"

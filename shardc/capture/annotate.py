@@ -132,7 +132,7 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
 def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
     if isinstance(desc, aot.ParamAOTInput | aot.BufferAOTInput):
         return replace(desc, target=first[desc.target])
-    for place in ("grad_of", "mutated_input"):
+    for place in ("grad_of", "mutated_input", "base"):
         if hasattr(desc, place):
             return replace(desc, **{place: _by_first_name(getattr(desc, place), first)})
     return desc
@@ -226,6 +226,9 @@ def _input_role(desc: Any, inputs: Sequence[str]) -> Role:
         return Role("param", desc.target.removeprefix(PREFIX))
     if isinstance(desc, aot.BufferAOTInput):
         return Role("buffer", desc.target.removeprefix(PREFIX))
+    if isinstance(desc, aot.SubclassGetAttrAOTInput):  # an inner tensor of a wrapper subclass
+        outer = _input_role(desc.base, inputs)
+        return replace(outer, name=f"{outer.name}.{desc.attr}")
     if isinstance(desc, aot.TangentAOTInput):
         return Role("tangent", _output_name(desc.output), _output_index(desc.output))
     return Role("input", inputs[desc.idx], desc.idx)

@@ -35,12 +35,13 @@ from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws
-from shardc.capture.reads import reads_of, recorded
+from shardc.capture.reads import code_run, reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
+from shardc.ir.inner import InnerTensors, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.reads import Reads
 from shardc.ir.returned import Returned, returned
@@ -230,7 +231,7 @@ def trace(
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-            with mode:  # it looks for one among the tensors, of which there may be none
+            with mode, code_run(model) as ran:  # it looks for a mode among the tensors, of which there may be none
                 joint = aot_autograd.aot_export_joint_with_descriptors(
                     stack, traced, tuple(fakes), {}, decompositions=decompositions()
                 )
@@ -245,7 +246,7 @@ def trace(
         of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
         changes += prints(traced_code(traces[-1].graph_capture_output))
-    reads = reads_of(traces[-1], model, loss)
+    reads = reads_of(traces[-1], model, loss, ran)
     refuse_changed_reads(sets, reads, model, loss, traced_code(traces[-1].graph_capture_output))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
@@ -301,15 +302,24 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are fake on ``device``."""
     said = dict(dtypes.modules)
+    inside = {path for path, module in model.named_modules() if isinstance(module, InnerTensors)}
 
     def fake(name: str, tensor: Tensor) -> Tensor:
-        wanted, is_param = said.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
+        path, is_param = name.rpartition(".")[0], isinstance(tensor, nn.Parameter)
+        wanted = said.get(path, ModuleDtypes()) if path not in inside else ModuleDtypes()
         like = tensor.detach()
         with mode:
             made = fake_like(like, device, wanted.param if is_param else wanted.buffers)
             return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
 
     made = clone_tree(model, fake)
+
+    def outer(path: str, inner: InnerTensors) -> Tensor:
+        wanted = said.get(path, ModuleDtypes())
+        with mode:
+            return inner.outer(dtype=wanted.param if inner.is_param else wanted.buffers)
+
+    unflatten(made, outer)
     for module in made.modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor):

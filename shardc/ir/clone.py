@@ -111,7 +111,8 @@ class _Cloner:
             return None
         if id(tensor) not in self._made:
             self._made[id(tensor)] = self._tensor_fn(name, tensor)
-            note_attributes(self._made[id(tensor)], tensor)
+            if self._made[id(tensor)] is not tensor:
+                note_attributes(self._made[id(tensor)], tensor)
         made: torch.Tensor = self._made[id(tensor)]
         return made
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 from torch.distributed.tensor import DTensor
 
-from shardc._compat import AsyncCollectiveTensor, FakeTensor, is_in_transform
+from shardc._compat import AsyncCollectiveTensor, FakeTensor, is_in_transform, is_wrapper
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer, DTensor, AsyncCollectiveTensor, FakeTensor)
 # What a class may say for itself: how it is made, copied and shown, not what torch does with it.
@@ -19,15 +19,18 @@ _HARMLESS = frozenset(
     "__class_getitem__ __init__ __new__ __repr__ __str__ __format__ __dir__ __hash__ __sizeof__ __copy__ __deepcopy__ "
     "__reduce__ __reduce_ex__ __getstate__ __setstate__".split()
 )
-_CLASS = "_shardc_class"
+CLASS = "_shardc_class"
 # Results of torch's functions on them are plain tensors.
 _UNWRAPPED = ("torchvision.tv_tensors",)
 
 
-def why_refused(x: Tensor) -> tuple[str, str] | None:
+def why_refused(x: Tensor, held: bool = False) -> tuple[str, str] | None:
     """What ``x`` is besides a dense tensor of values, and what to take for ``{}`` instead; None for nothing else.
 
     Classes pass by an allow-list: torch's own, and those derived from them that override nothing of theirs.
+
+    Args:
+        held: it is a parameter or buffer, which may be of a wrapper subclass; see `shardc.ir.inner`.
     """
     if x.is_nested:
         return "a nested tensor", "torch.nested.to_padded_tensor({}, 0.0), and a mask"
@@ -39,7 +42,16 @@ def why_refused(x: Tensor) -> tuple[str, str] | None:
         return "a tensor inside of a transform of torch.func", "plain tensors, outside of vmap, grad, jvp and the like"
     if not x.is_inference() and unpack_dual(x).tangent is not None:
         return "a dual tensor of forward-mode autograd", "its primal: torch.autograd.forward_ad.unpack_dual({})"
+    if isinstance(x, DTensor):
+        return why_refused(x._local_tensor)
     if overridden := _overridden(type(x)):
+        if held and is_wrapper(x) and not x.requires_grad:
+            inner = (why_refused(getattr(x, name), held) for name in x.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+            return next(filter(None, inner), None)
+        if held and is_wrapper(x):
+            return f"a {type(x).__name__} that is trained, and of its inner tensors no optimizer would make the same", (
+                "a frozen one ({}.requires_grad_(False)), with adapters to train, or a plain tensor of its values"
+            )
         if hasattr(x, "__tensor_flatten__"):
             return f"a {type(x).__name__}, which holds its values in other tensors", (
                 "a plain tensor of its values ({}.dequantize(), or the model before it was quantised)"
@@ -61,7 +73,7 @@ def note_attributes(x: Tensor, like: Tensor) -> None:
         return
     cls = type(like)
     added = {name: value for name, value in _added(cls).items() if not hasattr(value, "__get__")}
-    noted = {} if cls in _PLAIN else {_CLASS: cls}
+    noted = {} if cls in _PLAIN else {CLASS: cls}
     for name, value in {**added, **noted, **vars(like)}.items():
         if not name.startswith("_dynamo_"):  # which torch.compile notes
             vars(x).setdefault(name, value)
@@ -69,7 +81,7 @@ def note_attributes(x: Tensor, like: Tensor) -> None:
 
 def lost_names(x: Tensor) -> tuple[type, set[str]]:
     """The class that the user's tensor had, of which ``x`` is a copy, and the names by which code asks for it."""
-    cls: type = vars(x).get(_CLASS, type(x))
+    cls: type = vars(x).get(CLASS, type(x))
     return cls, {name for name, value in _added(cls).items() if hasattr(value, "__get__")} | {cls.__name__}
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from shardc._compat import is_wrapper
 from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -190,12 +191,16 @@ def check_loads(template: nn.Module, state_dict: Mapping[str, Any], strict: bool
         RuntimeError: torch's own, which names what is missing, unexpected or of another shape.
     """
     shapes = OrderedDict(
-        (name, torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value)
+        (name, value if not isinstance(value, Tensor) or is_wrapper(value) else _on_meta(value))
         for name, value in state_dict.items()
     )
     if hasattr(state_dict, "_metadata"):
         shapes._metadata = state_dict._metadata  # type: ignore[attr-defined]
     nn.Module.load_state_dict(template, shapes, strict=strict)
+
+
+def _on_meta(value: Tensor) -> Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
+from shardc.ir.inner import check_conversion
 from shardc.runtime import changes, parts
 from shardc.runtime.acts import call_act
 from shardc.runtime.again import copied
@@ -132,6 +133,7 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         with self.shardc.tells():
+            check_conversion(self, fn)
             super()._apply(fn, recurse)
             if self.shardc.groups is not None:
                 changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)

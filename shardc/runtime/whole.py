@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import LayoutError
+from shardc.ir.inner import rebuilt
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
@@ -99,7 +100,7 @@ def full_state_dict(
                 gathered[id(value)] = full.to(device) if device is not None else full
             value = gathered[id(value)]
         out[name] = value
-    return out
+    return rebuilt(module, out)
 
 
 def first_state_dict(
@@ -120,7 +121,7 @@ def first_state_dict(
             out[name] = full.detach().clone().to(device or "cpu") if groups.rank == 0 else None
         else:
             out[name] = value
-    return out if groups.rank == 0 else {}
+    return rebuilt(module, out) if groups.rank == 0 else {}
 
 
 @contextmanager

@@ -1,0 +1,241 @@
+"""Frozen tensors of wrapper subclasses (quantised weights), of which a compiled module holds the inner tensors.
+
+A class with ``__tensor_flatten__`` and ``__tensor_unflatten__`` keeps its values in plain tensors, and says by
+``__torch_dispatch__`` what ops do with these, which is what AOTAutograd traces. A program takes the inner tensors. They
+are stored, sharded and saved as any other: ``layer.weight`` becomes ``layer.weight.qdata`` and ``layer.weight.scale``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardc._compat import is_wrapper
+from shardc.errors import CaptureError, InputError
+from shardc.ir.clone import clone_tree
+from shardc.ir.kinds import CLASS
+
+_DTYPE = "convert the model first, then compile it"
+
+
+class InnerTensors(nn.Module):
+    """What a tensor ``x`` of a wrapper subclass is made of; stands in the module that has ``x``, under its name.
+
+    Args:
+        x: frozen. Its inner tensors become frozen parameters if it is one, else buffers; inner tensors that are
+            wrappers themselves become modules again.
+        persistent: whether a state dict has it.
+
+    Raises:
+        InputError: ``__tensor_unflatten__`` makes another tensor of them.
+    """
+
+    def __init__(self, name: str, x: Tensor, persistent: bool = True) -> None:
+        super().__init__()
+        self.cls: Any = type(x)
+        self.is_param = isinstance(x, nn.Parameter)
+        names, self.context = x.__tensor_flatten__()  # type: ignore[attr-defined]
+        self.size, self.stride, self.dtype = x.size(), x.stride(), x.dtype
+        for key in names:
+            inner = getattr(x, key).detach()
+            if is_wrapper(inner):
+                inner = nn.Parameter(inner, requires_grad=False) if self.is_param else inner
+                self._modules[key] = InnerTensors(f"{name}.{key}", inner, persistent)
+            elif self.is_param:
+                self._parameters[key] = nn.Parameter(inner, requires_grad=False)
+            else:
+                self._buffers[key] = inner
+                self._non_persistent_buffers_set |= set() if persistent else {key}
+        self.names, self.attributes = tuple(names), {}
+        again = self.outer()
+        self.attributes = {key: value for key, value in vars(x).items() if key not in {*vars(again), CLASS}}
+        if (type(again), again.size(), again.dtype) != (type(x), x.size(), x.dtype):
+            raise InputError(
+                f"{name!r} is a {self.cls.__name__} whose __tensor_unflatten__ makes another tensor of what "
+                "__tensor_flatten__ gave",
+                fix="put in its place a plain tensor of its values",
+            )
+
+    def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to ``dtype``."""
+        inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._held.items()}
+        made: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        for key, value in self.attributes.items():
+            setattr(made, key, value)
+        if dtype is not None and made.is_floating_point():
+            made = made.to(dtype)
+        return nn.Parameter(made, requires_grad=False) if self.is_param else made
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        held = {**self._parameters, **self._buffers, **self._modules}
+        return {key: held[key] for key in self.names}
+
+    def taken(self, x: Any, prefix: str) -> dict[str, Tensor]:
+        """The inner tensors of ``x``, by their names behind ``prefix``.
+
+        Raises:
+            ValueError: it is of another class, or has other metadata.
+        """
+        names, context = x.__tensor_flatten__() if type(x) is self.cls else ((), None)
+        if type(x) is not self.cls or (tuple(names), repr(context)) != (self.names, repr(self.context)):
+            kind = f"a {type(x).__name__} with {context}" if names else f"a {type(x).__name__}"
+            raise ValueError(f"{prefix[:-1]} is {kind}, the module has a {self.cls.__name__} with {self.context}")
+        out: dict[str, Tensor] = {}
+        for key in names:
+            mine, value = self._held[key], getattr(x, key)
+            if isinstance(mine, InnerTensors):
+                out |= mine.taken(value, f"{prefix}{key}.")
+            else:  # who loads into a template only looks at shapes
+                shapes_only = mine.is_meta and not isinstance(mine, DTensor)
+                out[prefix + key] = value.to("meta") if shapes_only else value
+        return out
+
+    def extra_repr(self) -> str:
+        """What a program depends on besides the inner tensors."""
+        return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.size)}, {self.attributes}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        check_conversion(self, fn)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+
+class _Holder(nn.Module):
+    """Stands before the class of a module that has `InnerTensors`: their names give the tensors that they make up."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(inner := self._modules.get(name), InnerTensors) and value is not inner:
+            raise InputError(
+                f"{name!r} of {type(self).__name__} is a {inner.cls.__name__}, of which the module holds the inner "
+                "tensors: it cannot be replaced",
+                fix="load values into it (load_state_dict), or change the model and compile it again",
+            )
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for key, inner in self._modules.items():
+            if isinstance(inner, InnerTensors) and prefix + key in state_dict:
+                try:
+                    state_dict.update(inner.taken(state_dict.pop(prefix + key), f"{prefix}{key}."))
+                except ValueError as error:
+                    state_dict.update(inner.state_dict(prefix=f"{prefix}{key}.", keep_vars=True))
+                    args[-1].append(str(error))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _getter(name: str) -> property:
+    def get(module: nn.Module) -> Tensor:
+        inner = module._modules[name]
+        assert isinstance(inner, InnerTensors)
+        return inner.outer(lambda x: _whole(name, x))
+
+    return property(get)
+
+
+def _whole(name: str, x: Tensor) -> Tensor:
+    if not isinstance(x, DTensor):
+        return x
+    if any(not placement.is_replicate() for placement in x.placements):
+        raise InputError(
+            f"{name!r} is of a wrapper subclass, and its inner tensors are sharded: no rank holds it",
+            fix="read it inside of `with module.summon_full_params():`",
+        )
+    return x._local_tensor
+
+
+def flattened(model: nn.Module) -> nn.Module:
+    """``model``, or a copy that has `InnerTensors` in the place of its parameters and buffers of wrapper subclasses.
+
+    The copy shares all tensors.
+    """
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wrappers = {name: x for name, x in named.items() if is_wrapper(x)}
+    if not wrappers:
+        return model
+    volatile = {
+        id(module._buffers[key]) for module in model.modules() for key in module._non_persistent_buffers_set
+    }  # fmt: skip
+    made = {id(x): InnerTensors(name, x, id(x) not in volatile) for name, x in wrappers.items()}
+    copy = clone_tree(model, lambda _, x: x)
+    for module in list(copy.modules()):
+        found = {
+            key: made[id(x)] for kind in _KINDS for key, x in getattr(module, kind).items() if id(x) in made
+        }  # fmt: skip
+        if not found:
+            continue
+        for key, inner in found.items():
+            for kind in _KINDS:
+                getattr(module, kind).pop(key, None)
+            module._non_persistent_buffers_set.discard(key)
+            module._modules[key] = inner
+        cls = type(module)
+        own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **{key: _getter(key) for key in found}}
+        module.__class__ = type(cls.__name__, (_Holder, cls), own)
+    return copy
+
+
+_KINDS = ("_parameters", "_buffers")
+
+
+def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> None:
+    """Puts tensors in the places of the `InnerTensors` of ``model``, and its modules back to their own classes.
+
+    Args:
+        of: makes the tensor, given the path of the module that it is in; once for one that is in several places.
+
+    Raises:
+        CaptureError: an inner tensor is to be trained.
+    """
+    made: dict[int, Tensor] = {}
+    for path, module in list(model.named_modules()):
+        found = {key: inner for key, inner in module._modules.items() if isinstance(inner, InnerTensors)}
+        if not found or isinstance(module, InnerTensors):
+            continue
+        module.__class__ = type(module).__mro__[2]
+        for key, inner in found.items():
+            for name, x in inner.named_parameters():
+                if x.requires_grad:
+                    raise CaptureError(
+                        f"parameter '{path}.{key}.{name}' is an inner tensor of a {inner.cls.__name__}, which is "
+                        "trained as it is on no device",
+                        fix="freeze it again: requires_grad_(False)",
+                    )
+            del module._modules[key]
+            made.setdefault(id(inner), of(path, inner))
+            (module._parameters if inner.is_param else module._buffers)[key] = made[id(inner)]
+
+
+def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of whole tensors with the tensors that inner ones make up, under the names of the model."""
+    out = dict(state)
+    for path, inner in _outermost(module):
+        held = {id(x): f"{path}.{name}" for name, x in inner.state_dict(keep_vars=True).items()}
+        if held and all(name in out for name in held.values()):
+            value = inner.outer(lambda x, held=held: state[held[id(x)]])  # type: ignore[misc]
+            at = list(out).index(next(iter(held.values())))
+            rest = [(key, x) for key, x in out.items() if key not in held.values()]
+            out = dict([*rest[:at], (path, value.detach()), *rest[at:]])
+    return out
+
+
+def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Raises InputError where ``fn`` converts an inner tensor to another dtype, of which its class would not know."""
+    for path, inner in _outermost(module):
+        for kind in {inner.dtype, *(x.dtype for x in (*inner.parameters(), *inner.buffers()))}:
+            if (wanted := fn(torch.empty(0, dtype=kind)).dtype) != kind:
+                raise InputError(
+                    f"{path or 'a tensor'!r} is a {inner.cls.__name__} of {inner.dtype}, of which the module holds the "
+                    f"inner tensors: it cannot be converted from {kind} to {wanted}",
+                    fix=_DTYPE,
+                )
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[str, InnerTensors]]:
+    for path, each in module.named_modules(remove_duplicate=False):
+        parent = module.get_submodule(path.rpartition(".")[0]) if path else None
+        if isinstance(each, InnerTensors) and not isinstance(parent, InnerTensors):
+            yield path, each
