@@ -26,7 +26,7 @@ from shardc.errors import CaptureError, InputError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, subclass
 from shardc.ir.deferred import replicated
-from shardc.ir.inner import flattened
+from shardc.ir.inner import flattened, outer_names
 from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
@@ -328,13 +328,13 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
 
 
 def _names(module: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> the first."""
+    """Other names of tied parameters -> the first; of tensors of wrapper subclasses -> an inner one."""
     first: dict[int, str] = {}
     out = {}
     for name, p in module.named_parameters(remove_duplicate=False):
         if first.setdefault(id(p), name) != name:
             out[name] = first[id(p)]
-    return out
+    return out | outer_names(module)
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:

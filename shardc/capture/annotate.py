@@ -242,9 +242,22 @@ def _output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
     if isinstance(desc, aot.InputMutationAOTOutput):
         target = _input_role(desc.mutated_input, inputs)
         return Role(target.kind, target.name, target.index)
+    if isinstance(desc, aot.SubclassGetAttrAOTOutput):
+        return _inner_output_role(desc, inputs)
     if isinstance(desc, aot.PlainAOTOutput):
         return Role("output", _output_name(desc), desc.idx)
     return None
+
+
+def _inner_output_role(desc: Any, inputs: Sequence[str]) -> Role | None:
+    """Raises CaptureError for an output of the model that is of a wrapper subclass."""
+    outer = _output_role(desc.base, inputs)
+    if outer is not None and outer.kind == "output":
+        raise CaptureError(
+            f"output {outer.name!r} of the model is of a wrapper subclass, with the inner tensor {desc.attr!r}",
+            fix="return its inner tensors, or a plain tensor of its values",
+        )
+    return None if outer is None else replace(outer, name=f"{outer.name}.{desc.attr}")
 
 
 def _output_index(desc: Any) -> int:

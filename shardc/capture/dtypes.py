@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardc.ir.inner import InnerTensors
 from shardc.ir.repeat import Repeat, short_name
 
 # Their children are layers, which people shard one by one.
@@ -49,6 +50,8 @@ class Dtypes:
         """
         found: dict[str, ModuleDtypes] = {}
         for path, module in model.named_modules():
+            if isinstance(module, InnerTensors):  # which the tensor's class converts
+                continue
             mine, outer, holder = policy(path), path.rpartition(".")[0], None
             outermost = not path or policy(outer) != mine
             if path:

@@ -16,6 +16,7 @@ from shardc._compat import is_wrapper, traced_code
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
 from shardc.ir.code import code_hash
+from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
 from shardc.ir.reads import Lookup, Read, Reads, parse
 from shardc.ir.told import is_told, is_told_frame
@@ -103,7 +104,8 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, ran: Iterable[CodeType] = 
     imported = dict(trace.graph_capture_output.import_sources)
     scopes: dict[str, Any] = {}
     found = {Read("model", "hooks")}
-    held, modules = {id(x) for x in (*model.parameters(), *model.buffers())}, set(model.modules())
+    held = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
+    modules = set(model.modules())
     for guard in output.guards:
         create = guard.create_fn
         kind, given = getattr(create, "func", create).__name__, getattr(create, "keywords", {})

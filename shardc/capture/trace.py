@@ -41,7 +41,7 @@ from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
-from shardc.ir.inner import InnerTensors, unflatten
+from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.reads import Reads
 from shardc.ir.returned import Returned, returned
@@ -212,6 +212,7 @@ def trace(
     refuse_hooks(model)
     stored = {PREFIX + name: x.dtype for name, x in (*model.named_parameters(), *model.named_buffers())}
     uncast = dtypes.uncast(model)
+    places = {PREFIX + name: PREFIX + first for name, first in first_places(model).items()}
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
     with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
@@ -259,7 +260,7 @@ def trace(
         fake_mode=mode,
         reads=reads,
         returned=(),
-        names=_first_names(root),
+        names=_first_names(root) | places,
         stored=stored,
         dynamo=traced.meta["fake_mode"],
         uncast=uncast,
@@ -302,11 +303,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are fake on ``device``."""
     said = dict(dtypes.modules)
-    inside = {path for path, module in model.named_modules() if isinstance(module, InnerTensors)}
 
     def fake(name: str, tensor: Tensor) -> Tensor:
-        path, is_param = name.rpartition(".")[0], isinstance(tensor, nn.Parameter)
-        wanted = said.get(path, ModuleDtypes()) if path not in inside else ModuleDtypes()
+        wanted, is_param = said.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
         like = tensor.detach()
         with mode:
             made = fake_like(like, device, wanted.param if is_param else wanted.buffers)

@@ -8,6 +8,7 @@ are stored, sharded and saved as any other: ``layer.weight`` becomes ``layer.wei
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc._compat import is_wrapper
-from shardc.errors import CaptureError, InputError
+from shardc.errors import CaptureError, InputError, LayoutError
 from shardc.ir.clone import clone_tree
 from shardc.ir.kinds import CLASS
 
@@ -39,7 +40,7 @@ class InnerTensors(nn.Module):
         self.cls: Any = type(x)
         self.is_param = isinstance(x, nn.Parameter)
         names, self.context = x.__tensor_flatten__()  # type: ignore[attr-defined]
-        self.size, self.stride, self.dtype = x.size(), x.stride(), x.dtype
+        self.shape, self.stride, self.dtype, self.requires_grad = x.shape, x.stride(), x.dtype, False
         for key in names:
             inner = getattr(x, key).detach()
             if is_wrapper(inner):
@@ -53,7 +54,7 @@ class InnerTensors(nn.Module):
         self.names, self.attributes = tuple(names), {}
         again = self.outer()
         self.attributes = {key: value for key, value in vars(x).items() if key not in {*vars(again), CLASS}}
-        if (type(again), again.size(), again.dtype) != (type(x), x.size(), x.dtype):
+        if (type(again), again.shape, again.dtype) != (type(x), x.shape, x.dtype):
             raise InputError(
                 f"{name!r} is a {self.cls.__name__} whose __tensor_unflatten__ makes another tensor of what "
                 "__tensor_flatten__ gave",
@@ -63,7 +64,7 @@ class InnerTensors(nn.Module):
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to ``dtype``."""
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._held.items()}
-        made: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        made: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         for key, value in self.attributes.items():
             setattr(made, key, value)
         if dtype is not None and made.is_floating_point():
@@ -95,9 +96,23 @@ class InnerTensors(nn.Module):
                 out[prefix + key] = value.to("meta") if shapes_only else value
         return out
 
+    @property
+    def device(self) -> torch.device:
+        inner: torch.device = next(iter(self._held.values())).device
+        return inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"a compiled module holds the inner tensors of a {self.cls.__name__}, which have no {name!r}: read the "
+                "tensor itself inside of `with module.summon_full_params():`"
+            ) from None
+
     def extra_repr(self) -> str:
         """What a program depends on besides the inner tensors."""
-        return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.size)}, {self.attributes}"
+        return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         check_conversion(self, fn)
@@ -105,7 +120,7 @@ class InnerTensors(nn.Module):
 
 
 class _Holder(nn.Module):
-    """Stands before the class of a module that has `InnerTensors`: their names give the tensors that they make up."""
+    """Stands before the class of a module that has `InnerTensors`: loads the tensors that these make up, keeps them."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(inner := self._modules.get(name), InnerTensors) and value is not inner:
@@ -125,26 +140,6 @@ class _Holder(nn.Module):
                     state_dict.update(inner.state_dict(prefix=f"{prefix}{key}.", keep_vars=True))
                     args[-1].append(str(error))
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _getter(name: str) -> property:
-    def get(module: nn.Module) -> Tensor:
-        inner = module._modules[name]
-        assert isinstance(inner, InnerTensors)
-        return inner.outer(lambda x: _whole(name, x))
-
-    return property(get)
-
-
-def _whole(name: str, x: Tensor) -> Tensor:
-    if not isinstance(x, DTensor):
-        return x
-    if any(not placement.is_replicate() for placement in x.placements):
-        raise InputError(
-            f"{name!r} is of a wrapper subclass, and its inner tensors are sharded: no rank holds it",
-            fix="read it inside of `with module.summon_full_params():`",
-        )
-    return x._local_tensor
 
 
 def flattened(model: nn.Module) -> nn.Module:
@@ -173,8 +168,8 @@ def flattened(model: nn.Module) -> nn.Module:
             module._non_persistent_buffers_set.discard(key)
             module._modules[key] = inner
         cls = type(module)
-        own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, **{key: _getter(key) for key in found}}
-        module.__class__ = type(cls.__name__, (_Holder, cls), own)
+        same = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        module.__class__ = type(cls.__name__, (_Holder, cls), same)
     return copy
 
 
@@ -209,6 +204,39 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
             (module._parameters if inner.is_param else module._buffers)[key] = made[id(inner)]
 
 
+@contextmanager
+def outer_tensors(module: nn.Module) -> Iterator[None]:
+    """A block in which ``module``, whose inner tensors are whole, has the tensors that they make up.
+
+    Raises:
+        LayoutError: at the end, one was replaced.
+    """
+    places = [(part, dict(part._modules)) for part in module.modules() if isinstance(part, _Holder)]
+    made: dict[int, Tensor] = {}
+    for part, before in places:
+        for key, inner in before.items():
+            if isinstance(inner, InnerTensors):
+                del part._modules[key]
+                held: Any = part._parameters if inner.is_param else part._buffers
+                held[key] = made.setdefault(id(inner), inner.outer())
+    try:
+        yield
+    finally:
+        replaced = []
+        for part, before in places:
+            for key, inner in before.items():
+                if isinstance(inner, InnerTensors):
+                    left = (part._parameters if inner.is_param else part._buffers).pop(key, None)
+                    replaced += [] if left is made[id(inner)] else [(key, inner.cls.__name__)]
+            part._modules.clear()
+            part._modules.update(before)
+        for key, name in replaced:
+            raise LayoutError(
+                f"{key!r}, a {name}, was replaced inside of summon_full_params; the module has what it had",
+                fix="change its inner tensors in place, or change the model and compile it again",
+            )
+
+
 def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """A state dict of whole tensors with the tensors that inner ones make up, under the names of the model."""
     out = dict(state)
@@ -220,6 +248,28 @@ def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
             rest = [(key, x) for key, x in out.items() if key not in held.values()]
             out = dict([*rest[:at], (path, value.detach()), *rest[at:]])
     return out
+
+
+def first_places(module: nn.Module) -> dict[str, str]:
+    """The name of each tensor of a wrapper subclass, one name for each of its places -> the first of its names."""
+    first: dict[int, str] = {}
+    return {path: first.setdefault(id(inner), path) for path, inner in _outermost(module)}
+
+
+def outer_names(module: nn.Module) -> dict[str, str]:
+    """The name of each parameter of a wrapper subclass -> the inner tensor of its shape, which plans split for it."""
+    found: dict[str, str] = {}
+    for path, inner in _outermost(module):
+        shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
+        found |= {path: f"{path}.{shaped[0]}"} if shaped else {}
+    return found
+
+
+def with_inner(x: Any) -> Iterator[Tensor]:
+    """``x``, its inner tensors if it is of a wrapper subclass, and theirs."""
+    yield x
+    for key in x.__tensor_flatten__()[0] if is_wrapper(x) else ():
+        yield from with_inner(getattr(x, key))
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -235,7 +285,9 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, InnerTensors]]:
-    for path, each in module.named_modules(remove_duplicate=False):
-        parent = module.get_submodule(path.rpartition(".")[0]) if path else None
-        if isinstance(each, InnerTensors) and not isinstance(parent, InnerTensors):
-            yield path, each
+    found: set[str] = set()
+    for path, each in module.named_modules(remove_duplicate=False):  # a module comes before those in it
+        if isinstance(each, InnerTensors):
+            found.add(path)
+            if not path or path.rpartition(".")[0] not in found:
+                yield path, each

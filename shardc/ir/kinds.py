@@ -54,7 +54,7 @@ def why_refused(x: Tensor, held: bool = False) -> tuple[str, str] | None:
             )
         if hasattr(x, "__tensor_flatten__"):
             return f"a {type(x).__name__}, which holds its values in other tensors", (
-                "a plain tensor of its values ({}.dequantize(), or the model before it was quantised)"
+                "a plain tensor of its values ({}.dequantize()), or register it as a buffer or a frozen parameter"
             )
         return f"a {type(x).__name__}, a class with {', '.join(overridden[:3])} of its own, which would be lost", (
             "a plain tensor, {}.as_subclass(torch.Tensor), and write what the class does in forward"

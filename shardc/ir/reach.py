@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from shardc.ir.code import digest
+from shardc.ir.inner import InnerTensors
 from shardc.ir.told import is_told
 from shardc.ir.walk import Walk
 
@@ -80,6 +81,7 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
         traced: `code_hash` of the code that a capture went through, but for code that is told by a version.
     """
     modules = [type(module) for module in model.modules()]
+    modules += [module.cls for module in model.modules() if isinstance(module, InnerTensors)]
     key = frozenset(traced), loss, modules
     last = _last.get(model)
     if last is not None and last[0] == key and last[1].holds():

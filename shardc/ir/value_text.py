@@ -72,4 +72,6 @@ def module_name(name: str) -> str:
 
 def qualified_name(thing: Any) -> str:
     """The name of a class or a function, with its module's; a builtin's is bare."""
-    return f"{module_name(str(thing.__module__))}.{thing.__qualname__}".removeprefix("builtins.")
+    owner = getattr(thing, "__objclass__", thing)  # a method of a builtin class has no module
+    module = getattr(owner, "__module__", "builtins")
+    return f"{module_name(str(module))}.{thing.__qualname__}".removeprefix("builtins.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import LayoutError
-from shardc.ir.inner import rebuilt
+from shardc.ir.inner import outer_tensors, rebuilt
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
@@ -162,7 +162,8 @@ def summon_full_params(
     for owner, key, param in slots:
         owner[key] = wholes[id(param)]
     try:
-        yield
+        with outer_tensors(module):
+            yield
     finally:
         left: dict[int, list[Tensor | None]] = {}
         for owner, key, param in slots:
