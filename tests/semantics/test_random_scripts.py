@@ -37,7 +37,7 @@ def run(folder: Path, ranks: int, seeds: range, starts: Sequence[bool] = (False,
         starts: how often each script is compiled; whether its other forward is bound.
     """
     checks = [partial(check, folder, seed, other, backend) for seed in seeds for other in starts]
-    run_ranks(ranks, *checks, timeout=TIMEOUT)
+    run_ranks(ranks, *checks, programs=folder / "programs", timeout=TIMEOUT)
     verdicts = {path.name: path.read_text() for path in folder.glob("* rank *")}
     assert len(verdicts) == len(checks) * ranks
     wrong = [f"{name}: {what}" for name, what in sorted(verdicts.items()) if what not in ("None", "refused")]
