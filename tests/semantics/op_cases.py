@@ -51,9 +51,13 @@ class Called(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(leaves[at].detach().clone()) for at in self.held)
         self.examples = [leaves[at].detach() for at in self.given]
 
+    def operands(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """The tensors of the call, each with its place, where the inputs are ``tensors``."""
+        return [*zip(self.held, self.weights, strict=True), *zip(self.given, tensors, strict=True)]
+
     def forward(self, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
         leaves = list(self.leaves)
-        for at, x in (*zip(self.held, self.weights, strict=True), *zip(self.given, tensors, strict=True)):
+        for at, x in self.operands(tensors):
             leaves[at] = x.clone()  # some ops write to what they are given
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         made = self.op(*args, **kwargs)
@@ -62,6 +66,22 @@ class Called(nn.Module):
             outputs = [torch.zeros_like(x) for x in outputs]
         outputs = [x.to(torch.complex64) if x.dtype == torch.complex32 else x for x in outputs]
         return objective(outputs), [x.detach() for x in outputs]
+
+
+class Shifted(Called):
+    """One call of ``op`` on inputs; to each that has gradients a small parameter of its shape is added."""
+
+    def __init__(self, op: Callable[..., Any], tree: Any, held: frozenset[int], undefined: bool = False) -> None:
+        super().__init__(op, tree, frozenset(), undefined)
+        leaves = pytree.tree_leaves(tree)
+        shifts = [torch.full_like(leaves[at].detach(), 1e-3) for at in sorted(held)]
+        self.weights = nn.ParameterList(map(nn.Parameter, shifts))
+        self.shifted = sorted(held)
+
+    def operands(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        places = {at: place for place, at in enumerate(self.shifted)}
+        pairs = zip(self.given, tensors, strict=True)
+        return [(at, x + self.weights[places[at]] if at in places else x) for at, x in pairs]
 
 
 def objective(outputs: Sequence[Tensor]) -> Tensor:
@@ -95,7 +115,12 @@ class Case:
     once: CaptureOnce = field(default_factory=CaptureOnce)
 
     def plan(self, mesh: dict[str, int]) -> shardc.Plan:
-        """Every axis of ``mesh`` on some dim, or on none, of each parameter and input; drawn by the case's name."""
+        """Every axis of ``mesh`` on some dim, or on none, of each parameter and input; drawn by the case's name.
+
+        A shifted call is one of rows, under FSDP.
+        """
+        if isinstance(self.model, Shifted):
+            return shardc.fsdp("dp", level=3)
         draw = random.Random(f"{self.name} {self.at} {mesh}")
         params = {
             f"weights.{i}": drawn_spec(draw, p.shape, mesh, divides=False) for i, p in enumerate(self.model.weights)
@@ -118,7 +143,7 @@ def drawn_spec(
     return tuple(spec)
 
 
-def cases(at: int, count: int) -> Iterator[Case]:
+def cases(at: int, count: int, form: type[Called] = Called) -> Iterator[Case]:
     """``count`` usable samples of entry ``at`` of the database, spread over those that have something to split."""
     info = op_db[at]
     dtype = next((d for d in DTYPES if d in info.supported_dtypes("cpu")), None)
@@ -136,18 +161,18 @@ def cases(at: int, count: int) -> Iterator[Case]:
     order = splits[:: max(len(splits) // count, 1)] if count < len(splits) else usable
     found = 0
     for _, number, tree in order:
-        if found < count and (case := _case(at, number, tree)) is not None:
+        if found < count and (case := _case(at, number, tree, form)) is not None:
             found += 1
             yield case
 
 
-def _case(at: int, number: int, tree: Any) -> Case | None:
+def _case(at: int, number: int, tree: Any, form: type[Called]) -> Case | None:
     info, name = op_db[at], NAMES[at]
     draw = random.Random(f"{name} {number}")
     floats = [i for i, x in enumerate(pytree.tree_leaves(tree)) if isinstance(x, Tensor) and x.requires_grad]
-    held = frozenset(i for n, i in enumerate(floats) if n == 0 or draw.random() < 0.6)
+    held = frozenset(i for n, i in enumerate(floats) if n == 0 or form is Shifted or draw.random() < 0.6)
     try:
-        model = Called(info.op, tree, held, any(word in info.name for word in UNDEFINED))
+        model = form(info.op, tree, held, any(word in info.name for word in UNDEFINED))
         first, second = alone(model), alone(model)
         same = all(alike(a, b) is None for a, b in zip(first, second, strict=True))
     except (RuntimeError, AssertionError):  # some need what this build or machine lacks, or are examples of errors

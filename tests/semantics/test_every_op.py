@@ -14,7 +14,17 @@ import torch
 from torch.testing._internal import common_methods_invocations
 
 from tests.ranks import run_ranks
-from tests.semantics.op_cases import COARSE, COARSE_IN_INDUCTOR, MESHES, NAMES, Case, cases, on_ranks, verdict
+from tests.semantics.op_cases import (
+    COARSE,
+    COARSE_IN_INDUCTOR,
+    MESHES,
+    NAMES,
+    Case,
+    Shifted,
+    cases,
+    on_ranks,
+    verdict,
+)
 
 PARTS = 64
 
@@ -61,6 +71,30 @@ def test_some_entries() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_in_simulation(part: int) -> None:
     simulate(range(part, len(NAMES), PARTS), 2, 3)
+
+
+def shifted(entries: range, count: int) -> None:
+    """Samples whose operands have a parameter added, rows split under FSDP: five of them over two ranks, most often."""
+    found = []
+    for at in entries:
+        torch._dynamo.reset()
+        for case in cases(at, count, Shifted):
+            said = verdict(case, {"dp": 2})
+            if said.startswith("WRONG"):
+                found.append(f"{case.name}, sample {case.at}: {said}")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_some_entries_beside_parameters() -> None:
+    shifted(range(5, len(NAMES), 80), 1)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_beside_parameters(part: int) -> None:
+    shifted(range(part, len(NAMES), PARTS), 200)
 
 
 def check_on_ranks(entries: range, mesh: dict[str, int], backend: str) -> None:
