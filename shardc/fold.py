@@ -99,6 +99,8 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
     Raises:
         NotPeriodic: a block has another value there than the others, so that its capture may have come out otherwise.
     """
+    if repeats and any(re.search(r"\._modules\['\d+'\]", name) for name, _ in reads.sets):
+        raise NotPeriodic(f"forward sets {reads.sets[0][0]}, which may be of one block")
     found = reads.found
     for each in repeats:
         made = [copy for read in found for copy in _read_of_blocks(read, each, keep, at)]

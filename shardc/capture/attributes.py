@@ -6,9 +6,9 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -19,12 +19,11 @@ from torch._guards import TracingContext
 
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
-from shardc.ir.reads import Lookup, Reads, parse
+from shardc.ir.reads import Constant, Lookup, Reads, parse
 
 MODEL = "L['self']._modules['model']"
 _CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "setdefault", "appendleft"})
-# Of a config of transformers: which loss goes with the labels, a string that the first call chooses where it is None.
-_CHOSEN_ONCE = frozenset({"problem_type"})
+_CONSTANTS = (bool, int, float, str, type(None))
 _TORCHS = frozenset(vars(nn.Module()))  # what torch keeps on a module; hooks and tensors are looked after elsewhere
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
@@ -54,6 +53,12 @@ class Change:
         inside = list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
         proxies = [vars(each.realize()).get("proxy") for each in (self.value, *inside)]
         return [proxy.node for proxy in proxies if proxy is not None]
+
+    @property
+    def constant(self) -> Any:
+        """The new value where it is a constant; else what is none."""
+        variable = self.value.realize()
+        return variable.as_python_constant() if type(variable).__name__ == "ConstantVariable" else variable
 
 
 @contextmanager
@@ -85,13 +90,29 @@ def changes_recorded() -> Iterator[list[Change]]:
         yield found
 
 
-def refuse_changed_reads(
-    changes: Iterable[Change], reads: Reads, model: nn.Module, loss: Any, code: Iterable[CodeType]
-) -> None:
-    """Raises CaptureError for an attribute that forward reads and changes: one device has another value in each call.
+def changed_reads(
+    changes: Iterable[Change],
+    reads: Reads,
+    model: nn.Module,
+    loss: Any,
+    code: Iterable[CodeType],
+    settles: Callable[[dict[str, Constant]], Reads | None],
+) -> Reads:
+    """What a trace reads, where it may change what it reads: one device has another value in the next call.
 
-    A table that is filled at the first call, and does not depend on what comes in, is the same in each call.
+    A table that is filled at the first call, and does not depend on what comes in, is the same in each call. So is a
+    constant with which the model does the same, and which it leaves as it is.
+
+    Args:
+        settles: what a trace reads of the model with such constants; None where it does something else.
+
+    Raises:
+        CaptureError: an attribute that may have another value in each call.
     """
+    changes = list(changes)
+    after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
+    constants = {name: value for name, value in after.items() if isinstance(value, _CONSTANTS)}
+    refused: CaptureError | None = None
     at, loaded = Lookup(model, loss, reads.scopes), None
     seen = {read.expression for read in reads.found}
     for change in changes:
@@ -101,21 +122,49 @@ def refuse_changed_reads(
             before = at(parse(change.expression))
         except _MISSING:
             continue
-        if change.name in _CHOSEN_ONCE and "/transformers/" in change.line:
-            continue
         filled = before is None or isinstance(before, (dict, list, set))
         if filled and change.tensors and not any(map(_of_inputs, change.tensors)):
             continue
         loaded = _loaded(code) if loaded is None else loaded
         if loaded is None or change.name in loaded:
             path = re.sub(r"_modules\['([^']+)'\]", r"\1", change.expression.removeprefix("model."))
-            raise CaptureError(
+            error = CaptureError(
                 f"forward reads and changes the attribute {path!r}, which a compiled program does not change: each "
                 "call would compute with its first value",
                 source=change.line or None,
                 fix=f"make it a buffer (a tensor) that forward changes in place, as by self.{change.name}.add_(1) or "
                 f"self.{change.name}.copy_(new), or pass it as an input",
             )
+            if change.expression not in constants or not isinstance(before, _CONSTANTS):
+                raise error
+            value = constants[change.expression]
+            if type(value) is not type(before) or value != before:
+                refused = refused or error
+    if refused is None:
+        return reads
+    settled = settles(constants)
+    if settled is None or any(settled.scopes.get(name) is not scope for name, scope in reads.scopes.items()):
+        raise refused
+    found = sorted({*reads.found, *settled.found}, key=lambda read: (read.expression, read.what, repr(read.key)))
+    traced = tuple(sorted({*reads.traced, *settled.traced}))
+    read = {each.expression for each in found}
+    sets = tuple((name, value) for name, value in sorted(constants.items()) if name in read)
+    return replace(reads, found=tuple(found), traced=traced, sets=sets)
+
+
+@contextmanager
+def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
+    """Has attributes of a model, by the expressions for them, be ``values`` in the block."""
+    at = Lookup(model)
+    places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
+    before = [vars(owner).get(name, places) for owner, name, _ in places]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(places, before, strict=True):
+            delattr(owner, name) if value is places else setattr(owner, name, value)
 
 
 def _of_inputs(node: Any) -> bool:

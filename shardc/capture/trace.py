@@ -23,10 +23,10 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc._compat import dynamo_captures, traced_code
+from shardc._compat import FakeTensor, dynamo_captures, traced_code
 from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
-from shardc.capture.attributes import changes_recorded, refuse_changed_reads
+from shardc.capture.attributes import assigned, changed_reads, changes_recorded
 from shardc.capture.decompositions import FROM_TORCH, OWN
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
@@ -199,13 +199,16 @@ def trace(
     dtypes: Dtypes,
     mode: FakeTensorMode,
     fake: Callable[[str, Tensor], Tensor],
+    settles: bool = True,
 ) -> Traced:
     """`capture` up to the annotations.
 
     Args:
         mode: the mode of the graph's fake values.
         fake: makes, in ``mode``, the fake tensor of an input by its name and example.
+        settles: whether forward may choose constants that it keeps.
     """
+    template = model
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
@@ -248,7 +251,18 @@ def trace(
         changes += {str(warning): warning for warning in of_trace}.values()
         changes += prints(traced_code(traces[-1].graph_capture_output))
     reads = reads_of(traces[-1], model, loss, ran)
-    refuse_changed_reads(sets, reads, model, loss, traced_code(traces[-1].graph_capture_output))
+
+    def again(constants: dict[str, Any]) -> Reads | None:
+        with assigned(template, constants), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they were given
+            try:
+                other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, settles=False)
+            except ShardcError:
+                return None
+        return other.reads if _text(other.graph) == _text(joint.graph_module) else None
+
+    codes = traced_code(traces[-1].graph_capture_output)
+    reads = changed_reads(sets, reads, model, loss, codes, again if settles else lambda _: None)
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(
@@ -265,6 +279,12 @@ def trace(
         dynamo=traced.meta["fake_mode"],
         uncast=uncast,
     )
+
+
+def _text(gm: fx.GraphModule) -> str:
+    """What a graph does, and the values of the tensors that it holds."""
+    held = [(name, x.tolist()) for name, x in gm.named_buffers() if not isinstance(x, FakeTensor)]
+    return f"{gm.graph}\n{held}"
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:

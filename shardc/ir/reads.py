@@ -39,6 +39,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+Constant = bool | int | float | str | None
+
+
 @dataclass(frozen=True)
 class Read:
     """One thing that a capture looked at.
@@ -52,7 +55,7 @@ class Read:
 
     expression: str
     what: Literal["value", "type", "length", "keys", "has", "own", "hooks"] = "value"
-    key: bool | int | float | str | None = None
+    key: Constant = None
 
     def __str__(self) -> str:
         return self.expression if self.what == "value" else f"{self.what} {self.key or ''} of {self.expression}"
@@ -65,11 +68,13 @@ class Reads:
     Args:
         scopes: the globals of functions whose module cannot be imported, by name.
         traced: the code that was traced, but torch's, shardc's and Python's: its hash, and its name and place.
+        sets: attributes that the first call sets to a constant, with which the capture comes out the same.
     """
 
     found: tuple[Read, ...] = ()
     scopes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
+    sets: tuple[tuple[str, Constant], ...] = ()
 
     def values(self, model: nn.Module, loss: Any = None) -> Values:
         """What each is now, and the code that a trace would reach, as text that is the same in each process."""

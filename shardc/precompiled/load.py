@@ -58,7 +58,7 @@ class Precompiled(Executable):
             raise PrecompiledError(f"the mesh {self.mesh} has {self.mesh.ranks} ranks")
         self.plan = Plan.from_json(json.dumps(record.plan), str(folder / RECORD))
         self.identity = Identity(signature_of(record.signature), record.model, record.device)
-        self.reads = Reads(record.reads, traced=record.traced)
+        self.reads = Reads(record.reads, traced=record.traced, sets=record.sets)
         self.inputs = tuple((name, Layout.parse(text, self.mesh)) for name, text in record.inputs)
         self.levels: Mapping[str, int] = record.levels
         self.causes: Mapping[str, str] = record.causes

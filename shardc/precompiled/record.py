@@ -15,7 +15,7 @@ import torch
 
 from shardc.errors import PrecompiledError
 from shardc.ir.arena import MemoryPlan
-from shardc.ir.reads import Read
+from shardc.ir.reads import Constant, Read
 from shardc.ir.returned import Returned
 from shardc.runtime.surroundings import Surroundings
 from shardc.validate import Range, checked
@@ -114,7 +114,7 @@ class Record:
     Args:
         mesh: axes and sizes.
         plan: as `shardc.plan.json` writes it.
-        traced: the code that was traced, as `shardc.ir.reads.Reads` has it.
+        traced, sets: the code that was traced, and what the first call sets, as `shardc.ir.reads.Reads` has them.
         files: the other files and their sha256.
     """
 
@@ -127,6 +127,7 @@ class Record:
     signature: Call
     reads: tuple[Read, ...]
     traced: tuple[tuple[str, str], ...]
+    sets: tuple[tuple[str, Constant], ...]
     inputs: tuple[tuple[str, str], ...]
     levels: Mapping[str, Annotated[int, Range(0, 3)]]
     causes: Mapping[str, str]

@@ -74,6 +74,7 @@ def save_program(
         "signature": signature_to_json(identity.signature),
         "reads": reads_to_json(program.reads),
         "traced": [list(each) for each in program.reads.traced],
+        "sets": [list(each) for each in program.reads.sets],
         "inputs": [[name, str(layout)] for name, layout in program.inputs],
         "levels": dict(program.levels),
         "causes": dict(program.causes),

@@ -122,7 +122,7 @@ class Store:
         for folder in sorted(self.folder.glob("*/")):
             try:
                 made, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
-                reads = Reads(record.reads, traced=record.traced)
+                reads = Reads(record.reads, traced=record.traced, sets=record.sets)
                 if reads.values(model, loss) != record.signature.reads or described(model, loss, reads) != record.model:
                     continue
                 found = Stored(folder, record, fresh)

@@ -226,6 +226,7 @@ def _program(
         with state.groups.agreement.compiles():
             found = _found(state, state.signature(args, kwargs), args, kwargs, leaves, spec)
             found.step(torch.is_grad_enabled())
+        state.settle(found)
         known.program = found
     return known.program, None, compares
 
@@ -254,6 +255,7 @@ def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any],
     with state.groups.agreement.compiles():
         program = state.program_for(*examples)
         program.step(torch.is_grad_enabled())
+    state.settle(program)
     if not state.dtensor_outputs and any(role.layout and role.layout.shape for role in program.outputs if
                                          role.kind == "output"):  # fmt: skip
         raise InputError(

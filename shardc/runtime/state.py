@@ -32,7 +32,7 @@ from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
-from shardc.runtime.variants import Variants
+from shardc.runtime.variants import Variants, settled
 from shardc.runtime.watch import Watch
 from shardc.runtime.wire.buffers import Buffers
 
@@ -211,15 +211,20 @@ class State:
             self._variants_now[call] = found
         return self._variants_now[call]
 
-    def add(self, program: Any, deferred: Deferred = NOTHING) -> None:
-        """Takes a program, to be found by the calls and the state of the module that it was made for."""
-        made = program.identity.signature
+    def add(self, program: Any, deferred: Deferred = NOTHING, made: Signature | None = None) -> None:
+        """Takes a program, to be found by the calls and the state of the module that it was made for, or ``made``."""
+        made = made or program.identity.signature
         self.variants.add(made, program.reads)
         if deferred:
             self.deferring[made, deferred] = program
         else:
             self.programs[made] = program
         self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
+
+    def settle(self, program: Executable) -> None:
+        """Sets what the model's first call sets; ``program`` is that of later calls too."""
+        if program.reads.sets:
+            self.add(program, program.deferred, settled(program, self.view, self.build.loss))
 
     def _sized(
         self, call: Signature, args: Sequence[Any], kwargs: dict[str, Any], deferred: Deferred

@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from shardc.errors import ShardcWarning
-from shardc.ir.reads import Reads, Values
+from shardc.ir.executable import Executable
+from shardc.ir.reads import Lookup, Reads, Values, parse
 from shardc.runtime.signature import Signature
 
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
@@ -60,6 +61,17 @@ class Variants:
         new = reads not in each
         each.setdefault(reads, reads.values(model, loss))
         return new
+
+
+def settled(program: Executable, model: nn.Module, loss: Any) -> Signature:
+    """The signature of calls of ``model`` behind the first, which sets on it what that sets on one device."""
+    reads = program.reads
+    at = Lookup(model, loss, reads.scopes)
+    for expression, value in reads.sets:
+        _, owner, name = parse(expression)
+        setattr(at(owner), name, value)
+    made: Signature = replace(program.identity.signature, reads=reads.values(model, loss))
+    return made
 
 
 def _changing(variants: list[Values]) -> str:

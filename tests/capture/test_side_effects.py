@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardc
 from shardc import Mesh, fsdp
@@ -215,3 +219,88 @@ def test_a_changed_argument_is_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         simulation(Keeps())(x, kept, grad=False, change=False)
+
+
+class Config:
+    """What a model is configured by; it is shared with the copies of the model."""
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.scale: float | None = None
+
+
+class Chooses(nn.Module):
+    """Chooses at its first call what it does from then on, as models of transformers choose their loss."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.run, self.config = nn.Linear(4, 4), run, Config()
+        self.first, self.flip, self.phase = True, False, "warm"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def by_input(self: Any, x: Tensor) -> Tensor:
+    if self.config.kind is None:
+        self.config.kind = "double" if x.dtype == torch.float64 else "single"
+    return self.inner(x.float()) * (2 if self.config.kind == "double" else 1)
+
+
+def two_choices(self: Any, x: Tensor) -> Tensor:
+    if self.first:
+        self.config.scale, self.first = 3.0, False
+    return self.inner(x.float()) * self.config.scale
+
+
+def otherwise_first(self: Any, x: Tensor) -> Tensor:
+    out = self.inner(x.float()) * (2 if self.first else 1)
+    self.first = False
+    return out
+
+
+def flips(self: Any, x: Tensor) -> Tensor:
+    self.flip = not self.flip
+    return self.inner(x.float()) * (2 if self.flip else 1)
+
+
+def goes_on(self: Any, x: Tensor) -> Tensor:
+    """The second call does what the first does, and the third does not."""
+    if self.phase == "late":
+        return x.float()
+    self.phase = {"warm": "hot", "hot": "late"}[self.phase]
+    return self.inner(x.float())
+
+
+@pytest.mark.parametrize("run", [otherwise_first, flips, goes_on], ids=lambda run: run.__name__)
+def test_a_choice_that_does_not_last_is_refused(run: Callable[[Any, Tensor], Tensor]) -> None:
+    module = shardc.compile(Chooses(run), MESH, PLAN, backend="eager")
+    with pytest.raises(CaptureError, match="forward reads and changes the attribute"):
+        module.lower(torch.empty(8, 4))
+    assert (module.first, module.flip, module.phase, module.config.kind) == (True, False, "warm", None)
+
+
+@pytest.fixture
+def alone() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("run", [by_input, two_choices], ids=lambda run: run.__name__)
+def test_a_choice_that_lasts_is_made_at_the_first_call(run: Callable[[Any, Tensor], Tensor], alone: DeviceMesh) -> None:
+    model = nn.Sequential(Chooses(run))
+    own = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ShardcWarning)
+        module = shardc.compile(model, alone, shardc.ddp("dp"), backend="eager")
+        for dtype in (torch.float32, torch.float32, torch.float64):
+            x = torch.ones(4, 4, dtype=dtype)
+            torch.testing.assert_close(module(x), own(x))
+            assert vars(module[0].config) == vars(own[0].config) and module[0].first == own[0].first
+    assert len({id(program) for program in module.shardc.programs.values()}) == 2  # of two dtypes
+    module[0].config.kind, own[0].config.kind, module[0].first, own[0].first = None, None, True, True
+    torch.testing.assert_close(module(x), own(x))
+    assert vars(module[0].config) == vars(own[0].config)
