@@ -47,6 +47,29 @@ class Shared:
         return self.taken is not None or self.first is not None or bool(self.saved)
 
 
+class HandedOut:
+    """An output of which one device sees changes elsewhere, and this one does not.
+
+    Args:
+        at: its position.
+        writes: whether what is written to it is among these changes; else only that it is given other memory.
+    """
+
+    def __init__(self, at: int, output: Tensor, writes: bool) -> None:
+        self.at, self.output, self.memory = at, weakref.ref(output), StorageWeakRef(output.untyped_storage())
+        self.counter = counter_of(output) if writes else None
+        self.before = output._version, output.data_ptr(), output.requires_grad
+
+    def changed(self) -> bool:
+        version, place, grads = self.before
+        if self.counter is not None and self.counter._version != version:
+            return True
+        output = self.output()
+        if output is None:
+            return False
+        return output.data_ptr() != place or (self.counter is None and output.requires_grad != grads)
+
+
 class Border:
     """The outputs and the saved values of a program's forwards on this rank.
 
@@ -61,7 +84,7 @@ class Border:
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
         self._shared: dict[int, Shared] | None = None
         self._views: dict[Half, Views] = {}
-        self._lost: list[tuple[StorageWeakRef, int, Tensor, int]] = []
+        self._lost: list[HandedOut] = []
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -110,27 +133,26 @@ class Border:
         views.make(outputs, feed)
         if node is not None:
             self._listen(outputs, node)
-        for at in () if torch.is_inference_mode_enabled() else views.lost:  # nobody counts changes there
-            x = outputs[at]
-            self._lost.append((StorageWeakRef(x.untyped_storage()), at, counter_of(x), x._version))
+        if not torch.is_inference_mode_enabled():  # nobody counts changes there
+            self._lost += [HandedOut(at, outputs[at], at in views.lost) for at in views.lost | views.parameters]
 
     def refuse_lost(self) -> None:
-        """Refuses to go on where a change of an output in place is lost that one device would see elsewhere.
+        """Refuses to go on where a change of an output is lost that one device would see elsewhere.
 
         Raises:
             LayoutError: an output that shares memory on one device, and not here, was changed.
         """
         if not self._lost:
             return
-        changed = [at for _, at, counter, before in self._lost if counter._version != before]
-        self._lost = [each for each in self._lost if not each[0].expired()] if not changed else []
+        changed = [each.at for each in self._lost if each.changed()]
+        self._lost = [] if changed else [each for each in self._lost if not each.memory.expired()]
         if changed:
             output, index = self._returned[changed[0]], self.program.outputs[changed[0]].index
-            others = [self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first]
-            shares = f"{output.of!r}" if output.of is not None else outputs_text(set(others) - {index})
+            others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
+            shares = f"{output.of!r}" if output.of is not None else outputs_text(others - {index})
             raise LayoutError(
                 f"output {index} of the module was changed in place: on one device that changes {shares} too, in whose "
-                "memory it is, and here it is a copy, since these are split over ranks in other ways",
+                "memory it is, and here it is a copy, as ranks hold parts",
                 fix="change a copy (out = out.clone()), or change " + (shares if output.of else "each of them"),
             )
 

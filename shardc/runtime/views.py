@@ -108,12 +108,14 @@ class Views:
         bases: what is behind the outputs.
         stray: positions of outputs that share memory on one device, and not here.
         lost: positions of outputs whose changes in place change something else on one device, and not here.
+        parameters: positions of outputs that are parameters themselves.
     """
 
     made: tuple[View, ...] = ()
     bases: tuple[Base, ...] = ()
     stray: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
+    parameters: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
         """The outputs without those that are made of others, and the bases behind them."""
@@ -157,6 +159,7 @@ def views_of(
     hidden: dict[int, list[int]] = {}  # by memory, what has no output or input before it
     stray: set[int] = set()
     copies: set[int] = set()
+    parameters: set[int] = set()
 
     def add(view: View, source: Any, fits: bool) -> None:
         if fits and _holds(view, source, outputs[view.at]):
@@ -180,8 +183,10 @@ def views_of(
             view = View(at, source, True, ops or (), output, at not in differentiable)
             fits = ops is not None and (kind == "buffer" or axes[at] == _axes(layouts[output.of]))
             add(view, feed[source], fits)
-        elif _memory(feed[takes["param", output.of]]) != _memory(outputs[at]):
-            copies.add(at)
+        else:
+            parameters.update([at] if output.itself else [])
+            if _memory(feed[takes["param", output.of]]) != _memory(outputs[at]):
+                copies.add(at)
     bases: list[Base] = []
     for group in hidden.values():
         if len(group) == 1:
@@ -204,7 +209,7 @@ def views_of(
         if len(group) > 1 and not all(returned[at].part for at in group):  # parts that one op makes are disjoint
             copies.update(group)
         copies.update(at for at in group if returned[at].of is not None and at in stray)
-    return Views(tuple(_ordered(views)), tuple(bases), frozenset(stray), frozenset(copies))
+    return Views(tuple(_ordered(views)), tuple(bases), frozenset(stray), frozenset(copies), frozenset(parameters))
 
 
 def _memory(x: Any) -> int:
