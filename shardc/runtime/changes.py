@@ -65,19 +65,24 @@ class Seen:
     """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
 
     def __init__(self, found: Mapping[str, nn.Parameter], runs: bool) -> None:
-        self._specs, self._runs = _specs(found), runs
+        self._specs, self._devices, self._runs = _specs(found), _devices(found), runs
 
     def still(self, found: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``found``, the same objects by the same names, are laid out as they were.
+        """Whether ``found``, the same objects by the same names, are laid out as they were, on the same devices.
 
         Args:
             runs: as for `check`; what was not checked for that is not known to be fit for it.
         """
-        return runs <= self._runs and all(map(is_, self._specs, _specs(found)))
+        same = all(map(is_, self._specs, _specs(found))) and self._devices == _devices(found)
+        return runs <= self._runs and same
 
 
 def _specs(found: Mapping[str, nn.Parameter]) -> list[Any]:
     return [getattr(param, "_spec", None) for param in found.values()]
+
+
+def _devices(found: Mapping[str, nn.Parameter]) -> list[torch.device]:
+    return [param.device for param in found.values()]
 
 
 def check(

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import LayoutError
+from shardc.runtime.gathered import ReplicatedSpec
 
 _PART = "shardc_part"  # in the state of a pickled DTensor
 _pickle = DTensor.__reduce_ex__
@@ -40,11 +41,12 @@ def _part(tensor: DTensor) -> Part | None:
 
 
 def _reduce(self: DTensor, protocol: Any) -> Any:
-    build, (func, cls, args, state) = _pickle(self, protocol)
+    build, (func, cls, args, (own, slots)) = _pickle(self, protocol)
+    if isinstance(slots["_spec"], ReplicatedSpec):
+        slots = {**slots, "_spec": slots["_spec"].plain()}
     if dist.is_initialized():
-        own, slots = state if isinstance(state, tuple) else (state, {})
-        state = ({**(own or {}), _PART: _part(self)}, slots)
-    return build, (func, cls, args, state)
+        own = {**(own or {}), _PART: _part(self)}
+    return build, (func, cls, args, (own, slots))
 
 
 def _set_state(self: DTensor, state: Any) -> None:

@@ -33,6 +33,8 @@ from shardc.runtime.shards import flat_index
 # On a DTensor's local tensor: the padded buffer that it views.
 _PADDED = "shardc_padded"
 
+pickled.install()  # when this is imported: a file may be read before any module is compiled
+
 
 class GradHooks(OrderedDict[int, Any]):
     """The hooks of a tensor that a compiled program takes or returns; a backward that gives it no gradient calls none.
@@ -134,7 +136,6 @@ def to_parameter(
     if not all(isinstance(held(storage, shape, dim, rank), range) for dim in range(len(shape))):
         strided_checkpoint.install()
     dtensor_ops.install(device_mesh)
-    pickled.install()
     # nn.Parameter detaches, which makes the local tensor anew: mark that one.
     param = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
     param._backward_hooks = GradHooks()
