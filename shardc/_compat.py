@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
+from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY  # other keys in each process
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
@@ -110,6 +111,23 @@ def is_called_by_trace(function: Any) -> bool:
     """Whether Dynamo calls ``function`` instead of tracing it: ``allow_in_graph``, ``nonstrict_trace`` and the like."""
     known = ("is_callable_allowed", "is_nonstrict_trace_callable", "is_leaf_function")
     return any(getattr(trace_rules, name)(function) for name in known if hasattr(trace_rules, name))
+
+
+def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
+    """The name of an op of `torch.library.custom_op`, with what programs are made of besides its calls.
+
+    Args:
+        value: its name, the op as the decorator returned it, its packet or an overload; None comes back for others.
+    """
+    if isinstance(value, torch._ops.OpOverloadPacket):
+        value = getattr(value, "default", None)
+    name = value if isinstance(value, str) else getattr(value, "_qualname", getattr(value, "_name", ""))
+    definition = OPDEFS.get(name) if isinstance(value, str | CustomOpDef | torch._ops.OpOverload) else None
+    if definition is None or definition._torch_dispatch_fns or getattr(definition, "_used_triton_kernels", None):
+        return None
+    parts = ("_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn")
+    held = {part.strip("_"): getattr(definition, part) for part in parts}
+    return name, held | {"autocast": dict(getattr(definition, "_autocast_dtype", {}))}
 
 
 def trunc_normal_rejects() -> bool:

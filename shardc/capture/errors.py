@@ -59,6 +59,12 @@ _KNOWN = (
         "keep its indices and values as plain tensors (index_select, then index_add), or make it dense",
     ),
     (
+        r"a random number of Python's|\bRandom\.(?:random|choice|shuffle|sample|uniform|gauss|getrandbits)",
+        "draws a random number of Python's, which a program would keep as a constant",
+        "draw it with torch (torch.rand(()), torch.randint) and keep it a tensor, or draw it outside and pass it as a "
+        "tensor",
+    ),
+    (
         "maximum recursion depth exceeded",
         "calls itself without end",
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",

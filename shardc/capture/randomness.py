@@ -5,13 +5,17 @@ An op that is not here and draws would do so on each rank by itself: `refuse_dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from math import log1p, pi
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import misc, user_defined
 
 import shardc.ir.random  # noqa: F401  (defines the ops)
 from shardc.capture.source import line_of
@@ -20,6 +24,17 @@ from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
 Shape = Sequence[int]
+
+
+@contextmanager
+def without_random_numbers() -> Iterator[None]:
+    """Dynamo refuses random numbers of Python's, which a program would keep as constants."""
+
+    def refuse(tx: Any, fn: Any, *_: Any) -> Any:
+        raise Unsupported(f"a random number of Python's, {getattr(fn, '__name__', fn)}")
+
+    with patch.object(user_defined, "call_random_fn", refuse), patch.object(misc, "call_random_fn", refuse):
+        yield
 
 
 def random_decompositions() -> dict[Any, Callable[..., Any]]:

@@ -34,7 +34,7 @@ from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.raises import without_raising
-from shardc.capture.randomness import random_decompositions, refuse_draws
+from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
 from shardc.capture.reads import code_run, reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
 from shardc.capture.strides import fake_like, without_strides
@@ -228,6 +228,7 @@ def trace(
         stack.enter_context(other_forms())
         stack.enter_context(experts.in_their_place(sorted_experts.other_forms(root)))
         stack.enter_context(without_raising())
+        stack.enter_context(without_random_numbers())
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:

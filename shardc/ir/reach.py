@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter, is_
 from typing import Any
@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from shardc._compat import custom_op
 from shardc.ir.code import digest
 from shardc.ir.inner import InnerTensors
 from shardc.ir.told import is_told
@@ -37,9 +38,11 @@ class Reach:
         code: thing -> what it is: functions, and what is bound to names, but for plain values.
         values: the same for plain values: globals, attributes of classes, defaults, cells.
         known: the hashes of all code that was met and is not told by a version.
-        constants: functions that a trace calls instead of tracing them, to keep what they return.
+        constants: functions that a trace calls instead of tracing them, to keep what they return; ``os.getenv``, where
+            its argument is no literal.
         bound: (class, name, what it has there) of what may have been traced.
         functions: (function, its code) of what may have been traced.
+        ops: the user's ops of `torch.library.custom_op`, and their functions.
     """
 
     code: Mapping[str, str]
@@ -48,6 +51,7 @@ class Reach:
     constants: tuple[str, ...]
     bound: tuple[tuple[type, str, Any], ...]
     functions: tuple[tuple[types.FunctionType, types.CodeType], ...]
+    ops: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def digest(self) -> str:
@@ -66,12 +70,17 @@ class Reach:
         bound = {(cls, name): value for each in several for cls, name, value in each.bound}
         functions = {id(function): (function, code) for each in several for function, code in each.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
-        return Reach({}, {}, frozenset(), (), places, tuple(functions.values()))
+        ops = {op: parts for each in several for op, parts in each.ops.items()}
+        return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops)
 
     def holds(self) -> bool:
         """Whether classes still have the same methods, and functions the same code: some microseconds."""
         classes, names, values, functions, codes = self._getters
-        return all(map(is_, map(getattr, classes, names), values)) and all(map(is_, map(_code, functions), codes))
+        return (
+            all(map(is_, map(getattr, classes, names), values))
+            and all(map(is_, map(_code, functions), codes))
+            and all(custom_op(op) == (op, parts) for op, parts in self.ops.items())
+        )
 
 
 def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[str] = ()) -> Reach:
@@ -92,9 +101,8 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
     walk.bind("the program", "loss", loss)
     walk.run()
     functions = tuple((function, function.__code__) for function in walk.functions if not is_told(function.__code__))
-    found = Reach(
-        walk.code, walk.values, frozenset(walk.known), tuple(walk.constants), tuple(walk.bound(modules)), functions
-    )
+    bound = tuple(walk.bound(modules))
+    found = Reach(walk.code, walk.values, frozenset(walk.known), tuple(walk.constants), bound, functions, walk.ops)
     _last[model] = key, found
     return found
 

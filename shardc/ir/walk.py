@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardc._compat import REGISTRY_KEY, STATE_KEY, is_called_by_trace
-from shardc.ir.code import code_hash, codes_in, digest, imports, names_in
+from shardc._compat import REGISTRY_KEY, STATE_KEY, custom_op, is_called_by_trace
+from shardc.ir.code import code_hash, codes_in, digest, imports, literals_of, names_in
 from shardc.ir.told import is_told, is_told_class, is_told_module, told_place
 from shardc.ir.value_text import is_plain, module_name, plain_text, qualified_name, text_of
 
@@ -38,6 +38,7 @@ _SLOTS = (
     types.ClassMethodDescriptorType,
 )  # fmt: skip
 _RANK = {"get_rank", "get_local_rank", "get_node_local_rank", "get_coordinate", "get_group_rank", "rank", "local_rank"}
+_RANKS = {"get_world_size", "world_size", "size"}
 _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes cannot be set
 
 
@@ -60,6 +61,7 @@ class Walk:
     Attributes:
         code, values, known, constants: as `shardc.ir.reach.Reach` has them.
         functions: those that may have been traced.
+        ops: the user's ops of `torch.library.custom_op`, and their functions.
     """
 
     def __init__(self, model: nn.Module, traced: Container[str]) -> None:
@@ -68,6 +70,7 @@ class Walk:
         self.known: set[str] = set()
         self.constants: list[str] = []
         self.functions: list[types.FunctionType] = []
+        self.ops: dict[str, Mapping[str, Any]] = {}
         self._bound: dict[type, set[str]] = defaultdict(set)
         self.tree = list(model.named_modules(remove_duplicate=False))
         self._traced = traced
@@ -108,8 +111,12 @@ class Walk:
             self._names |= new
             for holder in self._holders:  # grows
                 self._look(holder, new)
-        if self._distributed and self._names & _RANK:
-            self.values["the rank"] = str(dist.get_rank()) if dist.is_available() and dist.is_initialized() else "none"
+        for what, names, now in (
+            ("the rank", _RANK, dist.get_rank),
+            ("ranks of the world", _RANKS, dist.get_world_size),
+        ):
+            if self._distributed and self._names & names:
+                self.values[what] = str(now()) if dist.is_available() and dist.is_initialized() else "none"
 
     def bind(self, label: str, name: str, value: Any) -> None:
         """Notes what ``name`` is in what ``label`` names."""
@@ -246,6 +253,8 @@ class Walk:
 
     def _object(self, value: Any) -> str:
         cls = type(value)
+        if (op := custom_op(value)) is not None:
+            return self._op(value, *op)
         if isinstance(value, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
             return f"script {digest(str(value.code))}"
         self._distributed |= cls.__module__.startswith("torch.") and "distributed" in cls.__module__
@@ -258,6 +267,17 @@ class Walk:
         name = self._named(value, f"an object of {qualified_name(cls)}")
         self.bind(name, "class", cls)
         self._hold(_Holder(name, _attributes(value)))
+        return name
+
+    def _op(self, value: Any, op: str, parts: Mapping[str, Any]) -> str:
+        """An op of the user's, whose functions are called and not traced by Dynamo."""
+        name = self._refs[id(value)] = f"op {op}"
+        self._alive.append(value)
+        if op not in self.ops:
+            self.ops[op] = parts
+            self._native.update(id(part) for part in parts.values() if isinstance(part, types.FunctionType))
+            for key, part in parts.items():
+                self.bind(name, key, part)
         return name
 
     def _hold(self, holder: _Holder) -> None:
@@ -318,9 +338,20 @@ class Walk:
                 for path in (each, f"{scope.get('__package__')}.{each}"):
                     if path in sys.modules:
                         self._attributes(sys.modules[path], names, set())
-        if names & {"environ", "getenv"}:
+        if "environ" in names:  # what a trace reads of it is noted, too
             for text in sorted(texts):
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
+        for each in names:
+            if (each == "getenv" or scope.get(each) is os.getenv) and told_place(function.__code__.co_filename) is None:
+                self._getenv(literals_of(function.__code__, each), name)
+
+    def _getenv(self, asked: Iterable[str | None], name: str) -> None:
+        """Notes variables of the environment that a trace does not note."""
+        for variable in asked:
+            if variable is None:
+                self.constants.append(f"os.getenv in {name}, of a name that is computed,")
+            else:
+                self.values[f"environment {variable}"] = repr(os.environ.get(variable))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
         """Binds what a function that names ``module`` may look up in it."""

@@ -41,7 +41,7 @@ from shardc.precompiled.identity import Identity, described, signature_to_json
 from shardc.precompiled.load import Precompiled
 from shardc.precompiled.record import VERSION, Record, read_record
 from shardc.precompiled.save import save_program
-from shardc.rules import registered
+from shardc.rules import is_written_out, registered
 
 MADE = "made.json"  # beside a program: the warnings that it gave
 PATIENCE = 120.0  # seconds; who waits longer for another process makes the program itself
@@ -174,7 +174,8 @@ class Store:
 
         Args:
             reached: the code of its model and loss.
-            ops: what was captured. Of ops that are neither torch's nor shardc's, the code is not known.
+            ops: what was captured. Of ops that are neither torch's nor shardc's, the code is known where they are of
+                `torch.library.custom_op`.
             said: the warnings that it gave.
             evaluates: also what runs where no gradients are recorded.
         """
@@ -207,11 +208,13 @@ class Store:
 
 def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str | None:
     """Something that ``program`` depends on and that cannot be told."""
-    foreign = [op for op in ops if not is_own(op)]
+    foreign = [
+        op for op in ops if not is_own(op) and (getattr(op, "_name", "") not in reached.ops or is_written_out(op))
+    ]
     if foreign:
         return f"it calls {foreign[0]}, an op of the user's or with a rule of the user's, whose code is not known"
     if reached.constants:
-        return f"it keeps what {reached.constants[0]} returned, which is marked as constant"
+        return f"it keeps what {reached.constants[0]} returned as a constant"
     unnamed = [where for does, where in program.reads.traced if does not in reached.known]
     return f"it runs {unnamed[0]}, which nothing that a start can look at names" if unnamed else None
 

@@ -55,6 +55,7 @@ FAMILIES = (
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}
+_linear: dict[str, str] = {}  # of these
 _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
 
 
@@ -86,9 +87,15 @@ def is_registered(target: Any) -> bool:
     return overload in _registered or overload.rpartition(".")[0] in _registered
 
 
-def registered() -> list[tuple[str, str]]:
-    """The ops that this program gave rules by `register_rule`, with the text of each."""
-    return sorted((rule.op, rule.text) for rule in _registered.values())
+def is_written_out(target: Any) -> bool:
+    """Whether the rule that this program gave an op overload has a ``localize``, which is code of the user's."""
+    found = find_rule(target) if is_registered(target) else None
+    return found is not None and found.localize is not Local.same
+
+
+def registered() -> list[tuple[str, str, str]]:
+    """The ops that this program gave rules by `register_rule`, with text and ``linear`` of each."""
+    return sorted((rule.op, rule.text, _linear[rule.op]) for rule in _registered.values())
 
 
 @lru_cache(maxsize=65536)
@@ -144,9 +151,19 @@ def register_rule(
         raise RuleError(f"{op!r} is no op", fix="pass torch.ops.mylib.scale.default, or its name")
     name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
     made = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
-    _registered[made.op] = made
+    _registered[made.op], _linear[made.op] = made, linear
     spec_of.cache_clear()
     return made
 
 
-__all__ = ["RULES", "find_rule", "is_registered", "register_rule", "registered", "rule", "spec_of", "strides_of"]
+__all__ = [
+    "RULES",
+    "find_rule",
+    "is_registered",
+    "is_written_out",
+    "register_rule",
+    "registered",
+    "rule",
+    "spec_of",
+    "strides_of",
+]

@@ -89,7 +89,7 @@ def test_why_a_program_is_not_stored(tmp_path: Path) -> None:
 
     x = torch.empty(4, 4)
     assert re.fullmatch("added to FOLDER/[0-9a-f]{32}", added(nn.Linear(4, 4), x))
-    kept = f"not stored: it keeps what {__name__}.constant returned, which is marked as constant"
+    kept = f"not stored: it keeps what {__name__}.constant returned as a constant"
     assert added(Constant(4, 4), x) == kept
     runs = r"not stored: it runs halved \(\S+test_starts.py:\d+\), which nothing that a start can look at names"
     assert re.fullmatch(runs, added(Hidden(4, 4), Given(x)))
