@@ -134,15 +134,21 @@ def capture_error(
             source=users_own(stack) or None,
             fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
         )
-    why = re.search(r"(raised exception .*)", text) or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
+    raises = re.search(r"(raised exception .*)", text)
+    why = raises or re.search(r"(?:Explanation|Developer debug context): (.*)", text)
     hint = re.search(r"Hint: (.*)", text)
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
         source=users_own(stack) or None,
-        fix=hint[1].strip() if hint else _SIZES + (_ROWS if "aten.nonzero" in text and stacked else ""),
+        fix=_RAISES
+        if raises
+        else hint[1].strip()
+        if hint
+        else _SIZES + (_ROWS if "aten.nonzero" in text and stacked else ""),
     )
 
 
+_RAISES = "mend what raises there; if it does not raise uncompiled, write that line in another way"
 _SIZES = "write this line with tensor operations whose shapes do not depend on values"
 _ROWS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
 

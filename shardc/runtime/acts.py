@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
-from shardc.errors import MeshError, ShardcError
+from shardc.errors import CollectiveError, MeshError, ShardcError
 from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
@@ -232,11 +232,24 @@ def ended(rank: int, ranks: Sequence[int]) -> MeshError:
     )
 
 
+def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
+    """``error``, which came out of a collective of ``rank`` with ``ranks``, as one that says so; others as they are."""
+    text = str(error).partition("\n")[0]
+    if isinstance(error, ShardcError) or not re.search(r"gloo|NCCL|[Cc]onnection|[Tt]imed out", text):
+        return error
+    return CollectiveError(
+        f"rank {rank} was in a collective with ranks {list(ranks)}, between two graphs, when it failed: {text}",
+        fix="look at the others first: one of them died, raised, ended or came too late; then restart all ranks from "
+        "the last checkpoint",
+    )
+
+
 def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError:
     """What to say where ``rank`` waits in a collective of torch's, and rank ``other`` does what it does not come to."""
     return MeshError(
         f"rank {rank} waits in {where}, and rank {other} waits for it at a {does[0][1]}",
-        fix=f"call both on every rank, equally often and in the same order; {_FIXES['act']}",
+        fix="call both on every rank, equally often and in the same order (equally many batches: drop_last=True, or a "
+        "sampler that pads); no norm, number or whole tensor of a parameter on one rank only",
     )
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.acts import Act, difference, raised, waits_elsewhere
+from shardc.runtime.acts import Act, difference, lost, raised, waits_elsewhere
 from shardc.runtime.comparing import BEFORE, Comparisons
 from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
@@ -153,7 +153,7 @@ class Agreement:
             with self.runs(method):
                 yield
         except RuntimeError as error:
-            raise self.behind() or error from None
+            raise self.behind() or lost(error, self.rank, self.ranks) from error
 
     @contextmanager
     def waits(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Agreement:
             self._check(self.number + 1)
             yield
         except RuntimeError as error:
-            raise self.behind() or error from None
+            raise self.behind() or lost(error, self.rank, self.ranks) from error
         finally:
             self.running = self._between = False
 
@@ -363,7 +363,7 @@ class Agreement:
                     self._failure = self._failure or (self.number, error)
                 self._comparisons.asked.difference_update(asked)
                 self._log(store, ["waits", self.rank, asked[0], error.what, error.fix])
-        if self._looks.long(self.number, self.running and not self._between):
+        if self._looks.long(self.number, self.running):
             self._answer(store, self.number)
 
     def _waits_there(self, store: dist.Store, rank: int, number: int, text: str, fix: str) -> None:

@@ -25,6 +25,14 @@ def summoned(module: Any) -> None:
         pass
 
 
+def waits_in_barrier(module: Any) -> None:
+    dist.barrier()
+
+
+def norm_of_weight(module: Any) -> None:
+    module[0].weight.norm().item()
+
+
 METHODS: dict[str, Callable[[Any], Any]] = {
     "full_state_dict": lambda module: module.full_state_dict(),
     "full_state_dict for the first": lambda module: module.full_state_dict(rank0_only=True),
@@ -81,6 +89,18 @@ def clips_alone(steps: int, between: str) -> None:
             dist.barrier()
 
 
+def elsewhere(waits: Callable[[Any], Any], says: str) -> None:
+    """Rank 1 waits for the others in what they do not come to; they are in a step, and all raise."""
+    module, step = trained()
+    for _ in range(3):
+        step()
+    with pytest.raises(RuntimeError if dist.get_rank() else MeshError, match=None if dist.get_rank() else says):
+        if dist.get_rank():
+            waits(module)
+        step()
+        step()
+
+
 def by_most(name: str) -> None:
     """Of three ranks, two come."""
     module, step = trained()
@@ -111,6 +131,19 @@ def test_each_method() -> None:
         another_method,
     )
     run_ranks(3, partial(by_most, "full_state_dict"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("waits", "says"),
+    [
+        (waits_in_barrier, r"rank 1 waits in torch.distributed.barrier \(.*test_called_by_one_rank.py:\d+\)"),
+        (norm_of_weight, r"rank 1 waits in norm\(\) of a DTensor"),
+    ],
+    ids=["barrier", "norm"],
+)
+def test_others_are_in_a_step(waits: Callable[[Any], Any], says: str) -> None:
+    run_ranks(2, partial(elsewhere, waits, says), timeout=timedelta(seconds=60))
 
 
 @pytest.mark.slow

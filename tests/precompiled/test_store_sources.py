@@ -91,6 +91,12 @@ def test_nobody_waits_for_a_program_that_no_start_could_add(tmp_path: Path) -> N
     assert in_turn(tmp_path / "call", adds=False, waits=False) == ["nothing found", "made"]
 
 
+def test_after_a_failure_the_next_try_is_as_the_first(tmp_path: Path) -> None:
+    with pytest.raises(ValueError), store.Store(tmp_path / "call", shardc.Mesh(dp=2), shardc.Plan()).turn():
+        raise ValueError
+    assert in_turn(tmp_path / "call", adds=True) == ["made", "found"]
+
+
 def test_where_nothing_can_be_locked_each_makes_its_own(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert in_turn(tmp_path / "file" / "call", adds=False, waits=False) == ["nothing found", "made"]
