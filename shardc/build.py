@@ -20,6 +20,7 @@ from shardc.errors import CaptureError, ShardcWarning
 from shardc.fold import build_folded
 from shardc.ir.deferred import NOTHING, Deferred
 from shardc.ir.executable import INFERENCE, Executable
+from shardc.ir.inner import InnerTensors
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.joint import Joint, Request, build_joint
@@ -136,6 +137,8 @@ class Build:
         fresh = partial(self, template, args, kwargs, with_loss)
         if not (self.runs and self.options.store and caches()):
             store: Store | str = "the store is off, by Options(store=False), SHARDC_STORE=0 or Inductor's settings"
+        elif any(isinstance(module, InnerTensors) for module in template.modules()):
+            store = "the model has tensors of wrapper subclasses, whose code for ops may be where no start can look"
         else:
             identity = self._identity(template, args, kwargs, with_loss)
             store = Store.of(program_folder(), identity, self.mesh, self.plan, self.options)

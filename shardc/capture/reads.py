@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType, FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from shardc.ir.code import code_hash
 from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
 from shardc.ir.reads import Lookup, Read, Reads, parse
-from shardc.ir.told import is_told, is_told_frame
+from shardc.ir.told import is_told
 from shardc.ir.value_text import module_name
 
 # By the name of a guard, what it looks at; guards that are not here look at a value.
@@ -59,42 +58,17 @@ def recorded() -> Iterator[list[Any]]:
         functional_export.fullgraph_capture = before
 
 
-@contextmanager
-def code_run(model: nn.Module) -> Iterator[set[CodeType]]:
-    """What runs in the block in methods of wrapper subclasses of the tensors of ``model``, such as their dispatch."""
-    classes = {type(x) for x in (*model.parameters(), *model.buffers()) if is_wrapper(x)}
+def _wrapper_code(model: nn.Module) -> set[CodeType]:
+    """The code of the methods of wrapper subclasses, which Dynamo does not go through: their ``__torch_dispatch__``."""
+    held = (*model.parameters(), *model.buffers())
+    classes = {type(inner) for x in held if is_wrapper(x) for inner in with_inner(x) if is_wrapper(inner)}
     own = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
     methods = [getattr(value, "__func__", value) for value in own]
-    entries = {method.__code__ for method in methods if isinstance(method, FunctionType)}
-    ran: set[CodeType] = set()
-    depth = importing = 0
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        nonlocal depth, importing
-        if event == "call" and (depth or frame.f_code in entries):
-            depth += 1
-            if not importing and frame.f_code.co_filename.startswith("<frozen importlib"):
-                importing = depth
-            if not importing and frame.f_code not in ran and not is_told_frame(frame):
-                ran.add(frame.f_code)
-        elif event == "return" and depth:
-            importing = importing if depth > importing else 0
-            depth -= 1
-
-    before = sys.getprofile()
-    if entries:
-        sys.setprofile(note)
-    try:
-        yield ran
-    finally:
-        sys.setprofile(before)
+    return {method.__code__ for method in methods if isinstance(method, FunctionType)}
 
 
-def reads_of(trace: Any, model: nn.Module, loss: Any, ran: Iterable[CodeType] = ()) -> Reads:
+def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
     """What a trace of ``loss(model(...))`` read.
-
-    Args:
-        ran: code that was run for it, besides what Dynamo went through.
 
     Raises:
         CaptureError: it asked for a tensor's class, or read a tensor that is neither a parameter or buffer of the
@@ -138,7 +112,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, ran: Iterable[CodeType] = 
     _refuse_questions(model, codes)
     traced = {
         code_hash(code): f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        for code in (*codes, *ran)
+        for code in (*codes, *_wrapper_code(model))
         if not is_told(code)
     }
     ordered = sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))

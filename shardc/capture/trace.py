@@ -35,7 +35,7 @@ from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
-from shardc.capture.reads import code_run, reads_of, recorded
+from shardc.capture.reads import reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
@@ -236,7 +236,7 @@ def trace(
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-            with mode, code_run(model) as ran:  # it looks for a mode among the tensors, of which there may be none
+            with mode:  # it looks for one among the tensors, of which there may be none
                 joint = aot_autograd.aot_export_joint_with_descriptors(
                     stack, traced, tuple(fakes), {}, decompositions=decompositions()
                 )
@@ -251,7 +251,7 @@ def trace(
         of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
         changes += prints(traced_code(traces[-1].graph_capture_output))
-    reads = reads_of(traces[-1], model, loss, ran)
+    reads = reads_of(traces[-1], model, loss)
 
     def again(constants: dict[str, Any]) -> Reads | None:
         with assigned(template, constants), warnings.catch_warnings():

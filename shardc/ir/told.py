@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 PACKAGE = Path(__file__).parents[1]
-_TORCH_CALLS = ("sympy", "mpmath", "torchgen")
 TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))]
 
 
@@ -29,15 +28,6 @@ def told_place(file: str) -> str | None:
 def is_told(code: types.CodeType) -> bool:
     """Whether ``code`` is told by a version."""
     return told_place(code.co_filename) is not None
-
-
-def is_told_frame(frame: types.FrameType) -> bool:
-    """Whether code that runs is told by a version, or is what torch calls to compute with shapes and schemas."""
-    module = str(frame.f_globals.get("__name__"))
-    if module.partition(".")[0] in _TORCH_CALLS or module.startswith("namedtuple_"):
-        return True
-    made_of_text = frame.f_code.co_filename.startswith("<")  # such as the methods of a dataclass
-    return _is_told_name(module) if made_of_text else is_told(frame.f_code)
 
 
 def is_told_class(cls: type) -> bool:

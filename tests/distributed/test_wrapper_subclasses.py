@@ -128,24 +128,18 @@ def copies() -> None:
     torch.testing.assert_close(steps(module), steps(model), rtol=1e-9, atol=0)
 
 
+def not_stored() -> None:
+    module = sharded(adapted())
+    steps(module, 1)
+    assert all("wrapper subclasses" in program.stored for program in module.shardc.programs.values())
+
+
 def test_on_ranks(tmp_path: Path) -> None:
-    """The later checks find the programs of the first."""
-    run_ranks(2, trains, state_dicts, wrong_states, checkpoints, on_meta, whole_inside, copies, programs=tmp_path)
+    checks = trains, state_dicts, wrong_states, checkpoints, on_meta, whole_inside, copies, not_stored
+    run_ranks(2, *checks, programs=tmp_path)
+    assert not list(tmp_path.glob("*/*/program.json"))
 
 
 @pytest.mark.slow
 def test_with_inductor() -> None:
     run_ranks(2, partial(trains, "inductor"))
-
-
-def test_second_starts(tmp_path: Path) -> None:
-    for says in ("added", "found"):
-        run_ranks(1, partial(_alone, says), programs=tmp_path)
-
-
-def _alone(says: str) -> None:
-    model = adapted()
-    mesh = device_mesh(Mesh(dp=1))
-    module = shardc.compile(model, mesh, shardc.fsdp("dp"), loss=loss, backend="eager")
-    torch.testing.assert_close(steps(module), steps(model), rtol=1e-9, atol=0)
-    assert all(program.stored.startswith(says) for program in module.shardc.programs.values())
