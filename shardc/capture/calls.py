@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
+from shardc._compat import is_wrapper
 from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import PREFIX
 from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
 from shardc.capture.strides import fake_like
 from shardc.capture.trace import Loss, _Root, faked
+from shardc.ir.inner import metadata
 
 # Constants that are compared by value; any other object is only like itself.
 PLAIN = (
@@ -196,6 +198,10 @@ def record_calls(
                 name = f"{path}.{at}" if path else str(at)
                 record.alike[name] = _holds(container._modules[str(at)], name, places)
                 handles += _hooked(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
+            if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):  # all are folded, or none
+                names = [f"{path}.{at}" if path else str(at) for at in range(size)]
+                if any(record.alike[name] != record.alike[names[0]] for name in names):
+                    record.alike.update(dict.fromkeys(names))
         buffers = [(name, x, x._version) for name, x in root.named_buffers()]
         with writer:
             record.result = writer.freeze(root(*fakes))
@@ -215,7 +221,7 @@ def _holds(block: nn.Module | None, name: str, places: dict[int, list[str]]) -> 
     for path, x in (*block.named_parameters(remove_duplicate=False), *block.named_buffers(remove_duplicate=False)):
         if any(not place.startswith(f"{name}.") for place in places[id(x)]):
             return None
-        tensors.append((path, type(x), x.shape, x.stride(), x.dtype, x.requires_grad))
+        tensors.append((path, metadata(x)))
     return modules, tensors
 
 

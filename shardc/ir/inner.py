@@ -272,6 +272,17 @@ def with_inner(x: Any) -> Iterator[Tensor]:
         yield from with_inner(getattr(x, key))
 
 
+def metadata(x: Any) -> list[Any]:
+    """All that ``x`` is besides values: of itself, of its inner tensors and of theirs."""
+    found: list[Any] = []
+    for each in with_inner(x):
+        found.append((type(each), each.shape, each.stride(), each.dtype, each.requires_grad))
+        if is_wrapper(each):
+            constants = {key: repr(value) for key, value in vars(each).items() if not isinstance(value, Tensor)}
+            found.append((repr(each.__tensor_flatten__()[1]), constants))  # type: ignore[attr-defined]
+    return found
+
+
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     """Raises InputError where ``fn`` converts an inner tensor to another dtype, of which its class would not know."""
     for path, inner in _outermost(module):

@@ -70,6 +70,43 @@ def test_the_plan_splits_the_inner_tensor_of_the_same_shape() -> None:
     assert "%2.base.weight.q: i8[6,16@dp]" in inputs
 
 
+class Residual(quantised.Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x).tanh()
+
+
+class Stack(nn.Module):
+    """Residual layers with quantised weights, which are alike but for the offset of each."""
+
+    def __init__(self, offsets: list[float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Residual(6, 6).double() for _ in offsets)
+        self.first, self.last = nn.Linear(6, 6).double(), nn.Linear(6, 1).double()
+        for layer, offset in zip(self.layers, offsets, strict=True):
+            base: Any = layer.base
+            quantised.quantise(base, lambda x, offset=offset: Int8.of(x, offset))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("offsets", [[0.1] * 12, [0.1] * 5 + [0.5] + [0.1] * 6], ids=["alike", "another offset"])
+def test_layers_are_alike_with_the_same_metadata_only(offsets: list[float]) -> None:
+    torch.manual_seed(0)
+    model, x, y = Stack(offsets), torch.randn(4, 6).double(), torch.randn(4, 1).double()
+    options = shardc.Options(fold=True)
+    module = shardc.compile(
+        model, shardc.Mesh(dp=2), shardc.fsdp("dp"), loss=nn.functional.mse_loss, backend="eager", options=options
+    )
+    program = module.lower(x, y)
+    assert isinstance(program, Program)
+    assert (program.folded is not None) == (len(set(offsets)) == 1)
+    torch.testing.assert_close(shardc.Simulation(module)(x, y), nn.functional.mse_loss(model(x), y).detach())
+
+
 def test_one_tensor_in_two_places() -> None:
     model = adapted()
     model[2] = quantised.Adapted(16, 8).double()
