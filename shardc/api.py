@@ -22,7 +22,7 @@ from shardc._compat import pytree
 from shardc.build import Build
 from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
-from shardc.errors import CaptureError, InputError, ShardcWarning
+from shardc.errors import CaptureError, InputError, PrecompiledError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, subclass
 from shardc.ir.deferred import replicated
@@ -132,6 +132,11 @@ def compile(
     register_caches()
     given = model if isinstance(model, nn.Module) else as_module(model)
     module = flattened(given)
+    if module is not given and precompiled not in ((), []):
+        raise PrecompiledError(
+            f"{type(given).__name__} has tensors of wrapper subclasses, whose ops may be code that no key names",
+            fix="compile without precompiled=",
+        )
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import shardc
-from shardc.errors import CaptureError, InputError
+from shardc.errors import CaptureError, InputError, PrecompiledError
 from shardc.program import Program
 from tests.semantics import quantised
 from tests.semantics.quantised import Int8, Shell, adapted, batch, loss
@@ -235,6 +236,16 @@ def test_the_key_names_code_and_metadata(monkeypatch: pytest.MonkeyPatch) -> Non
         patch.setattr(quantised, "dequantised", lambda x: x.dequantize() * 2 if isinstance(x, Int8) else x)
         assert not is_found(program, compiled(adapted()))
     assert is_found(program, compiled(adapted()))
+
+
+def test_saved_programs_are_refused(tmp_path: Path) -> None:
+    """An op table of a library, say, is in no key: a saved program may be of other code."""
+    model = adapted()
+    compiled(model).lower(*batch()).save(tmp_path)
+    for saved in (tmp_path, shardc.load(tmp_path), [shardc.load(tmp_path)]):
+        with pytest.raises(PrecompiledError, match="has tensors of wrapper subclasses") as error:
+            shardc.compile(model, shardc.Mesh(dp=2), PLANS["fsdp3"], loss=loss, backend="eager", precompiled=saved)
+        assert error.value.fix
 
 
 def test_code_that_is_replaced_after_compile(monkeypatch: pytest.MonkeyPatch) -> None:
