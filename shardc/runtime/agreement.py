@@ -176,9 +176,8 @@ class Agreement:
                 self._compiles = thread
                 yield
             finally:
-                with self._lock:
+                with self._lock:  # what was raised before this arrives as the lock is let go, at the latest
                     self._compiles = None
-                raise_in(thread, None)
         except Stopped:
             raise self._raised() from None
 

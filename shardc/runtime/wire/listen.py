@@ -78,9 +78,13 @@ class Stopped(BaseException):
     """Raised in the midst of what a thread does, where no handler of its own may catch it."""
 
 
-def raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Raises ``error`` in a thread, at its next instruction; None takes back what was not yet raised."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error and ctypes.py_object(error))
+def raise_in(thread: int, error: type[BaseException]) -> None:
+    """Raises ``error`` in a thread, at its next call, jump back or start of a function.
+
+    It cannot be taken back: Python 3.11 and 3.12 would look for it for ever, and hang where a debugger or a profiler is
+    on.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 def interrupt(groups: Iterable[dist.ProcessGroup]) -> None:
