@@ -377,11 +377,12 @@ def _store(
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
         padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
-    made = to_parameter(padded, storage, x.shape, mesh, groups.rank, x.requires_grad)
+    made = to_parameter(padded, storage, x.shape, mesh, groups.rank, True)  # a frozen parameter takes no hooks
     for hook in (given._backward_hooks or {}).values():
         made.register_hook(hook)
     for hook in (given._post_accumulate_grad_hooks or {}).values():
         made.register_post_accumulate_grad_hook(hook)
+    made.requires_grad_(x.requires_grad)
     if x.device.type != "meta" and not groups.agreement.alone:
         note_source(sources, name, storage, x, made)
     return made

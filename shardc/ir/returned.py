@@ -105,15 +105,26 @@ def _memory(x: Any) -> int | None:
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """What ``node`` is a view of, the nearest first, up to what allocates its memory."""
+    """What ``node`` is a view of to autograd, the nearest first, up to what allocates its memory."""
     memory = _memory(node)
-    while node.op == "call_function" and node.all_input_nodes:
+    while node.op == "call_function" and node.all_input_nodes and _stays_view(node):
         node = node.all_input_nodes[0]
         if node.op == "call_function" and isinstance(node.meta.get("val"), tuple | list):
             node = node.all_input_nodes[0]
         if _memory(node) != memory:
             return
         yield node
+
+
+def _stays_view(node: fx.Node) -> bool:
+    """Whether the op that was traced to ``node`` is a view; a decomposition may end in views where it is not."""
+    op = node.meta.get("original_aten")
+    return not isinstance(op, torch._ops.OpOverload) or is_view(op)
+
+
+def is_view(op: torch._ops.OpOverload) -> bool:
+    """Whether results of ``op`` share memory with an argument that it does not write."""
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
 
 
 def _is_part(nodes: Sequence[fx.Node]) -> bool:

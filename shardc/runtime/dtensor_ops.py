@@ -25,13 +25,13 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
+from shardc.ir.returned import is_view
 from shardc.runtime.dtensor_methods import METHODS, meshes
 from shardc.runtime.gathered import (
     ReplicatedSpec,
     broadcast,
     check_equal,
     gather,
-    is_view,
     replicated,
     replicated_spec,
     scatter_into,

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardc import _compat
 from shardc.errors import LayoutError
+from shardc.ir.returned import is_view
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.strided_checkpoint import local_indices
 
@@ -149,11 +150,6 @@ def broadcast(x: Tensor, device_mesh: DeviceMesh) -> None:
     """Gives ``x`` on all ranks the values that it has on the mesh's first."""
     for dim in range(device_mesh.ndim):
         mesh_broadcast(x, device_mesh, dim)
-
-
-def is_view(op: Any) -> bool:
-    """Whether results of ``op`` share memory with an argument that it does not write."""
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
 
 
 def written(op: Any, args: Any, kwargs: Any) -> Iterator[Any]:

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.ir import graph as ir
 from shardc.ir.executable import Executable, Half
-from shardc.ir.returned import Returned
-from shardc.runtime.gathered import is_view
+from shardc.ir.returned import Returned, is_view
 
 Op = Callable[[Tensor], Any]
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides and offset within memory

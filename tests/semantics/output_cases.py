@@ -188,6 +188,12 @@ CASES: dict[str, Case] = {
     "a hook of a view": Case(lambda net, x, h, y: (y[..., :2], y), hooked_hidden),
     "retain_grad of what a view is of": Case(lambda net, x, h, y: (y, y.t()[:2]), retained_hidden),
     "detach_ of a view": Case(lambda net, x, h, y: y[..., :2], detached),
+    "detach_ of a product of three dims": Case(lambda net, x, h, y: h @ net.second.weight.t(), detached, dims=3),
+    "detach_ of a stack": Case(lambda net, x, h, y: torch.stack([y, y * 2], 1), detached),
+    "detach_ of a mean": Case(lambda net, x, h, y: torch.var_mean(y, -1)[1], detached),
+    "detach_ of a norm": Case(lambda net, x, h, y: y.norm(dim=-1), detached),
+    "detach_ of a cat": Case(lambda net, x, h, y: torch.cat([y, h], -1), detached),
+    "detach_ of a transpose": Case(lambda net, x, h, y: y.mT, detached),
     "a view beside it, the other changed unrecorded": Case(
         lambda net, x, h, y: (y, y[..., :2]), backward(without_grad(lambda out: out[0].mul_(2.0)), second)
     ),

@@ -46,6 +46,21 @@ def registers_on_parameters(before: bool) -> None:
     assert len(seen["ours"] + seen["theirs"]) == 4
 
 
+def keeps_those_of_a_frozen_parameter() -> None:
+    """Hooks of a parameter that was frozen behind them: they are called once it has gradients."""
+    source = model()
+    source.mid.weight.register_hook(lambda grad: grad * 3)
+    source.mid.weight.register_post_accumulate_grad_hook(lambda param: None)
+    source.mid.weight.requires_grad_(False)
+    module = sharded(source, "fsdp")
+    for frozen in (True, False):
+        for net in (source, module):
+            net.get_parameter("mid.weight").requires_grad_(not frozen)
+        close(*step(module, source, *batch()), "loss")
+        assert (module.mid.weight.grad is None) == frozen
+        assert_same(module, source, grads=True)
+
+
 def registers_on_modules() -> None:
     source = model()
     module = sharded(source, "fsdp")
@@ -152,6 +167,7 @@ def test_on_two_ranks() -> None:
         2,
         partial(registers_on_parameters, before=True),
         partial(registers_on_parameters, before=False),
+        keeps_those_of_a_frozen_parameter,
         registers_on_modules,
         are_not_called_without_a_gradient,
         refuses_other_parameters,
