@@ -143,13 +143,11 @@ def changed_reads(
     if refused is None:
         return reads
     settled = settles(constants)
-    if settled is None or any(settled.scopes.get(name) is not scope for name, scope in reads.scopes.items()):
+    both = None if settled is None else reads.joined(settled)
+    if both is None:
         raise refused
-    found = sorted({*reads.found, *settled.found}, key=lambda read: (read.expression, read.what, repr(read.key)))
-    traced = tuple(sorted({*reads.traced, *settled.traced}))
-    read = {each.expression for each in found}
-    sets = tuple((name, value) for name, value in sorted(constants.items()) if name in read)
-    return replace(reads, found=tuple(found), traced=traced, sets=sets)
+    read = {each.expression for each in both.found}
+    return replace(both, sets=tuple((name, value) for name, value in sorted(constants.items()) if name in read))
 
 
 @contextmanager

@@ -65,6 +65,11 @@ _KNOWN = (
         "tensor",
     ),
     (
+        "a state of torch,",
+        "asks for a state of torch that a program would keep as a constant",
+        "ask for it outside, and pass it as an argument or set an attribute of the model",
+    ),
+    (
         "maximum recursion depth exceeded",
         "calls itself without end",
         "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",

@@ -67,8 +67,8 @@ def _wrapper_code(model: nn.Module) -> set[CodeType]:
     return {method.__code__ for method in methods if isinstance(method, FunctionType)}
 
 
-def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
-    """What a trace of ``loss(model(...))`` read.
+def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = ()) -> Reads:
+    """What a trace of ``loss(model(...))`` read, ``states`` of torch among it.
 
     Raises:
         CaptureError: it asked for a tensor's class, or read a tensor that is neither a parameter or buffer of the
@@ -77,7 +77,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any) -> Reads:
     output = trace.graph_capture_output.output_graph
     imported = dict(trace.graph_capture_output.import_sources)
     scopes: dict[str, Any] = {}
-    found = {Read("model", "hooks")}
+    found = {Read("model", "hooks"), *states}
     held = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
     modules = set(model.modules())
     for guard in output.guards:

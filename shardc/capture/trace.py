@@ -23,7 +23,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardc._compat import FakeTensor, dynamo_captures, traced_code
+from shardc._compat import dynamo_captures, traced_code
 from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.attributes import assigned, changed_reads, changes_recorded
@@ -37,14 +37,16 @@ from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
 from shardc.capture.reads import reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
+from shardc.capture.states import computes, states_asked
 from shardc.capture.strides import fake_like, without_strides
 from shardc.capture.tags import Tag, mark, tagged
 from shardc.errors import InputError, ShardcError, ShardcWarning
 from shardc.ir.clone import clone_tree
 from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
-from shardc.ir.reads import Reads
+from shardc.ir.reads import Read, Reads
 from shardc.ir.returned import Returned, returned
+from shardc.ir.states import GRAD_MODE
 from shardc.ir.trees import leaf_paths
 
 Loss = Callable[..., Any]
@@ -232,7 +234,7 @@ def trace(
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
-            with recorded() as traces, changes_recorded() as sets:
+            with recorded() as traces, changes_recorded() as sets, states_asked() as asked:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
@@ -251,19 +253,25 @@ def trace(
         of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
         changes += prints(traced_code(traces[-1].graph_capture_output))
-    reads = reads_of(traces[-1], model, loss)
+    reads = reads_of(traces[-1], model, loss, asked)
+    records = torch.is_grad_enabled()
 
-    def again(constants: dict[str, Any]) -> Reads | None:
-        with assigned(template, constants), warnings.catch_warnings():
+    def again(constants: dict[str, Any], grad: bool = records) -> Reads | None:
+        with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given
             try:
-                other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, settles=False)
+                other = trace(template, args, kwargs, device, loss, tags, dtypes, mode, fake, settles=grad != records)
             except ShardcError:
                 return None
-        return other.reads if _text(other.graph) == _text(joint.graph_module) else None
+        numbers: dict[Any, int] = {}
+        one, two = (computes(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
+        return other.reads if one == two else None
 
     codes = traced_code(traces[-1].graph_capture_output)
     reads = changed_reads(sets, reads, model, loss, codes, again if settles else lambda _: None)
+    if settles and records and reads.grad_mode and (other := again({}, grad=False)) is not None:
+        both = reads.joined(other)  # the same is computed without gradients: one program is enough
+        reads = reads if both is None else replace(both, found=tuple(x for x in both.found if x != Read(GRAD_MODE)))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(
@@ -280,12 +288,6 @@ def trace(
         dynamo=traced.meta["fake_mode"],
         uncast=uncast,
     )
-
-
-def _text(gm: fx.GraphModule) -> str:
-    """What a graph does, and the values of the tensors that it holds."""
-    held = [(name, x.tolist()) for name, x in gm.named_buffers() if not isinstance(x, FakeTensor)]
-    return f"{gm.graph}\n{held}"
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:

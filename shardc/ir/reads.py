@@ -9,14 +9,15 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable, KeysView, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules import module as _nn
 
 from shardc.ir.reach import Reach, reach
+from shardc.ir.states import GRAD_MODE, STATES, state
 from shardc.ir.value_text import MAIN, qualified_name, text_of
 
 Path = tuple[Any, ...]
@@ -36,6 +37,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "object.__getattribute__": getattr,
     "dict.__getitem__": lambda x, key: x[key],
     "list.__getitem__": lambda x, key: x[key],
+    **{name: partial(state, name) for name in STATES},
 }
 
 
@@ -76,6 +78,11 @@ class Reads:
     traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     sets: tuple[tuple[str, Constant], ...] = ()
 
+    @property
+    def grad_mode(self) -> bool:
+        """Whether what a capture computes depends on whether gradients are recorded."""
+        return Read(GRAD_MODE) in self.found
+
     def values(self, model: nn.Module, loss: Any = None) -> Values:
         """What each is now, and the code that a trace would reach, as text that is the same in each process."""
         at = Lookup(model, loss, self.scopes)
@@ -84,6 +91,14 @@ class Reads:
     def reach(self, model: nn.Module, loss: Any = None) -> Reach:
         """The code that a trace would reach now."""
         return reach(model, loss, [does for does, _ in self.traced])
+
+    def joined(self, other: Reads) -> Reads | None:
+        """What both looked at; None where a name of globals is of others there."""
+        if any(other.scopes.get(name, scope) is not scope for name, scope in self.scopes.items()):
+            return None
+        found = sorted({*self.found, *other.found}, key=lambda read: (read.expression, read.what, repr(read.key)))
+        traced = tuple(sorted({*self.traced, *other.traced}))
+        return replace(self, found=tuple(found), scopes={**other.scopes, **self.scopes}, traced=traced)
 
 
 class Lookup:

@@ -165,7 +165,7 @@ class State:
     _census: Census | None = None
     _checked: changes.Seen | None = None
     _watch: Watch | None = None
-    _variants_now: dict[Signature, Signature] = field(default_factory=dict)
+    _variants_now: dict[tuple[Signature, bool], Signature] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -182,34 +182,34 @@ class State:
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
         """The program for global (example) inputs in the present mode, built if there is none yet.
 
-        It is for training too, even where the first call is under ``torch.no_grad()``.
+        It is for training too, but of a model that asks for the grad mode and computes something else without.
 
         Args:
             looks: somebody looks at its stages, which a stored program does not have.
         """
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
-        deferred = self.sync.deferred() if torch.is_grad_enabled() else NOTHING
-        sized = self._sized(call, args, kwargs, deferred)
-        if sized is not None:
-            return sized
-        key = self._variant(call)
-        found = None if key is None else self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
-        if found is None or looks and found.from_store:
-            evaluates = not torch.is_grad_enabled()
-            with torch.inference_mode(False), torch.enable_grad(), frozen():
-                given = self.present(), args, kwargs, self.with_loss(args, kwargs)
-                found = self.build(*given, deferred) if looks or deferred else self.build.stored(*given, evaluates)
-            self.add(found, deferred)
+        evaluates = not torch.is_grad_enabled()
+        deferred = NOTHING if evaluates else self.sync.deferred()
+        found: Any = None
+        for grad in True, False:
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                found = self._sized(call, args, kwargs, deferred)
+                if found is None and (key := self._variant(call)) is not None:
+                    found = self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
+                if found is None or looks and found.from_store:
+                    with frozen():
+                        build, given = self.build, (self.present(), args, kwargs, self.with_loss(args, kwargs))
+                        found = build(*given, deferred) if looks or deferred else build.stored(*given, evaluates)
+                    self.add(found, deferred)
+            if not (evaluates and found.reads.grad_mode):
+                break
         return found
 
     def _variant(self, call: Signature) -> Signature | None:
-        if call not in self._variants_now:
-            found = self.variants.find(call, self.view, self.build.loss)
-            if found is None:
-                return None
-            self._variants_now[call] = found
-        return self._variants_now[call]
+        here = call, torch.is_grad_enabled()
+        found = self._variants_now.get(here) or self.variants.find(call, self.view, self.build.loss)
+        return found and self._variants_now.setdefault(here, found)
 
     def add(self, program: Any, deferred: Deferred = NOTHING, made: Signature | None = None) -> None:
         """Takes a program, to be found by the calls and the state of the module that it was made for, or ``made``."""
@@ -237,11 +237,10 @@ class State:
         if not sizes:
             return None
         kind = call.without(dims)
-        if kind not in self._variants_now:
-            self._variants_now[kind] = self.variants.find_sized(kind, self.view, self.build.loss)
-        key = self._variants_now[kind]
-        with torch.inference_mode(False), torch.enable_grad():
-            found = self.build.sized(self.present, args, kwargs, self.with_loss(args, kwargs), key, deferred)
+        here = kind, torch.is_grad_enabled()
+        key = self._variants_now.get(here) or self.variants.find_sized(kind, self.view, self.build.loss)
+        self._variants_now[here] = key
+        found = self.build.sized(self.present, args, kwargs, self.with_loss(args, kwargs), key, deferred)
         if found is not None and self.variants.add_sized(key, found.reads, self.view, self.build.loss):
             self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
         return found
@@ -259,7 +258,8 @@ class State:
 
     def lowered(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Whether there is a program for such arguments, at global shapes."""
-        key = self._variant(self.signature(args, kwargs))
+        with torch.enable_grad():
+            key = self._variant(self.signature(args, kwargs))
         return key is not None and key in self.programs
 
     def whole_shapes(self, local: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[int, ...]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardc.ir.reach import Reach
 from shardc.ir.reads import GONE, Lookup, Path, Read, Reads, parse
+from shardc.ir.states import GRAD_MODE, STATES
 
 _HELD = ("_modules", "_parameters", "_buffers")  # which the census looks at
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
@@ -29,13 +30,14 @@ class Watch:
         self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> what iterating it gives
         self._tensors: list[tuple[Tensor, int]] = []
         self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
+        self._states: list[tuple[Any, list[Any], Any]] = []  # function of torch, arguments, what it says
         reached: list[Reach] = []
         for each in {id(one): one for one in reads}.values():
             reached.append(each.reach(model, loss))
             lookup = Lookup(model, loss, each.scopes)
             seen: set[Path] = set()
             for read in each.found:
-                if read.what != "hooks":  # which the census looks at, too
+                if read.what != "hooks" and read.expression != GRAD_MODE:  # which others look at, too
                     self._note(read, lookup, seen)
         self._reached = Reach.of_all(reached)
         # Its first key twice: an itemgetter of one key would give no tuple.
@@ -55,6 +57,7 @@ class Watch:
             and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
             and all(tensor._version == version for tensor, version in self._tensors)
             and all(_same(getattr(held, name, GONE), value) for held, name, value in self._rest)
+            and all(asked(*args) == said for asked, args, said in self._states)
             and self._reached.holds()
         )
 
@@ -85,6 +88,8 @@ class Watch:
         for part in more:
             if isinstance(part, tuple):
                 self._path(part, lookup, seen)
+        if kind == "call" and more[0] in STATES:
+            self._states.append((STATES[more[0]], list(map(lookup, more[1:])), lookup(path)))
         if kind == "attribute":
             self._attribute(lookup(more[0]), more[1])
         elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _HELD):

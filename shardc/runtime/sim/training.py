@@ -68,7 +68,8 @@ class Simulation:
                 fix="wrap the model's forward before shardc.compile",
             )
         check_kinds(self.state.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=True)
-        program: Executable = self.state.program_for(args, kwargs)
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            program: Executable = self.state.program_for(args, kwargs)
         half = program.step(training=grad)[0]
         leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         fed = {name: self.ranks.shard(x, layout) for (name, layout), x in zip(program.inputs, leaves, strict=True)}

@@ -1,0 +1,114 @@
+"""States of torch that traced code asks for: Dynamo answers with what they are, and keeps that as a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from shardc._compat import FakeTensor
+from shardc.ir.reads import Read
+from shardc.ir.states import GRAD_MODE, STATES
+from shardc.ir.told import is_told
+
+_NAMES = {function: name for name, function in STATES.items()}
+_LITERALS = (bool, int, float, str, type(None))
+# What Dynamo computes while it traces, and that depends on its arguments, the machine and the process alone.
+_PURE = {
+    "_assert", "_get_device_index", "is_available", "get_device_properties", "is_complex", "is_floating_point",
+    "get_enum", "promote_types", "_get_privateuse1_backend_name", "is_initialized", "get_rank", "get_world_size",
+}  # fmt: skip
+# Of a tensor that is computed: whether gradients are recorded decides.
+_BY_GRAD_MODE = ("requires_grad", "is_leaf")
+
+
+@contextmanager
+def states_asked() -> Iterator[set[Read]]:
+    """The states that a trace in the block asks for.
+
+    Whether gradients are recorded counts where code asks that is not torch's: torch's own computes the same.
+    """
+    asked = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
+    call, attribute = TorchInGraphFunctionVariable.call_function, TensorVariable.var_getattr
+    of_context, grad_of = AutogradFunctionContextVariable.var_getattr, TensorVariable.method_attr_grad
+
+    def note_grad_mode(tx: Any) -> None:
+        if not is_told(tx.f_code) or "polyfills" in tx.f_code.co_filename:
+            asked.add(Read(GRAD_MODE))
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        name = _NAMES.get(self.value)
+        if name == "torch.is_grad_enabled":
+            note_grad_mode(tx)
+        elif name is not None:
+            given = [x.as_python_constant() for x in (*args, *kwargs.values())]
+            if not all(isinstance(x, _LITERALS) for x in given):
+                raise Unsupported(f"a state of torch, {name}, of {given}")
+            asked.add(Read(f"{name}({', '.join(map(repr, given))})"))
+        elif self.can_constant_fold_through() and not _is_pure(self.value):
+            raise Unsupported(f"a state of torch, {getattr(self.value, '__name__', self.value)}")
+        return call(self, tx, args, kwargs)
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        found = attribute(self, tx, name)
+        if self.source is None and name in _BY_GRAD_MODE:
+            note_grad_mode(tx)
+        return found
+
+    def method_attr_grad(self: Any, tx: Any) -> Any:
+        found = grad_of(self, tx)  # None where Dynamo does not know; a tensor that is computed keeps no gradient
+        return ConstantVariable.create(None) if found is None and self.source is None else found
+
+    def needs_input_grad(self: Any, tx: Any, name: str) -> Any:
+        if name == "needs_input_grad":
+            note_grad_mode(tx)
+        return of_context(self, tx, name)
+
+    with (
+        patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
+        patch.object(TensorVariable, "var_getattr", var_getattr),
+        patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
+        patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),
+    ):
+        yield asked
+
+
+def _is_pure(function: Any) -> bool:
+    return getattr(function, "__module__", None) == "math" or getattr(function, "__name__", "") in _PURE
+
+
+def computes(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:
+    """A number for each output of a joint graph: the same where it is computed by the same ops of the same things.
+
+    Args:
+        numbers: of what was met, in this graph and in those that it is compared with.
+        with_gradients: otherwise those of the forward.
+    """
+    found: dict[fx.Node, int] = {}
+
+    def of(x: Any) -> Any:
+        return fx.node.map_arg(x, lambda node: f"%{found[node]}")
+
+    for at, node in enumerate(gm.graph.nodes):
+        key: Any = (node.op, at)
+        if node.op == "get_attr":
+            held = attrgetter(str(node.target))(gm)
+            key = repr(held.tolist()) if isinstance(held, Tensor) and not isinstance(held, FakeTensor) else id(held)
+        elif node.target is torch.ops.aten.detach.default:
+            found[node] = found[node.args[0]]
+            continue
+        elif node.op == "call_function":
+            key = str(node.target), repr(of((node.args, node.kwargs)))
+        found[node] = numbers.setdefault(key, len(numbers))
+    outputs = gm.graph.output_node()
+    described = zip(outputs.args[0], outputs.meta["desc"], strict=True)
+    return [of(x) for x, desc in described if with_gradients or desc and type(desc).__name__ != "GradAOTOutput"]

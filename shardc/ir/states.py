@@ -1,0 +1,42 @@
+"""States of torch that a model's code asks for by a call: what a capture asked for is asked again before each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+GRAD_MODE = "torch.is_grad_enabled()"
+_NAMES = """
+    is_grad_enabled
+    is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled get_autocast_dtype get_autocast_gpu_dtype
+    get_default_dtype _C._is_any_autocast_enabled
+    _C._get_cublas_allow_tf32 _C._get_cublas_allow_fp16_reduced_precision_reduction
+    _C._get_cublas_allow_bf16_reduced_precision_reduction
+    _C._is_torch_function_enabled _C._is_torch_function_all_disabled _C._is_torch_function_mode_enabled
+    _C._functorch.get_dynamic_layer_stack_depth autograd._is_checkpoint_valid
+    cuda.current_device cuda.is_initialized xpu.current_device xpu.is_initialized
+    accelerator.current_device_index accelerator.current_accelerator
+    __future__.get_overwrite_module_params_on_conversion
+"""
+
+
+def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in _NAMES.split():
+        try:
+            yield f"torch.{name}", attrgetter(name)(torch)
+        except AttributeError:  # this torch does not have it
+            continue
+
+
+STATES = dict(_states())
+
+
+def state(name: str, *args: Any) -> Any:
+    """What torch says now; raises KeyError where it says nothing, as of a device that is not there."""
+    try:
+        return STATES[name](*args)
+    except (RuntimeError, AssertionError) as error:
+        raise KeyError(name) from error
