@@ -26,6 +26,7 @@ GONE = "nothing"
 FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 BACKWARD_HOOKS = ("_backward_pre_hooks", "_backward_hooks")
 HOOKS = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+_GLOBAL = tuple(f"_global{kind}" for kind in HOOKS)
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "dict": lambda x: x,  # a copy would be looked up just the same
@@ -205,4 +206,4 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 def global_hooks() -> list[dict[int, Any]]:
     """The hooks of all modules that there are, kind by kind."""
-    return [getattr(_nn, f"_global{kind}") for kind in HOOKS]
+    return [getattr(_nn, kind) for kind in _GLOBAL]

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby, zip_longest
@@ -83,6 +83,20 @@ class Act:
     @cached_property
     def _backwards(self) -> dict[frozenset[int], Act]:
         return {}
+
+
+@dataclass(frozen=True)
+class Told:
+    """A block whose error is passed to ``fails`` with ``epoch``, and raised. (A generator costs microseconds more.)"""
+
+    fails: Callable[[BaseException, int], None]
+    epoch: int
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.fails(error, self.epoch)
 
 
 def call_act(

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.acts import Act, difference, lost, raised, waits_elsewhere
+from shardc.runtime.acts import Act, Told, difference, lost, raised, waits_elsewhere
 from shardc.runtime.comparing import BEFORE, Comparisons
 from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
@@ -181,15 +181,9 @@ class Agreement:
         except Stopped:
             raise self._raised() from None
 
-    @contextmanager
-    def tells(self) -> Iterator[None]:
+    def tells(self) -> Told:
         """A block of what all ranks do: what is raised in it on this rank is raised on the others too."""
-        epoch = self.epoch
-        try:
-            yield
-        except BaseException as error:
-            self.fails(error, epoch)
-            raise
+        return Told(self.fails, self.epoch)
 
     @property
     def epoch(self) -> int:

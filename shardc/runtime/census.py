@@ -59,27 +59,24 @@ class Census:
         empty = [(held, [kind for kind in _KINDS if not held[kind]]) for held in self._attributes]
         self._empty = [(itemgetter(*kinds, kinds[0]), held) for held, kinds in empty if kinds]
         self._sizes = list(map(len, self._full))
-        self._names, self._things = self._now()
+        self._names = list(chain.from_iterable(self._full))
+        self._things = list(chain.from_iterable(map(_values, self._full)))
         self._global = list(map(dict, global_hooks()))
         self._mode: Mode | None = None
         self._modes: dict[tuple[Any, ...], Mode] = {}
 
     def holds(self) -> bool:
         """Whether each module still has the same things, and the same hooks, under the same names."""
-        if any(chain.from_iterable([get(held) for get, held in self._empty])):
+        if any(map(any, [get(held) for get, held in self._empty])):
             return False
         if not all(map(is_, [held[kind] for held, kind in self._places], self._full)):
             return False
-        names, things = self._now()
         return (
-            names == self._names
-            and all(map(is_, things, self._things))
+            list(chain.from_iterable(self._full)) == self._names
+            and all(map(is_, chain.from_iterable(map(_values, self._full)), self._things))
             and list(map(len, self._full)) == self._sizes
             and global_hooks() == self._global
         )
-
-    def _now(self) -> tuple[list[Any], list[Any]]:
-        return list(chain.from_iterable(self._full)), list(chain.from_iterable(map(_values, self._full)))
 
     def mode(self) -> Mode:
         """The same object as long as, and whenever, it is the same."""

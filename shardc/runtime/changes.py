@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from shardc.ir.placements import to_placements
 from shardc.runtime.host import Home
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
 
+_spec, _device = attrgetter("_spec"), attrgetter("device")
 _FIX = "load values into the module's own parameters (load_state_dict, or copy_ under torch.no_grad())"
 
 
@@ -65,7 +66,8 @@ class Seen:
     """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
 
     def __init__(self, found: Mapping[str, nn.Parameter], runs: bool) -> None:
-        self._specs, self._devices, self._runs = _specs(found), _devices(found), runs
+        self._specs, self._devices = list(map(_spec, found.values())), list(map(_device, found.values()))
+        self._runs = runs
 
     def still(self, found: Mapping[str, nn.Parameter], runs: bool) -> bool:
         """Whether ``found``, the same objects by the same names, are laid out as they were, on the same devices.
@@ -73,16 +75,11 @@ class Seen:
         Args:
             runs: as for `check`; what was not checked for that is not known to be fit for it.
         """
-        same = all(map(is_, self._specs, _specs(found))) and self._devices == _devices(found)
-        return runs <= self._runs and same
-
-
-def _specs(found: Mapping[str, nn.Parameter]) -> list[Any]:
-    return [getattr(param, "_spec", None) for param in found.values()]
-
-
-def _devices(found: Mapping[str, nn.Parameter]) -> list[torch.device]:
-    return [param.device for param in found.values()]
+        return (
+            runs <= self._runs
+            and all(map(is_, self._specs, map(_spec, found.values())))
+            and self._devices == list(map(_device, found.values()))
+        )
 
 
 def check(

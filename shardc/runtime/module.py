@@ -25,7 +25,7 @@ from shardc.runtime.namespace import Namespace
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
-from shardc.runtime.signature import Signature, call_key, fitting
+from shardc.runtime.signature import Signature, call_key, fitting, flattened
 from shardc.runtime.state import Known, State
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, global_rows, row_axes
@@ -47,7 +47,7 @@ class ShardedModule(nn.Module):
         state = vars(self).get("shardc")
         if state is not None and state.around is not None:
             return call_around(self, state.around, args, kwargs)
-        return ShardedModule.forward(self, *args, **kwargs)
+        return _forward(self, args, kwargs)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -103,16 +103,7 @@ class ShardedModule(nn.Module):
             InputError: after `lower`, inputs that fit no lowered program.
             LayoutError: a parameter is not as it was at compile; see `shardc.runtime.changes`.
         """
-        if (state := vars(self).get("shardc")) is None:  # a slice of a container is of its class
-            return parts.call_slice(self, type(self).__bases__[1], args, kwargs)
-        if state.groups is None:
-            raise MeshError(
-                f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
-                fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
-            )
-        parts.check_ddp(self)
-        with state.groups.agreement.tells():
-            return _step(state, args, kwargs)
+        return _forward(self, args, kwargs)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the model's; it also drops gradients that are held back (`no_sync`)."""
@@ -158,10 +149,23 @@ class BehindModel(nn.Module):
         raise InputError("a compiled module cannot share its memory", fix="share the model before it is compiled")
 
 
+def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
+    if (state := vars(module).get("shardc")) is None:  # a slice of a container is of its class
+        return parts.call_slice(module, type(module).__bases__[1], args, kwargs)
+    if state.groups is None:
+        raise MeshError(
+            f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
+            fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
+        )
+    parts.check_ddp(module)
+    with state.groups.agreement.tells():
+        return _step(state, args, kwargs)
+
+
 def _step(state: State, args: Any, kwargs: Any) -> Any:
     assert state.groups is not None
     state.check(runs=True)
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flattened(args, kwargs)
     program, rows, compares = _program(state, args, kwargs, leaves, spec)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
     if compares:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,6 +19,9 @@ from shardc.ir.reads import Values
 from shardc.runtime.census import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.runtime.surroundings import Surroundings
+
+# Of these types pytrees know no parts.
+_LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,19 @@ def call_key(
     except TypeError:
         return None
     return key
+
+
+def flattened(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of ``(args, kwargs)`` and their pytree, which is not looked for where all are leaves."""
+    leaves = [*args, *kwargs.values()]
+    if _LEAVES.issuperset(map(type, leaves)):
+        return leaves, _flat_spec(len(args), *kwargs)
+    return pytree.tree_flatten((args, kwargs))
+
+
+@lru_cache
+def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
+    return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
 class Made(Protocol):

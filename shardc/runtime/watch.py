@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import contains, is_, itemgetter
 from types import MappingProxyType
 from typing import Any
@@ -48,11 +49,11 @@ class Watch:
     def holds(self) -> bool:
         """Whether all is as it was."""
         try:
-            now = [value for get, held in self._getters for value in get(held)]
+            now = [get(held) for get, held in self._getters]
         except KeyError:
             return False
         return (
-            all(map(is_, now, self._values))
+            all(map(is_, chain.from_iterable(now), self._values))
             and not any(map(contains, *self._absent))
             and all(len(row) == len(held) and all(map(is_, row, held)) for held, row in self._rows.values())
             and all(tensor._version == version for tensor, version in self._tensors)
