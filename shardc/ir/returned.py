@@ -27,6 +27,7 @@ class Returned:
         of_output: index of the output that it is a view of, the nearest one, detached or not; None of no output.
         view: whether autograd takes it for a view of something.
         part: whether it is one of several views that one op makes; torch lets nobody change these in place.
+        overlaps: whether its elements are also of another output that is another tensor, or of what it is ``of``.
         read_by: indices of the outputs whose backward reads its values: autograd refuses that one after a change.
         leads_to: indices of other outputs that are made of it, whose gradients it takes part in.
     """
@@ -38,6 +39,7 @@ class Returned:
     of_output: int | None = None
     view: bool = False
     part: bool = False
+    overlaps: bool = False
     read_by: tuple[int, ...] = ()
     leads_to: tuple[int, ...] = ()
 
@@ -62,12 +64,14 @@ def returned(graph: fx.Graph) -> tuple[Returned, ...]:
             node = x.all_input_nodes[0] if index in again and x.target is torch.ops.aten.detach.default else x
             if of_node.setdefault(node, index) != index:
                 same[index] = of_node[node]
+    chains = {index: [x, *_viewed(x)] for index, x in outputs if _memory(x) is not None}
     for index, x in outputs:
         memory = _memory(x)
         if memory is None:
             found.append(Returned(index))
             continue
-        above = list(_viewed(x))
+        above = chains[index][1:]
+        others = [chains[at] for at in chains.keys() - same.keys() - {same.get(index, index)} if at != index]
         found.append(
             Returned(
                 firsts.setdefault(memory, index),
@@ -76,7 +80,8 @@ def returned(graph: fx.Graph) -> tuple[Returned, ...]:
                 x.op == "placeholder",
                 next((of_node[node] for node in above if node in of_node), None),
                 bool(above) and x.target is not torch.ops.aten.detach.default,
-                _is_part([x, *above]),
+                _is_part(chains[index]),
+                memory in owners or any(_memory(z[0]) == memory and not _disjoint(chains[index], z) for z in others),
                 tuple(at for at, memories in read.items() if memory in memories),
                 tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
             )
@@ -130,6 +135,12 @@ def is_view(op: torch._ops.OpOverload) -> bool:
 def _is_part(nodes: Sequence[fx.Node]) -> bool:
     """Whether a view, of ``nodes`` from it to what allocates its memory, is of one that an op makes several of."""
     return any(x.target is getitem for x in nodes[:-1])
+
+
+def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
+    """Whether two views, as `_is_part` takes them, are of two parts that one op makes."""
+    parts = [{x.args[0]: x.args[1] for x in chain[:-1] if x.target is getitem} for chain in (nodes, others)]
+    return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[ir.Role, set[int]]]:

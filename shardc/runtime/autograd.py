@@ -32,7 +32,6 @@ def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
     half = runner.half(FORWARD if train else INFERENCE)
     feed = runner.feed(half, inputs)
     border = runner.border
-    border.refuse_lost()
     node: Any = None
     if train:
         results = list(Step.apply(runner, *feed))

@@ -14,23 +14,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardc.errors import BackwardError, LayoutError
+from shardc.errors import BackwardError
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
+from shardc.runtime.read_only import ReadOnly, Shared
 from shardc.runtime.storage import GradHooks
-from shardc.runtime.views import Views, views_of
+from shardc.runtime.views import Views, memory_of, views_of
 
 Changes = list[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
 
 
 @dataclass(frozen=True)
-class Shared:
+class SameMemory:
     """With what the memory of an output is shared when a program runs.
 
     Args:
@@ -47,44 +46,20 @@ class Shared:
         return self.taken is not None or self.first is not None or bool(self.saved)
 
 
-class HandedOut:
-    """An output of which one device sees changes elsewhere, and this one does not.
-
-    Args:
-        at: its position.
-        writes: whether what is written to it is among these changes; else only that it is given other memory.
-    """
-
-    def __init__(self, at: int, output: Tensor, writes: bool) -> None:
-        self.at, self.output, self.memory = at, weakref.ref(output), StorageWeakRef(output.untyped_storage())
-        self.counter = counter_of(output) if writes else None
-        self.before = output._version, output.data_ptr(), output.requires_grad
-
-    def changed(self) -> bool:
-        version, place, grads = self.before
-        if self.counter is not None and self.counter._version != version:
-            return True
-        output = self.output()
-        if output is None:
-            return False
-        return output.data_ptr() != place or (self.counter is None and output.requires_grad != grads)
-
-
 class Border:
     """The outputs and the saved values of a program's forwards on this rank.
 
     Attributes:
-        makes_views: whether outputs that are views on one device are made so.
+        dtensors: whether outputs become DTensors.
     """
 
-    makes_views = True
+    dtensors = False
 
     def __init__(self, program: Executable) -> None:
         self.program, self.half, self.count = program, program.half, len(program.outputs)
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
-        self._shared: dict[int, Shared] | None = None
+        self._shared: dict[int, SameMemory] | None = None
         self._views: dict[Half, Views] = {}
-        self._lost: list[HandedOut] = []
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -114,65 +89,50 @@ class Border:
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
+    def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
+        """The outputs of a half that `hand_out` makes of others; the same in all calls of a program."""
+        if half not in self._views:
+            self._views[half] = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
+        return self._views[half]
+
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
         """The outputs without those that `hand_out` makes of others, and bases behind them; see `Views`."""
         outputs = list(results[: self.count])
-        if half not in self._views:  # the same in all calls of a program
-            made = self.makes_views
-            self._views[half] = views_of(self.program, half, self.differentiable, outputs, feed) if made else Views()
-        return self._views[half].held_back(outputs)
+        views = self.views(half, outputs, feed)
+        return self._read_only(half, views.held_back(outputs), feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
-        """Makes the outputs that are views, gives hooks, and counts changes that would be lost.
+        """Makes the outputs that are views, and gives hooks.
 
         Args:
             outputs: of autograd's function, or what `held_back` gave; views take their places.
             node: that function's call; None where nothing is recorded.
         """
         views = self._views[half]
+        for at in views.read_only:
+            if isinstance(outputs[at], ReadOnly):
+                outputs[at].shared.note()
         views.make(outputs, feed)
         if node is not None:
             self._listen(outputs, node)
-        if not torch.is_inference_mode_enabled():  # nobody counts changes there
-            self._lost += [HandedOut(at, outputs[at], at in views.lost) for at in views.lost | views.parameters]
 
-    def refuse_lost(self) -> None:
-        """Refuses to go on where a change of an output is lost that one device would see elsewhere.
-
-        Raises:
-            LayoutError: an output that shares memory on one device, and not here, was changed.
-        """
-        if not self._lost:
-            return
-        changed = [each.at for each in self._lost if each.changed()]
-        self._lost = [] if changed else [each for each in self._lost if not each.memory.expired()]
-        if changed:
-            output, index = self._returned[changed[0]], self.program.outputs[changed[0]].index
+    def _read_only(self, half: Half, outputs: list[Any], feed: Sequence[Any]) -> list[Any]:
+        """``outputs``, where those that cannot be changed in place are `ReadOnly`."""
+        views = self._views[half]
+        for at in views.read_only:
+            if not isinstance(outputs[at], Tensor):
+                continue
+            behind = at >= self.count
+            output = self._returned[views.bases[at - self.count].of[0] if behind else at]
+            index = output.first if behind else self.program.outputs[at].index
+            takes = {port.role.name: at for at, port in enumerate(half.takes)}
             others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
-            shares = f"{output.of!r}" if output.of is not None else outputs_text(others - {index})
-            raise LayoutError(
-                f"output {index} of the module was changed in place: on one device that changes {shares} too, in whose "
-                "memory it is, and here it is a copy, as ranks hold parts",
-                fix="change a copy (out = out.clone()), or change " + (shares if output.of else "each of them"),
-            )
-
-    @cached_property
-    def _tied(self) -> frozenset[int]:
-        """The outputs with gradients that one device changes together with something else, or does not let change.
-
-        They leave as views, which autograd lets nobody change in place while it records.
-        """
-        views = self._views[self.half(FORWARD)]
-        made = {view.at for view in views.made}
-        groups = [output.first for output in self._returned.values() if output.same is None]
-        loose = {self._returned[at].first for at in views.stray} if self.makes_views else set(groups)
-        return frozenset(
-            at
-            for at, output in self._returned.items()
-            if at in self.differentiable
-            and at not in made
-            and (output.of is not None or output.part or (output.first in loose and groups.count(output.first) > 1))
-        )
+            if output.of is None:
+                shared = Shared(index, outputs_text(others - {index}))
+            else:
+                shared = Shared(index, repr(output.of), weakref.ref(feed[takes[output.of]]), output.itself)
+            outputs[at] = ReadOnly.of(outputs[at].detach(), shared)
+        return outputs
 
     def reads(self, half: Half) -> list[tuple[Role, int]]:
         """The parameters, buffers and inputs that a backward reads, and where the forward takes each of them."""
@@ -196,11 +156,13 @@ class Border:
 
         What is saved keeps no output: autograd would never free a graph of which an output holds itself.
         """
-        outputs, saved = self.held_back(self.half(FORWARD), results, feed), list(results[self.count :])
+        outputs, saved = list(results[: self.count]), list(results[self.count :])
+        views = self.views(self.half(FORWARD), outputs, feed)
+        outputs = views.held_back(outputs)
         for name in self.overwritten:  # by what the forward itself makes of a buffer
             saved[self.places[name]] = saved[self.places[name]].clone()
         if self._shared is None:
-            bases = enumerate(self._views[self.half(FORWARD)].bases)
+            bases = enumerate(views.bases)
             self._returned.update((self.count + at, self._returned[base.of[0]]) for at, base in bases)
             self._shared = self._look(outputs, saved, feed)
         for at, shared in self._shared.items():
@@ -210,11 +172,10 @@ class Border:
         for at, x in enumerate(outputs):
             if at in self._returned and self._returned[at].same is not None:
                 outputs[at] = None  # it is an earlier one
-            elif at in self._tied:
-                outputs[at] = x if x._is_view() else x.view_as(x)
             elif at not in self._shared and isinstance(x, Tensor) and x._is_view():
                 outputs[at] = x.detach()
-        return outputs, [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
+        saved = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
+        return self._read_only(self.half(FORWARD), outputs, feed), saved
 
     def without_gradients(self, outputs: Sequence[Any]) -> list[Tensor]:
         """Those of what `apart` gave that have none."""
@@ -234,7 +195,8 @@ class Border:
         """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
         shared = self._shared or {}
         read = [at for at, output in self._returned.items() if output.read_by or (at in shared and shared[at].saved)]
-        return [(at, counter_of(outputs[at]), outputs[at]._version) for at in read if isinstance(outputs[at], Tensor)]
+        changed = [at for at in read if isinstance(outputs[at], Tensor) and not isinstance(outputs[at], ReadOnly)]
+        return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
     def _listen(self, outputs: Sequence[Any], node: Any) -> None:
         """Gives each of several outputs its hooks, which torch adds to.
@@ -254,7 +216,6 @@ class Border:
             BackwardError: an output that it reads, here or on one device, was changed in place; or a hook would get a
                 part of an output's gradient.
         """
-        self.refuse_lost()
         for at, hooks, output in listened:
             others = used.intersection(self._returned[at].leads_to)
             if others and (hooks or ((x := output()) is not None and x.retains_grad)):
@@ -273,24 +234,24 @@ class Border:
             if used.intersection(self._returned[at].read_by) or saved.intersection(x.name for x in half.takes):
                 raise modified(self.program.outputs[at].index, counter, before)
 
-    def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, Shared]:
+    def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, SameMemory]:
         """Finds what shares memory, which is the same in all calls of a program."""
-        taken = {_memory(x): at for at, x in reversed(list(enumerate(feed)))}
+        taken = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
         kept: dict[int, set[str]] = {}
         for name, at in self.places.items():
-            kept.setdefault(_memory(saved[at]), set()).add(name)
+            kept.setdefault(memory_of(saved[at]), set()).add(name)
         firsts: dict[int, int] = {}
-        found: dict[int, Shared] = {}
+        found: dict[int, SameMemory] = {}
         for at, output in self._returned.items():
-            memory = 0 if output.same is not None else _memory(outputs[at])
+            memory = 0 if output.same is not None else memory_of(outputs[at])
             if memory:
                 first = firsts.setdefault(memory, at)
-                shared = Shared(taken.get(memory), first if first < at else None, frozenset(kept.get(memory, ())))
+                shared = SameMemory(taken.get(memory), first if first < at else None, frozenset(kept.get(memory, ())))
                 if shared:
                     found[at] = shared
         return found
 
-    def _own(self, at: int, shared: Shared, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
+    def _own(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
         """An output that shares its memory, and its count of changes, with what it does on one device."""
         out, output = outputs[at], self._returned[at]
         if shared.taken is not None and output.of is not None:
@@ -301,7 +262,7 @@ class Border:
             return out.clone()
         else:
             return out.detach()
-        if _memory(base) != _memory(out) or base.dtype != out.dtype or out._is_view():
+        if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
             return out
         return base.as_strided(out.shape, out.stride(), out.storage_offset())
 
@@ -341,12 +302,6 @@ def counter_of(x: Tensor) -> Tensor:
     else:
         counter.data = x.new_empty(0)
     return counter
-
-
-def _memory(x: Any) -> int:
-    """What is equal of tensors that share memory; 0 of none."""
-    x = _local(x)
-    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) else 0
 
 
 def _local(x: Any) -> Any:

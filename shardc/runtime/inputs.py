@@ -17,6 +17,7 @@ from shardc.errors import InputError
 from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
 from shardc.ir.placements import to_placements
+from shardc.runtime.read_only import ReadOnly
 from shardc.runtime.storage import shard_tensor
 
 WAYS_OUT = (
@@ -48,6 +49,8 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
     Raises:
         InputError: a DTensor on another mesh or of another global shape.
     """
+    if isinstance(x, ReadOnly):
+        return x.clone()
     if not isinstance(x, DTensor):
         # Compiled code reads memory: it sees no bit that says that what lies there is negated, or conjugated.
         return x.resolve_neg().resolve_conj().contiguous()

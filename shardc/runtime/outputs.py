@@ -47,7 +47,7 @@ class _ToDTensor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
         ctx.spec = spec
-        if not local.is_floating_point():
+        if not (local.is_floating_point() or local.is_complex()):
             out = DTensor(local.view_as(local), spec, requires_grad=False)
             ctx.mark_non_differentiable(out)
             return out

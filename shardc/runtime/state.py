@@ -387,7 +387,7 @@ class State:
                 self.buffers,
                 self.tokens,
             )
-            runner.border.makes_views = not self.dtensor_outputs
+            runner.border.dtensors = self.dtensor_outputs
             runner.own = any(
                 self.unit(program.outputs, role.layout) != 1 for role in program.outputs if role.layout is not None
             )

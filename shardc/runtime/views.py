@@ -2,7 +2,8 @@
 
 A program gives what such outputs are views of, and they are made outside of it by torch's own ops. So autograd counts
 changes, follows changes in place and refuses them as on one device. It can be done where a rank's part of the view is a
-view of its part of the other tensor, by the ops of its graph; `Views.stray` are the outputs of which that is not so.
+view of its part of the other tensor, by the ops of its graph. Other outputs of which a change would change something
+else are `ReadOnly`; so are all of these as DTensors, and parameters themselves.
 """
 
 from __future__ import annotations
@@ -105,16 +106,13 @@ class Views:
     Args:
         made: each of them, behind what it is made of.
         bases: what is behind the outputs.
-        stray: positions of outputs that share memory on one device, and not here.
-        lost: positions of outputs whose changes in place change something else on one device, and not here.
-        parameters: positions of outputs that are parameters themselves.
+        read_only: positions of outputs of which changes in place change something else on one device, and not here,
+            and of the bases that such outputs are views of.
     """
 
     made: tuple[View, ...] = ()
     bases: tuple[Base, ...] = ()
-    stray: frozenset[int] = frozenset()
-    lost: frozenset[int] = frozenset()
-    parameters: frozenset[int] = frozenset()
+    read_only: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
         """The outputs without those that are made of others, and the bases behind them."""
@@ -134,7 +132,12 @@ class Views:
 
 
 def views_of(
-    program: Executable, half: Half, differentiable: Collection[int], outputs: Sequence[Any], feed: Sequence[Any]
+    program: Executable,
+    half: Half,
+    differentiable: Collection[int],
+    outputs: Sequence[Any],
+    feed: Sequence[Any],
+    dtensors: bool,
 ) -> Views:
     """The views among the outputs of a half.
 
@@ -142,6 +145,7 @@ def views_of(
         differentiable: positions of outputs that have gradients.
         outputs: what a run of the half gave.
         feed: what it took.
+        dtensors: whether outputs become DTensors, of which none is a view of another.
     """
     nodes: list[Any] = [node for _, node in ir.outputs(half.graph)][: len(program.outputs)]
     at_index = {role.index: at for at, role in enumerate(program.outputs) if role.kind == "output"}
@@ -157,11 +161,9 @@ def views_of(
     views: dict[int, View] = {}
     hidden: dict[int, list[int]] = {}  # by memory, what has no output or input before it
     stray: set[int] = set()
-    copies: set[int] = set()
-    parameters: set[int] = set()
 
     def add(view: View, source: Any, fits: bool) -> None:
-        if fits and _holds(view, source, outputs[view.at]):
+        if fits and not dtensors and _holds(view, source, outputs[view.at]):
             views[view.at] = view
         else:
             stray.add(view.at)
@@ -182,18 +184,17 @@ def views_of(
             view = View(at, source, True, ops or (), output, at not in differentiable)
             fits = ops is not None and (kind == "buffer" or axes[at] == _axes(layouts[output.of]))
             add(view, feed[source], fits)
-        else:
-            parameters.update([at] if output.itself else [])
-            if _memory(feed[takes["param", output.of]]) != _memory(outputs[at]):
-                copies.add(at)
+        elif dtensors or output.itself or memory_of(feed[takes["param", output.of]]) != memory_of(outputs[at]):
+            stray.add(at)
     bases: list[Base] = []
     for group in hidden.values():
         if len(group) == 1:
             at = group[0]
-            if returned[at].view:
+            if returned[at].part if dtensors else returned[at].view:
                 views[at] = View(at, at, False, (), returned[at])
             continue
-        base = _base(group, nodes, outputs, differentiable) if len({axes[at] for at in group}) == 1 else None
+        fits = len({axes[at] for at in group}) == 1 and not dtensors
+        base = _base(group, nodes, outputs, differentiable) if fits else None
         if base is None:
             stray.update(group)
             continue
@@ -203,16 +204,20 @@ def views_of(
             ops = (partial(torch.as_strided, size=place[0], stride=place[1], storage_offset=place[2]),)
             detached = at not in differentiable and bool(base.split)
             views[at] = View(at, source, False, ops, returned[at], detached)
-    for first in {returned[at].first for at in stray}:
-        group = [at for at, output in returned.items() if output.first == first]
-        if len(group) > 1 and not all(returned[at].part for at in group):  # parts that one op makes are disjoint
-            copies.update(group)
-        copies.update(at for at in group if returned[at].of is not None and at in stray)
-    return Views(tuple(_ordered(views)), tuple(bases), frozenset(stray), frozenset(copies), frozenset(parameters))
+    firsts = {returned[at].first for at in stray}
+    read_only = {at for at, output in returned.items() if output.first in firsts and output.overlaps}
+    read_only.difference_update(at for at, view in views.items() if view.taken and view.output.itself)
+    for at in stray - read_only:  # parts that have nothing in common
+        views[at] = View(at, at, False, (), returned[at])
+    views = {at: view for at, view in views.items() if at not in read_only or not view.taken}
+    behind = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
+    return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | behind))
 
 
-def _memory(x: Any) -> int:
-    return int((x._local_tensor if isinstance(x, DTensor) else x).untyped_storage().data_ptr())
+def memory_of(x: Any) -> int:
+    """What is equal of tensors that share memory; 0 of none."""
+    x = x._local_tensor if isinstance(x, DTensor) else x
+    return int(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else 0
 
 
 def _axes(layout: Any) -> frozenset[str]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
+from shardc.errors import LayoutError
 from tests.ranks import run_ranks
 from tests.semantics.output_cases import CASES, ROWS, SIZE, Case, Net
 
@@ -35,7 +36,7 @@ def outcome(case: Case, net: Any, x: Tensor) -> tuple[str, list[Tensor]]:
     """What one of the two does: "runs", or why not; and the tensors to compare."""
     try:
         made = case.act(net, x)
-    except RuntimeError as error:
+    except (RuntimeError, LayoutError) as error:
         return f"refused: {str(error)[:160]}", []
     return "runs", [y.detach() for y in _leaves(made)]
 

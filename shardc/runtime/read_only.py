@@ -1,0 +1,163 @@
+"""Outputs that cannot be written to: on one device they share memory with something else, and here they are copies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardc import _compat
+from shardc.errors import LayoutError
+from shardc.runtime.gathered import written
+
+pytree = _compat.pytree
+# What needs memory, and gets that of a copy.
+_COPIED = (
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.tolist,
+    Tensor.__repr__,
+    Tensor.__deepcopy__,
+    Tensor.__reduce_ex__,
+)
+_PROPERTIES: Any = Tensor
+_TAKES_MEMORY = (_PROPERTIES.data.__set__, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr, Tensor.__dlpack__)
+_GRADIENTS = (_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_, Tensor.detach_)
+
+
+@dataclass
+class Shared:
+    """What one device changes with an output, and it with that.
+
+    Args:
+        index: of the output.
+        name: what it is, as errors say it.
+        source: the input, buffer or parameter that it is; None where it is other outputs, which are read-only too.
+        itself: whether the output is a parameter itself.
+    """
+
+    index: int
+    name: str
+    source: weakref.ref[Tensor] | None = None
+    itself: bool = False
+    version: int | None = None
+
+    def note(self) -> None:
+        """Takes down the version of the source that the output has the values of."""
+        self.version = self._version()
+
+    def check(self) -> None:
+        """Raises LayoutError where the source was changed in place since."""
+        if self.version is not None and self._version() not in (None, self.version):
+            raise LayoutError(
+                f"{self.name} was changed in place since output {self.index} of the module was returned, which one "
+                "device has in the same memory; here it is a copy, as ranks hold parts, and has the values of then",
+                fix=f"read the output before that, or clone it (out.clone()), or read {self.name} itself",
+            )
+
+    def _version(self) -> int | None:
+        x = self.source() if self.source is not None else None
+        if x is None or x.is_inference():
+            return None
+        return x._version + x._local_tensor._version if isinstance(x, DTensor) else x._version
+
+    def refuse(self) -> NoReturn:
+        """Raises LayoutError for a write to the output."""
+        raise LayoutError(
+            f"output {self.index} of the module cannot be changed in place: on one device that changes {self.name} "
+            "too, in whose memory it is, and here it is a copy, as ranks hold parts",
+            fix=f"change a copy (out = out.clone()), or change {self.name}" if self.source is not None
+            else "change a copy (out = out.clone()) of each of them",
+        )  # fmt: skip
+
+
+class ReadOnly(Tensor):
+    """An output that can be read: ops that write to it or to a view of it raise, by whatever way they come to it.
+
+    ``.data`` and ``detach()`` are views. What other ops give is plain tensors.
+
+    Attributes:
+        local: the plain tensor.
+        shared: what one device changes with it.
+    """
+
+    local: Tensor
+    shared: Shared
+
+    @classmethod
+    def of(cls, values: Tensor, shared: Shared) -> ReadOnly:
+        """``values``, which has no autograd history, as an output that cannot be written to."""
+        out = Tensor._make_wrapper_subclass(
+            cls,
+            values.shape,
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            layout=values.layout,
+            device=values.device,
+        )
+        out.local, out.shared = values, shared
+        return out
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        x = args[0] if args else None
+        if isinstance(x, ReadOnly):
+            if func in _TAKES_MEMORY or (func in _GRADIENTS and x.shared.itself):
+                x.shared.refuse()
+            if func in _COPIED:
+                args = (x.clone(), *args[1:])
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func in (Tensor.numpy, Tensor.__array__):
+            result.setflags(write=False)
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for x in _written(func, args, kwargs):
+            if isinstance(x, ReadOnly):
+                x.shared.refuse()
+        if func is torch.ops.aten._has_compatible_shallow_copy_type.default:
+            return False  # nothing takes its memory as .data
+        if func is torch.ops.aten.detach_.default:
+            return args[0]
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        sources = {_memory(x.local): x.shared for x in leaves if isinstance(x, ReadOnly)}
+        for shared in sources.values():
+            shared.check()
+        args, kwargs = pytree.tree_unflatten([plain(x) for x in leaves], spec)
+
+        def as_view(x: Any) -> Any:
+            source = sources.get(_memory(x)) if isinstance(x, Tensor) and not isinstance(x, DTensor) else None
+            return x if source is None else cls.of(x, source)
+
+        return pytree.tree_map(as_view, func(*args, **kwargs))
+
+
+def plain(x: Any) -> Any:
+    """The plain tensor of an output that cannot be written to; anything else as it is."""
+    return x.local if isinstance(x, ReadOnly) else x
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """What ``func`` writes, or keeps the memory of."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or func is torch.ops.aten.detach_.default:
+        return
+    yield from written(func, args, kwargs)
+    if schema.name == "aten::set_" or (schema.name.startswith("c10d::") and schema.name != "c10d::send"):
+        # Collectives write their first argument, and their schemas do not say so.
+        yield from pytree.tree_leaves(args[0] if schema.name != "aten::set_" else args)
