@@ -65,8 +65,8 @@ _KNOWN = (
         "tensor",
     ),
     (
-        "a state of torch,",
-        "asks for a state of torch that a program would keep as a constant",
+        r"\ba state, ",
+        "asks for a state of torch or of the process, which a program would keep as a constant",
         "ask for it outside, and pass it as an argument or set an attribute of the model",
     ),
     (

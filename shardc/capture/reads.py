@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch._dynamo import functional_export
+from torch._dynamo.variables import ConstDictVariable
 
 from shardc._compat import is_wrapper, traced_code
 from shardc.capture.source import users_own
@@ -43,19 +45,27 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 
 @contextmanager
 def recorded() -> Iterator[list[Any]]:
-    """What Dynamo returns to its export, for each trace in the block."""
+    """What Dynamo returns to its export, for each trace in the block.
+
+    Dynamo also notes keys that code looks up in a dict and that are not there.
+    """
     traces: list[Any] = []
-    before = functional_export.fullgraph_capture
+    before, look_up = functional_export.fullgraph_capture, ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def record(*args: Any, **kwargs: Any) -> Any:
         traces.append(before(*args, **kwargs))
         return traces[-1]
 
-    functional_export.fullgraph_capture = record
-    try:
+    def looked_up(self: Any, tx: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tx, [key])
+        return look_up(self, tx, key)
+
+    with (
+        patch.object(functional_export, "fullgraph_capture", record),
+        patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", looked_up),
+    ):
         yield traces
-    finally:
-        functional_export.fullgraph_capture = before
 
 
 def _wrapper_code(model: nn.Module) -> set[CodeType]:
@@ -88,6 +98,9 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
         if text is None or kind in _NOT_READS or _MACHINERY.search(text):
             continue
         what, key = _WHAT.get(kind, "value"), given.get("attr", given.get("key"))
+        if what == "has" and isinstance(key, bytes):  # a variable of the environment, which is there or not
+            found.add(Read(f"{text}[{key!r}]"))
+            continue
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
         if read.key == _COMPILED_CALL or (read.what != "value" and _HELD.search(text)):
             continue

@@ -1,8 +1,8 @@
-"""States of torch that traced code asks for: Dynamo answers with what they are, and keeps that as a constant."""
+"""States that traced code asks for by a call: Dynamo answers with what they are, and keeps that as a constant."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -11,7 +11,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables import (
+    ConstantVariable,
+    PolyfilledFunctionVariable,
+    TensorVariable,
+    UserFunctionVariable,
+)
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -27,13 +32,14 @@ _PURE = {
     "_assert", "_get_device_index", "is_available", "get_device_properties", "is_complex", "is_floating_point",
     "get_enum", "promote_types", "_get_privateuse1_backend_name", "is_initialized", "get_rank", "get_world_size",
 }  # fmt: skip
+_INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo says of no transform that it is one
 # Of a tensor that is computed: whether gradients are recorded decides.
 _BY_GRAD_MODE = ("requires_grad", "is_leaf")
 
 
 @contextmanager
 def states_asked() -> Iterator[set[Read]]:
-    """The states that a trace in the block asks for.
+    """The states of torch and of the process that a trace in the block asks for.
 
     Whether gradients are recorded counts where code asks that is not torch's: torch's own computes the same.
     """
@@ -45,18 +51,31 @@ def states_asked() -> Iterator[set[Read]]:
         if not is_told(tx.f_code) or "polyfills" in tx.f_code.co_filename:
             asked.add(Read(GRAD_MODE))
 
+    def note(name: str, args: Any, kwargs: Any) -> None:
+        given = [x.as_python_constant() for x in (*args, *kwargs.values())]
+        if not all(isinstance(x, _LITERALS) for x in given):
+            raise Unsupported(f"a state, {name}, of {given}")
+        asked.add(Read(f"{name}({', '.join(map(repr, given))})"))
+
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         name = _NAMES.get(self.value)
         if name == "torch.is_grad_enabled":
             note_grad_mode(tx)
         elif name is not None:
-            given = [x.as_python_constant() for x in (*args, *kwargs.values())]
-            if not all(isinstance(x, _LITERALS) for x in given):
-                raise Unsupported(f"a state of torch, {name}, of {given}")
-            asked.add(Read(f"{name}({', '.join(map(repr, given))})"))
+            note(name, args, kwargs)
+        elif self.value is _INTERPRETERS and not is_told(tx.f_code):
+            raise Unsupported("a state, whether it runs under a transform of torch.func,")
         elif self.can_constant_fold_through() and not _is_pure(self.value):
-            raise Unsupported(f"a state of torch, {getattr(self.value, '__name__', self.value)}")
+            raise Unsupported(f"a state, {getattr(self.value, '__name__', self.value)}")
         return call(self, tx, args, kwargs)
+
+    def of_python(before: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if (name := _NAMES.get(self.fn)) is not None:
+                note(name, args, kwargs)
+            return before(self, tx, args, kwargs)
+
+        return call_function
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         found = attribute(self, tx, name)
@@ -75,6 +94,8 @@ def states_asked() -> Iterator[set[Read]]:
 
     with (
         patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
+        patch.object(UserFunctionVariable, "call_function", of_python(UserFunctionVariable.call_function)),
+        patch.object(PolyfilledFunctionVariable, "call_function", of_python(PolyfilledFunctionVariable.call_function)),
         patch.object(TensorVariable, "var_getattr", var_getattr),
         patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
         patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),

@@ -61,20 +61,6 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @cache
-def literals_of(code: types.CodeType, name: str) -> tuple[str | None, ...]:
-    """The first argument wherever ``code`` calls ``name``, which it may also pass on; None where it is computed."""
-    out: list[str | None] = []
-    for each in codes_in(code):
-        shown = [x for x in dis.get_instructions(each) if x.opname not in ("CACHE", "PUSH_NULL", "PRECALL")]
-        for at, instruction in enumerate(shown):
-            if instruction.argval == name and instruction.opname.startswith("LOAD_"):
-                after = shown[at + 1]
-                literal = after.opname == "LOAD_CONST" and isinstance(after.argval, str)
-                out.append(after.argval if literal else None)
-    return tuple(out)
-
-
-@cache
 def imports(code: types.CodeType) -> bool:
     return any(_IMPORT in each.co_code[::2] for each in codes_in(code))
 

@@ -38,8 +38,7 @@ class Reach:
         code: thing -> what it is: functions, and what is bound to names, but for plain values.
         values: the same for plain values: globals, attributes of classes, defaults, cells.
         known: the hashes of all code that was met and is not told by a version.
-        constants: functions that a trace calls instead of tracing them, to keep what they return; ``os.getenv``, where
-            its argument is no literal.
+        constants: functions that a trace calls instead of tracing them, to keep what they return.
         bound: (class, name, what it has there) of what may have been traced.
         functions: (function, its code) of what may have been traced.
         ops: the user's ops of `torch.library.custom_op`, and their functions.

@@ -1,7 +1,9 @@
-"""States of torch that a model's code asks for by a call: what a capture asked for is asked again before each call."""
+"""States that a model's code asks for by a call: what a capture asked for is asked again before each call."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -31,11 +33,15 @@ def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
             continue
 
 
-STATES = dict(_states())
+STATES: dict[str, Callable[..., Any]] = {
+    **dict(_states()),
+    "os.getenv": os.getenv,
+    "sys.getrecursionlimit": sys.getrecursionlimit,
+}
 
 
 def state(name: str, *args: Any) -> Any:
-    """What torch says now; raises KeyError where it says nothing, as of a device that is not there."""
+    """What it is now; raises KeyError where there is none, as of a device that is not there."""
     try:
         return STATES[name](*args)
     except (RuntimeError, AssertionError) as error:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardc._compat import REGISTRY_KEY, STATE_KEY, custom_op, is_called_by_trace
-from shardc.ir.code import code_hash, codes_in, digest, imports, literals_of, names_in
+from shardc.ir.code import code_hash, codes_in, digest, imports, names_in
 from shardc.ir.told import is_told, is_told_class, is_told_module, told_place
 from shardc.ir.value_text import is_plain, module_name, plain_text, qualified_name, text_of
 
@@ -341,17 +341,6 @@ class Walk:
         if "environ" in names:  # what a trace reads of it is noted, too
             for text in sorted(texts):
                 self.values[f"environment {text}"] = repr(os.environ.get(text))
-        for each in names:
-            if (each == "getenv" or scope.get(each) is os.getenv) and told_place(function.__code__.co_filename) is None:
-                self._getenv(literals_of(function.__code__, each), name)
-
-    def _getenv(self, asked: Iterable[str | None], name: str) -> None:
-        """Notes variables of the environment that a trace does not note."""
-        for variable in asked:
-            if variable is None:
-                self.constants.append(f"os.getenv in {name}, of a name that is computed,")
-            else:
-                self.values[f"environment {variable}"] = repr(os.environ.get(variable))
 
     def _attributes(self, module: types.ModuleType, names: frozenset[str], seen: set[int]) -> None:
         """Binds what a function that names ``module`` may look up in it."""

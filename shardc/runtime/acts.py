@@ -45,7 +45,7 @@ _FIXES = {
     "values": "start from the same values on every rank: torch.manual_seed before the model is made, init_weights() or "
     "load_state_dict() on every rank; shardc.compile(..., init_sync=True) takes those of the mesh's first rank",
     **dict.fromkeys(
-        ("autocast", "default dtype", "deterministic", "matmul precision", "attention"),
+        ("autocast", "default dtype", "deterministic", "matmul precision", "attention", "default device"),
         "enter the same autocast and use the same settings of torch on every rank",
     ),
     "": "compile the same model, plan, mesh and options on every rank",

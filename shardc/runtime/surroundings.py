@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils._device import DeviceContext
+
+from shardc.errors import InputError
 
 
 class Surroundings(NamedTuple):
@@ -16,6 +19,7 @@ class Surroundings(NamedTuple):
         deterministic: whether algorithms must be, and whether others only warn.
         matmul_precision: of float32.
         attention: for each kind of kernel, whether it may be chosen.
+        default_device: of tensors that are made without one; empty where it is torch's.
     """
 
     autocast: tuple[tuple[str, torch.dtype], ...]
@@ -23,10 +27,15 @@ class Surroundings(NamedTuple):
     deterministic: tuple[bool, bool]
     matmul_precision: str
     attention: tuple[bool, ...]
+    default_device: str
 
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
-        """Those of this moment, for a program on ``device``."""
+        """Those of this moment, for a program on ``device``.
+
+        Raises:
+            InputError: a mode is active that sees each function of torch, and may compute something else.
+        """
         own = torch._C
         kinds = dict.fromkeys((device.type, "cpu"))
         return cls(
@@ -36,4 +45,17 @@ class Surroundings(NamedTuple):
             own._get_float32_matmul_precision(),
             (own._get_math_sdp_enabled(), own._get_flash_sdp_enabled(), own._get_mem_efficient_sdp_enabled(),
              own._get_cudnn_sdp_enabled()),
+            _default_device() if own._len_torch_function_stack() else "",
         )  # fmt: skip
+
+
+def _default_device() -> str:
+    modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
+    for mode in modes:
+        if not isinstance(mode, DeviceContext):
+            raise InputError(
+                f"a compiled module is called under {type(mode).__qualname__}, a TorchFunctionMode: it would see none "
+                "of the functions that forward calls",
+                fix="leave the mode before the call, or enter it inside of forward",
+            )
+    return str(modes[-1].device)

@@ -27,7 +27,7 @@ class Watch:
 
     def __init__(self, reads: Iterable[Reads], model: nn.Module, loss: Any) -> None:
         self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}  # mapping -> key -> value
-        self._own: dict[tuple[int, str], tuple[Any, str]] = {}  # names that are not in the __dict__ of an object
+        self._own: dict[tuple[int, Any], tuple[Any, Any]] = {}  # names and keys that are not in a dict
         self._rows: dict[int, tuple[Any, tuple[Any, ...]]] = {}  # container -> what iterating it gives
         self._tensors: list[tuple[Tensor, int]] = []
         self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
@@ -95,7 +95,9 @@ class Watch:
             self._attribute(lookup(more[0]), more[1])
         elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _HELD):
             held, key = lookup(more[0]), lookup(more[1])
-            if isinstance(held, (dict, MappingProxyType)):
+            if isinstance(held, (dict, MappingProxyType)) and key not in held:
+                self._own[id(held), key] = held, key
+            elif isinstance(held, (dict, MappingProxyType)):
                 self._items.setdefault(id(held), (held, {}))[1][key] = held[key]
             else:
                 self._row(held)

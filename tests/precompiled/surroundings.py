@@ -40,6 +40,12 @@ READS: dict[str, Callable[[], float]] = {
     "cudnn.deterministic": lambda: 2.0 if torch.backends.cudnn.deterministic else 3.0,
     "autocast": lambda: 2.0 if torch.is_autocast_enabled("cpu") else 3.0,
     "deterministic algorithms": lambda: 2.0 if torch.are_deterministic_algorithms_enabled() else 3.0,
+    "autocast of CUDA": lambda: 2.0 if torch.is_autocast_enabled("cuda") else 3.0,
+    "dtype of an autocast that is off": lambda: 2.0 if torch.get_autocast_dtype("cpu") == torch.float16 else 3.0,
+    "autocast cache": lambda: 2.0 if torch.is_autocast_cache_enabled() else 3.0,
+    "reduced precision": lambda: 2.0 if torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction else 3.0,
+    "default device": lambda: 2.0 if torch.empty(0).is_meta else 3.0,
+    "grad mode": lambda: 2.0 if torch.is_grad_enabled() else 3.0,
 }
 
 
@@ -58,6 +64,10 @@ def other(what: str) -> AbstractContextManager[Any]:
     """Makes ``what`` something else than it is by default."""
     if what == "autocast":
         return torch.autocast("cpu", torch.bfloat16)
+    if what == "grad mode":
+        return torch.no_grad()
+    if what == "default device":
+        return torch.device("meta")
     set_to: dict[str, Callable[[], Any]] = {
         "default dtype": lambda: torch.set_default_dtype(torch.float64),
         "tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
@@ -65,12 +75,24 @@ def other(what: str) -> AbstractContextManager[Any]:
         "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),
         "cudnn.deterministic": lambda: setattr(torch.backends.cudnn, "deterministic", True),
         "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+        "autocast of CUDA": lambda: torch.set_autocast_enabled("cuda", True),
+        "dtype of an autocast that is off": lambda: torch.set_autocast_dtype("cpu", torch.float16),
+        "autocast cache": lambda: torch.set_autocast_cache_enabled(False),
+        "reduced precision": lambda: reduces_in_half(False),
     }
     set_to.get(what, lambda: None)()
     return nullcontext()
 
 
+def reduces_in_half(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = allowed
+
+
 def as_by_default() -> None:
+    torch.set_autocast_enabled("cuda", False)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    torch.set_autocast_cache_enabled(True)
+    reduces_in_half(True)
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
@@ -94,5 +116,5 @@ if __name__ == "__main__":
             out, expected = module(x), model(x)
         as_by_default()
         torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
-        (program,) = module.shardc.programs.values()
+        program = list(module.shardc.programs.values())[-1]  # without gradients, the second
         print(f"{what}: {program.stored.replace(str(folder), 'FOLDER')}")
