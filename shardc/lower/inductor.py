@@ -144,6 +144,8 @@ def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     # Results that are not the user's Inductor may give other strides, as convolutions prefer them, but the backward
     # half is compiled for those of the trace.
     last = output_node(made.graph)
+    # Inductor returns no constant but an int; what the user's are is noted with the program.
+    last.args = (tuple(x if isinstance(x, fx.Node | int) else None for x in last.args[0]),)
     last.meta["user_visible_output_idxs"] = [at for at, x in enumerate(last.args[0]) if isinstance(x, fx.Node)]
     return made
 

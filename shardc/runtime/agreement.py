@@ -284,7 +284,7 @@ class Agreement:
             if said <= self.number:
                 self._answer(store, said)
         elif said[0] == "meet":
-            self._meeting.hears(store, said[1], said[2], self.number)
+            self._meeting.hears(store, said[1], said[2], lambda: self.number)
         elif said[0] == "waits":
             self._waits_there(store, *said[1:])
         else:

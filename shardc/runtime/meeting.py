@@ -43,6 +43,7 @@ class Meeting:
         self.prefix, self.rank, self.ranks = prefix, rank, ranks
         self.invited: tuple[int, str] | None = None
         self._joined = ""
+        self._failed: tuple[int, str] = (-1, "")  # the last attempt that this rank joined in vain: its act, and why
         self._looks = Looks()
 
     def meet(
@@ -76,6 +77,7 @@ class Meeting:
             store.compare_set(f"{at}verdict", "", _DONE)
         verdict = self._wait(store, at, number, attempt, check)
         if verdict != _DONE:
+            self._failed = number, verdict
             raise MeshError(
                 f"{method} is for all ranks of the mesh. Rank {self.rank} called it, but {verdict}",
                 fix="call it on every rank at the same place, outside of `if rank == 0:`; use what it returns on one",
@@ -98,20 +100,20 @@ class Meeting:
         if store.compare_set(f"{self.prefix}meet/{attempt}/verdict", "", why).decode() == why:
             store.delete_key(f"{self.prefix}meet/{number}")
 
-    def hears(self, store: dist.Store, number: int, attempt: str, now: int) -> None:
-        """Another rank opened ``attempt`` behind its act ``number``; this one's last act is ``now``."""
+    def hears(self, store: dist.Store, number: int, attempt: str, now: Callable[[], int]) -> None:
+        """Another rank opened ``attempt`` behind its act ``number``; ``now`` gives this one's last act."""
         if attempt == self._joined or attempt.partition(".")[0] == str(self.rank):
             return
         self.invited = number, attempt
-        if now > number:
-            self.goes_on(store, now, "later step")
+        if (act := now()) > number:  # read behind the line before: an act that begins then sees the invitation
+            self.goes_on(store, act, "later step")
 
     def goes_on(self, store: dist.Store, act: int, what: str) -> None:
         """This rank comes to its act ``act`` without having joined."""
         invited = self.invited
         if invited is not None and act > invited[0]:
             self.invited = None
-            self._refuse(store, *invited, f"rank {self.rank} went on to a {what}")
+            self._refuse_invited(store, *invited, f"rank {self.rank} went on to a {what}")
 
     def look(self, store: dist.Store) -> None:
         """Refuses the invitation where this rank waits for something else; by the thread that listens."""
@@ -120,7 +122,14 @@ class Meeting:
             return
         if (where := self._looks.stuck(int(invited[1].partition(".")[0]), _STUCK)) is not None:
             self.invited = None
-            self._refuse(store, *invited, f"rank {self.rank} waits in {where}")
+            self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
+
+    def _refuse_invited(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
+        """Refuses an attempt of another rank; where this one called the method too, and was refused, with that text.
+
+        The other rank is late then: it opens a new attempt, since the first one has ended.
+        """
+        self._refuse(store, number, attempt, self._failed[1] if self._failed[0] == number else why)
 
     def end(self, store: dist.Store) -> None:
         """This rank's program ends."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.errors import MeshError
+from shardc.runtime.meeting import Meeting
 from tests.ranks import run_ranks
 
 
@@ -101,14 +104,26 @@ def elsewhere(waits: Callable[[Any], Any], says: str) -> None:
         step()
 
 
-def by_most(name: str) -> None:
-    """Of three ranks, two come."""
+def by_most(name: str, late: float) -> None:
+    """Of three ranks, two come.
+
+    Args:
+        late: seconds after which the last of them comes, when the first has gone on, and hears of it before rank 1.
+    """
     module, step = trained()
-    if dist.get_rank() != 1:
-        with pytest.raises(MeshError, match="but rank [012] went on"):
-            METHODS[name](module)
-    step()
-    METHODS[name](module)
+    hears = Meeting.hears
+
+    def hears_late(*args: Any) -> None:
+        time.sleep(late / 2 if dist.get_rank() == 1 else 0)
+        hears(*args)
+
+    with patch.object(Meeting, "hears", hears_late):
+        if dist.get_rank() != 1:
+            time.sleep(late * dist.get_rank() / 2)
+            with pytest.raises(MeshError, match="but rank 1 went on"):
+                METHODS[name](module)
+        step()
+        METHODS[name](module)
 
 
 def another_method() -> None:
@@ -130,7 +145,7 @@ def test_each_method() -> None:
         partial(alone, "full_state_dict", "barrier", 1),
         another_method,
     )
-    run_ranks(3, partial(by_most, "full_state_dict"))
+    run_ranks(3, partial(by_most, "full_state_dict", 0.0), partial(by_most, "full_state_dict", 1.0))
 
 
 @pytest.mark.slow

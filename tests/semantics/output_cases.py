@@ -64,6 +64,7 @@ from tests.semantics.output_acts import (
     two_losses,
     under,
     within,
+    within_all,
     without_grad,
 )
 
@@ -230,6 +231,7 @@ CASES: dict[str, Case] = {
         lambda net, x, h, y: (net.scale, y * net.scale), backward(lambda out: out[0].mul_(2.0), second)
     ),
     "plain values": Case(lambda net, x, h, y: {"y": y, "none": None, "n": 3, "name": "net"}, plain),
+    "plain values, no_grad": Case(lambda net, x, h, y: (y, y > 0, "net", 3, 2.5, None), within_all(torch.no_grad)),
     "without gradients": Case(
         lambda net, x, h, y: (y, y.argmax(-1), y > 0, y.detach().sin(), torch.ones(3)), no_gradient
     ),
