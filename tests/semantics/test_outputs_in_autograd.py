@@ -28,7 +28,8 @@ FUSED = (
     "a view beside it, the view changed", "a view in front of it, changed",
     "two views of what is not returned, changed",
     "a detached one beside it, changed", "a view beside it, no_grad", "chunks beside it, it changed",
-    "without gradients", "plain values", "plain values, no_grad", "saved as a copy, transposed", "retain_graph", "inference_mode",
+    "without gradients", "plain values", "plain values, no_grad", "saved as a copy, transposed",
+    "retain_graph", "inference_mode",
 )  # fmt: skip
 
 
