@@ -106,10 +106,7 @@ class Step(torch.autograd.Function):
         half = runner.backward_of(used)
         _check_versions(runner, half, ctx.feed, ctx.versions)
         runner.border.check(half, used, ctx.changes, ctx.listened)
-        local = [
-            by_index[port.role.index].contiguous() if port.role.kind == "tangent" else _saved(ctx, port.name)
-            for port in half.takes
-        ]
+        local = _taken(ctx, half, by_index)
         if ctx.call is not None:
             runner.groups.agreement.act(ctx.call.backward(used))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -121,20 +118,26 @@ class Step(torch.autograd.Function):
         return (None, *_handed_out(runner, ctx.feed, tangents, grads, late))
 
 
-def _saved(ctx: Any, name: str) -> Any:
-    """What the forward saved under ``name``, as torch's hooks give it back.
+def _taken(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
+    """What a backward takes: gradients of outputs, and what the forward saved, as torch's hooks give it back.
 
     Raises:
         RuntimeError: torch's, where it was changed in place since the forward.
     """
-    at = ctx.runner.border.places[name]
-    x = ctx.others[at]
-    if x is not None:
-        return x
-    x = ctx._raw_saved_tensors[at].unpack()
-    if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a hook kept the values alone
-        x = torch.empty_strided(x.shape, ctx.strides[at], dtype=x.dtype, device=x.device).copy_(x)
-    return x
+    # Each look at the saved tensors lists them all.
+    taken, places, saved = list[Any](), ctx.runner.border.places, ctx._raw_saved_tensors
+    for port in half.takes:
+        if port.role.kind == "tangent":
+            taken.append(gradients[port.role.index].contiguous())
+            continue
+        at = places[port.name]
+        x = ctx.others[at]
+        if x is None:
+            x = saved[at].unpack()
+            if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a hook kept the values alone
+                x = torch.empty_strided(x.shape, ctx.strides[at], dtype=x.dtype, device=x.device).copy_(x)
+        taken.append(x)
+    return taken
 
 
 def _handed_out(
