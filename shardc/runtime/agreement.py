@@ -36,7 +36,7 @@ _PAST = 4096  # acts that are remembered
 _AGAIN = 1 << 40  # numbers after the ranks differed start at the next multiple
 _HEARD = 2.0  # seconds that a rank gives the others to hear that they differ, before it raises
 _GRACE = 0.4  # seconds in which a rank may raise by itself what another one has raised
-_STUCK = 5  # looks at which a rank is in the same collective of torch's, before those that compare hear of it
+_STUCK = 25  # looks at which a rank is in the same collective of torch's, before those that compare hear of it
 
 
 class Agreement:

@@ -24,7 +24,7 @@ from shardc.runtime.acts import late_ranks
 
 _DONE = "all came"
 _LONG = 25  # looks at which a rank runs the same act, before it asks the others; doubled where that was no fault
-_STUCK = 3  # looks at which a rank is in the same call of a collective
+_STUCK = 15  # looks at which a rank is in the same call of a collective; others may have left it some time before
 
 
 class Meeting:
