@@ -39,6 +39,7 @@ from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.precompiled import Precompiled, load
+from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
@@ -368,7 +369,7 @@ def _store(
         x = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     if init_sync and x.device.type != "meta":
         value = x.detach().to(device, copy=True).contiguous()
-        groups.of_first(value.view(-1).view(torch.uint8))
+        groups.of_first(bytes_of(value))
         x = nn.Parameter(value, x.requires_grad) if isinstance(x, nn.Parameter) else value
     if not isinstance(x, nn.Parameter):
         return _like(x, x.device) if x.device.type == "meta" else x.detach().to(device, copy=True)

@@ -41,6 +41,14 @@ class Absent:
             if ir.role(node).index not in self.used:
                 absent.add(node)
         for node in list(graph.nodes):
+            if _of_several(node):
+                for item in node.users:
+                    gradients.update([item] if _sent(item) in gradients else [])
+                    absent.update([item] if _sent(item) in absent else [])
+                numbers = [at for at, x in enumerate(node.args[0]) if x not in absent]
+                if numbers:
+                    _reduced_to(numbers, node)
+                continue
             read = [x for x in node.all_input_nodes if x in gradients] if node.op == "call_function" else []
             if not read:
                 continue
@@ -50,8 +58,6 @@ class Absent:
                 absent.add(node)
             elif not missing:
                 continue
-            elif _of_several(node):
-                absent.update(_reduced_to([at for at, x in enumerate(node.args[0]) if x not in absent], node))
             elif (other := _other_term(node, missing)) is not None:
                 node.replace_all_uses_with(other)
             else:
@@ -73,25 +79,27 @@ def _of_several(node: fx.Node) -> bool:
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
-def _reduced_to(numbers: list[int], node: fx.Node) -> list[fx.Node]:
-    """Leaves only the tensors of these numbers to a collective of several; the results of the others."""
+def _sent(item: fx.Node) -> Any:
+    """What a bucket of collectives makes the result ``item`` of."""
+    bucket: Any = item.args[0]
+    return bucket.args[0][item.args[1]]
+
+
+def _reduced_to(numbers: list[int], node: fx.Node) -> None:
+    """Leaves only the tensors of these numbers, and their results, to a collective of several."""
     given: Any = node.args[0]
     if len(numbers) == len(given):
-        return []
+        return
     record, val = ir.info(node), node.meta["val"]
     assert isinstance(record.value, tuple)
     node.args = ([given[at] for at in numbers], *node.args[1:])
     node.meta["val"] = [val[at] for at in numbers]
     ir.set_info(node, replace(record, value=tuple(record.value[at] for at in numbers)))
-    gone = []
     for item in list(node.users):
         assert item.target is getitem, f"{item} reads all results of {node}"
         at: Any = item.args[1]
         if at in numbers:
             item.args = (node, numbers.index(at))
-        else:
-            gone.append(item)
-    return gone
 
 
 def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:

@@ -13,13 +13,19 @@ _MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15  # odd
 
 
+def bytes_of(x: Tensor) -> Tensor:
+    """The values of ``x`` as bytes in one dim: a view where ``x`` is contiguous."""
+    flat = x.detach().resolve_conj().resolve_neg().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a tensor of one element may have any stride
+
+
 def fingerprint(x: Tensor) -> int:
     """64 bits of the values of ``x``, its dtype and its shape. It works where ``x`` is, at several GB/s on a core.
 
     Each word of eight bytes is multiplied by an odd number of its own and the products are summed modulo 2^64, block by
     block: a change of one word always shows.
     """
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = bytes_of(x)
     if flat.storage_offset() % 8:
         flat = flat.clone()
     whole = flat.numel() // 8 * 8

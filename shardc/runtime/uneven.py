@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import InputError
 from shardc.ir.layout import Layout
 from shardc.ir.tally import GROUP_PREFIX
+from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
 from shardc.runtime.storage import held
@@ -102,7 +103,7 @@ class Rows:
         counts, axes = self.blocks(at, groups), self.axes[at]
         width = prod(x.shape[1:]) * x.element_size()
         sent = torch.zeros(max(counts) * width, dtype=torch.uint8, device=x.device)
-        sent[: x.shape[0] * width] = x.contiguous().view(-1).view(torch.uint8)
+        sent[: x.shape[0] * width] = bytes_of(x)
         ordered = sorted(axes, key=groups.mesh.order)
         came = _gather(sent, groups, tuple(ordered))
         members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]

@@ -233,3 +233,36 @@ def test_a_simulation_does_not_guess_which_scalar_is_the_loss() -> None:
     with pytest.raises(shardc.ShardcError, match="2 of the outputs are scalars"):
         sim.backward()
     assert not sim.grads
+
+
+class Statistics(nn.Module):
+    """Two outputs whose backwards take a mean over the batch again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        other = self.b(x)
+        return self.a(x).std() + x[:, 0], (other - other.mean(0)) / (other.var(0) + 0.1), (x @ self.a.weight.t()).sin()
+
+
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (1, 2)])
+@pytest.mark.parametrize("plan", [shardc.Plan(inputs={"x": ("dp", None)}), *PLANS.values()])
+def test_statistics_in_a_bucket_with_gradients(plan: shardc.Plan, used: tuple[int, ...]) -> None:
+    """A bucket has what a gradient is made of, and sums of forward's values that are there whatever is used."""
+    torch.manual_seed(0)
+    source = Statistics().double()
+    module = shardc.compile(source, shardc.Mesh(dp=2), plan | shardc.Plan(reduce="sum"))
+    module.load_state_dict(source.state_dict())
+    sim = shardc.Simulation(module)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    sim(x)
+    outputs = source(x)
+    tangents = [torch.randn_like(y) if at in used else None for at, y in enumerate(outputs)]
+    sim.backward(*tangents)
+    torch.autograd.backward([outputs[at] for at in used], [tangents[at] for at in used])
+    for name, param in source.named_parameters():
+        assert (param.grad is None) == (name not in sim.grads), name
+        if param.grad is not None:
+            torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
