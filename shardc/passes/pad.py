@@ -213,7 +213,8 @@ class _Padder(Forms):
         if any(map(is_padded, padding)):
             self.padded[node] = Padded(made, padding, filling)
             if any(user.op == "output" for user in node.users):
-                self.without(node)  # an output of the forward is made in it
+                # An output of the forward lies in memory as on one device.
+                self.plain[node] = self.like(self.without(node), node)
         else:
             self.plain[node] = made
 
