@@ -44,6 +44,12 @@ def attribute(owner: Any, name: str, value: Any) -> Around:
     return lambda: having(lambda: getattr(owner, name), lambda x: setattr(owner, name, x), value)
 
 
+def _setting(name: str, value: Any) -> Around:
+    """One of `torch.backends`, whose attributes torch's own tests lock for a whole process."""
+    get, put = (getattr(torch._C, f"_{verb}_{name}") for verb in ("get", "set"))
+    return lambda: having(get, put, value)
+
+
 def item(owner: Any, key: str, value: Any) -> Around:
     """A key that is there within the block only."""
     return lambda: having(lambda: None, lambda x: owner.pop(key) if x is None else owner.update({key: x}), value)
@@ -93,8 +99,8 @@ FOLLOWED: dict[str, State] = {
         lambda: matmul.allow_fp16_reduced_precision_reduction,
         attribute(matmul, "allow_fp16_reduced_precision_reduction", False),
     ),
-    "cudnn": State(lambda: torch.backends.cudnn.benchmark, attribute(torch.backends.cudnn, "benchmark", True)),
-    "mkldnn": State(lambda: torch.backends.mkldnn.enabled, attribute(torch.backends.mkldnn, "enabled", False)),
+    "cudnn": State(lambda: torch.backends.cudnn.benchmark, _setting("cudnn_benchmark", True)),
+    "mkldnn": State(lambda: torch.backends.mkldnn.enabled, _setting("mkldnn_enabled", False)),
     "torch functions": State(torch._C._is_torch_function_enabled, torch._C.DisableTorchFunctionSubclass),
     "default device": State(lambda: torch.empty(0).is_meta, lambda: torch.device("meta")),
     "recursion": State(
