@@ -378,10 +378,12 @@ def _store(
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
         padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
-    made = to_parameter(padded, storage, x.shape, mesh, groups.rank, True)  # a frozen parameter takes no hooks
-    for hook in (given._backward_hooks or {}).values():
+    hooks, post_hooks = given._backward_hooks or {}, given._post_accumulate_grad_hooks or {}
+    takes_hooks = x.requires_grad or bool(hooks or post_hooks)  # a frozen parameter keeps those that it had
+    made = to_parameter(padded, storage, x.shape, mesh, groups.rank, takes_hooks)
+    for hook in hooks.values():
         made.register_hook(hook)
-    for hook in (given._post_accumulate_grad_hooks or {}).values():
+    for hook in post_hooks.values():
         made.register_post_accumulate_grad_hook(hook)
     made.requires_grad_(x.requires_grad)
     if x.device.type != "meta" and not groups.agreement.alone:
