@@ -59,6 +59,33 @@ def shards_that_look_alike() -> None:
         torch.testing.assert_close(module(*module.shard_inputs(first, first)), model(first, first))
 
 
+class Columns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scaled = x * self.weight
+        return torch.stack([scaled, scaled * 2], -1), torch.cat([scaled, scaled]) + 1
+
+
+def outputs_lie_as_on_one_device() -> None:
+    """A split dim of five is filled up to six, and an output is cut of that: it is contiguous all the same."""
+    warnings.simplefilter("ignore", shardc.ShardcWarning)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Columns()
+    plan = shardc.Plan(inputs={"x": (None, "dp")}, outputs="...")
+    module = shardc.compile(model, mesh, plan, backend="eager")
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for ours, theirs in zip(module(module.shard_inputs(x)), model(x), strict=True):
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours.view(-1), theirs.view(-1))
+
+
+def test_outputs_of_padded_values() -> None:
+    run_ranks(2, outputs_lie_as_on_one_device)
+
+
 @pytest.mark.slow
 def test_two_ranks() -> None:
     run_ranks(2, whole_on_every_rank, shards_that_look_alike)
