@@ -161,6 +161,19 @@ MESHES = [
 ]
 
 
+def assert_gradients(
+    sim: shardc.Simulation, source: nn.Module, outputs: tuple[Tensor, ...], used: tuple[int, ...]
+) -> None:
+    """Goes backward from the outputs of these indices, with the same tangents in the simulator and on one device."""
+    tangents = [torch.randn_like(y) if at in used else None for at, y in enumerate(outputs)]
+    sim.backward(*tangents)
+    torch.autograd.backward([outputs[at] for at in used], [tangents[at] for at in used])
+    for name, param in source.named_parameters():
+        assert (param.grad is None) == (name not in sim.grads), name
+        if param.grad is not None:
+            torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize(("mesh", "plan"), MESHES, ids=[",".join(mesh) for mesh, _ in MESHES])
 def test_each_set_on_each_mesh(mesh: dict[str, int], plan: shardc.Plan, used: tuple[int, ...]) -> None:
@@ -175,15 +188,8 @@ def test_each_set_on_each_mesh(mesh: dict[str, int], plan: shardc.Plan, used: tu
     sim = shardc.Simulation(module)
     x = torch.rand(4, 6, dtype=torch.float64)
     sim(x)
-    flat = lambda out: [out[0], out[1]["b"], out[1]["steep"]]  # noqa: E731
-    made = flat(source(x))
-    tangents = [torch.randn_like(y) if at in used else None for at, y in enumerate(made)]
-    sim.backward(*tangents)
-    torch.autograd.backward([made[at] for at in used], [tangents[at] for at in used])
-    for name, param in source.named_parameters():
-        assert (param.grad is None) == (name not in sim.grads), name
-        if param.grad is not None:
-            torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
+    out = source(x)
+    assert_gradients(sim, source, (out[0], out[1]["b"], out[1]["steep"]), used)
 
 
 def test_zero_times_infinity_is_not_added() -> None:
@@ -258,11 +264,4 @@ def test_statistics_in_a_bucket_with_gradients(plan: shardc.Plan, used: tuple[in
     sim = shardc.Simulation(module)
     x = torch.randn(4, 6, dtype=torch.float64)
     sim(x)
-    outputs = source(x)
-    tangents = [torch.randn_like(y) if at in used else None for at, y in enumerate(outputs)]
-    sim.backward(*tangents)
-    torch.autograd.backward([outputs[at] for at in used], [tangents[at] for at in used])
-    for name, param in source.named_parameters():
-        assert (param.grad is None) == (name not in sim.grads), name
-        if param.grad is not None:
-            torch.testing.assert_close(sim.grad(name), param.grad, rtol=1e-9, atol=1e-12)
+    assert_gradients(sim, source, source(x), used)
