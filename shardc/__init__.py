@@ -11,6 +11,7 @@ with outgrown():  # collections would take a quarter of the time that these impo
     from shardc.ir.marks import experts
     from shardc.ir.mesh import Mesh
     from shardc.ir.region import local_map
+    from shardc.launch import mesh
     from shardc.links import measure_links
     from shardc.passes.options import Options
     from shardc.plan import Plan, cp, ddp, ep, fsdp, hsdp, hsdp_plan, offload, per_rank, precision, recompute, tp
@@ -50,6 +51,7 @@ __all__ = [
     "local",
     "local_map",
     "measure_links",
+    "mesh",
     "offload",
     "optim",
     "per_rank",

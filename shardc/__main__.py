@@ -9,6 +9,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
+
+import shardc
 from shardc.cli import bisect, calibrate, cost, diff, dump, explain, lint, measure, plan, rules, schedule, sweep
 from shardc.errors import ShardcError, VerifyError
 
@@ -27,6 +30,9 @@ class Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code, or 2 where the input is wrong (one line on stderr says what)."""
     parser = Parser("shardc", description="A sharding compiler for PyTorch.")
+    parser.add_argument(
+        "--version", action="version", version=f"shardc {shardc.__version__}, torch {torch.__version__}"
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         mine = commands.add_parser(command.__name__.rpartition(".")[2], help=command.HELP)

@@ -34,6 +34,7 @@ from shardc.lower import BACKENDS, lower
 from shardc.lower.kernels import begin_check
 from shardc.passes.objective import unit_of
 from shardc.passes.options import Options
+from shardc.plan.constructors import fsdp
 from shardc.plan.from_dtensors import check_kept, drop_style_hooks, dtensor_entries
 from shardc.plan.ports import batch_axes, resolve_activations, resolve_inputs
 from shardc.plan.resolve import check_axes, resolve_params
@@ -74,7 +75,7 @@ def _told(function: Callable[..., Any]) -> Any:
 def compile(
     model: nn.Module | Callable[..., Any],
     mesh: DeviceMesh | Mesh,
-    plan: Plan | Auto,
+    plan: Plan | Auto | None = None,
     *,
     loss: Callable[..., Any] | None = None,
     backend: str = "inductor",
@@ -93,7 +94,8 @@ def compile(
             that are DTensors on ``mesh``, or on some of its axes, stay split as they are; the plan says the rest. Hooks
             of ``parallelize_module`` are not run.
         mesh: a `DeviceMesh` with named dims, or an abstract `Mesh` for everything except running.
-        plan: where parameters, inputs and activations lie; or `shardc.auto` with example inputs, which finds it.
+        plan: where parameters, inputs and activations lie; or `shardc.auto` with example inputs, which finds it. None:
+            `shardc.fsdp` over the mesh's only axis.
         loss: ``loss(output, *targets)``, traced into the graph. ``module(*inputs, *targets)`` is then the global loss.
         backend: "inductor" or "eager".
         options: see `Options`.
@@ -123,6 +125,7 @@ def compile(
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
+    plan = fsdp() if plan is None else plan
     _check_kinds(model, plan, backend, options, loss, precompiled, init_sync)
     options = options or Options()
     if options.direct is None:
@@ -151,6 +154,7 @@ def compile(
         plan = found.plan
     elif held:
         plan = Plan.of(held) | plan
+    plan = plan.on(abstract)
     check_axes(plan, abstract)
     shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
     params = resolve_params(plan, abstract, shapes, names)

@@ -21,6 +21,7 @@ from shardc.cost import hardware
 from shardc.cost.hardware import Hardware, calibrated
 from shardc.cost.model import CostModel
 from shardc.errors import InputError
+from shardc.ir.mesh import Mesh
 from shardc.plan.resolve import check_axes
 from shardc.report.export import gigabytes, layers_of, milliseconds, plain, shorten, write
 from shardc.report.prediction import grouped
@@ -82,7 +83,7 @@ def _check(options: argparse.Namespace) -> Plans:
     made = []
     for text in options.plans:
         plan = target.plan_of(text, found, "--plan")
-        axes = plan.axes
+        axes = plan.on(Mesh(dp=1)).axes
         if options.mesh is None and len(axes) != 1:
             raise InputError(
                 f"the plan speaks of axes {', '.join(axes) or 'none'}", fix="give their sizes: --mesh dp=2,tp=2"
@@ -90,7 +91,7 @@ def _check(options: argparse.Namespace) -> Plans:
         mesh = target.mesh_of(options.mesh or f"{axes[0]}={options.nproc}")
         if mesh.ranks != options.nproc:
             raise InputError(f"the mesh {mesh} has {mesh.ranks} ranks, and --nproc is {options.nproc}")
-        check_axes(plan, mesh)
+        check_axes(plan.on(mesh), mesh)
         made.append((text, mesh))
     if options.loss is not None:
         found.named(options.loss, "loss")

@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> None:
     counts, sizes = _ranks(options.ranks), _sizes(options.set)
     described.check(Mesh(ranks=max(counts)))
     found = target.load(options.target)
-    plans = [(text, target.plan_of(text, found, "--plans")) for text in options.plans]
+    only = Mesh(dp=1)  # what fsdp() is over, where the meshes come of the plans
+    plans = [(text, target.plan_of(text, found, "--plans").on(only)) for text in options.plans]
     loss = None if options.loss is None else found.named(options.loss, "loss")
     for text, plan in plans:
         if not plan.axes:

@@ -111,7 +111,7 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
     """
     mesh = mesh_of(options.mesh)
     target = load(options.target)
-    plan = plan_of(options.plan, target, "--plan")
+    plan = plan_of(options.plan, target, "--plan").on(mesh)
     return target, mesh, plan, None if options.loss is None else target.named(options.loss, "loss")
 
 

@@ -9,18 +9,20 @@ import torch
 
 from shardc.errors import PlanError
 from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Offload, Precision, Recompute, Tp
-from shardc.plan.entries.data_parallel import axis_names, by_glob, of_all
+from shardc.plan.entries.data_parallel import axis_names, by_glob, regathered
 from shardc.plan.forms import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import checked
 
 
-def ddp(axis: str | Sequence[str]) -> Plan:
+def ddp(axis: str | Sequence[str] | None = None) -> Plan:
     """Data parallel, as DDP: parameters are whole, gradients are reduced once.
 
     Args:
-        axis: a mesh axis, or several; the batch is split over them.
+        axis: a mesh axis, or several; the batch is split over them. None: the mesh's only axis.
     """
+    if axis is None:
+        return Plan.of([Ddp(None)])
     entry = f"ddp({axis!r})"
     names = axis_names(axis, entry)
     if not names or len(set(names)) < len(names):
@@ -29,19 +31,19 @@ def ddp(axis: str | Sequence[str]) -> Plan:
 
 
 def fsdp(
-    axis: str | Sequence[str],
+    axis: str | Sequence[str] | None = None,
     level: int = 3,
     threshold: int | str = 0,
     shard_size: int = -1,
     overrides: Mapping[str, int] | None = None,
     levels: Mapping[str, int] | None = None,
     thresholds: Mapping[str, int | str] | None = None,
-    reshard_after_forward: int | Mapping[str, int] | None = None,
+    reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
 ) -> Plan:
     """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
 
     Args:
-        axis: a mesh axis, or several, bound in order.
+        axis: a mesh axis, or several, bound in order. None: the mesh's only axis.
         level: parameters and optimizer state are split between steps at every level.
             1 (ZeRO-1): parameters stay whole from forward to backward; gradients can be accumulated whole.
             2 (ZeRO-2, ``reshard_after_forward=False``): the same, but every backward reduces gradients.
@@ -52,19 +54,21 @@ def fsdp(
         overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
         levels: parameter glob -> level, where it is not ``level``. The last match wins.
         thresholds: parameter glob -> threshold, where it is not ``threshold``. The last match wins.
-        reshard_after_forward: of parameters of level 3, over how many neighbouring ranks they stay split from forward
-            to backward, which then gathers them over these ranks only; -1 for all that store them. A number, or
-            parameter glob -> number, of which the last match wins.
+        reshard_after_forward: as FSDP2 means it. True is level 3, False level 2. A number of ranks: level 3, but from
+            forward to backward parameters stay split over that many neighbouring ranks only, and backward gathers them
+            over these; -1 for all that store them. Or parameter glob -> one of these, of which the last match wins.
 
     Raises:
         PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size, or a number of
             ranks to stay split over, that does not divide the ranks of ``axis``, two of which neither divides the
             other, or a glob that matches no parameter.
     """
-    entry = f"fsdp({axis!r}, ...)"
-    said = {"overrides": overrides, "levels": levels, "thresholds": thresholds}
-    said |= {"reshard_after_forward": of_all(reshard_after_forward)}
+    entry = "fsdp(...)" if axis is None else f"fsdp({axis!r}, ...)"
+    level, tables = regathered(reshard_after_forward, level, levels, entry)
+    said = {"overrides": overrides, "thresholds": thresholds} | tables
     axes = axis_names(axis, f"fsdp({axis!r})")
+    if not axes and axis is not None:
+        raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
     return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])
 
 
@@ -75,14 +79,15 @@ def hsdp(
     threshold: int | str = 0,
     levels: Mapping[str, int] | None = None,
     thresholds: Mapping[str, int | str] | None = None,
-    reshard_after_forward: int | Mapping[str, int] | None = None,
+    reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
 ) -> Plan:
     """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
 
     ``level``, ``threshold``, ``levels``, ``thresholds`` and ``reshard_after_forward`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
-    said = {"levels": levels, "thresholds": thresholds, "reshard_after_forward": of_all(reshard_after_forward)}
+    level, tables = regathered(reshard_after_forward, level, levels, entry)
+    said = {"thresholds": thresholds} | tables
     axes = axis_names(shard, entry), axis_names(replicate, entry)
     return Plan.of([Fsdp(*axes, level, cast(int, threshold), **by_glob(said, entry))])
 

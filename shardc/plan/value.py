@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
+from shardc.ir.mesh import Mesh
 from shardc.plan.calls import Call, call_text, runs, to_call
 from shardc.plan.entries import (
     Entry,
@@ -114,6 +115,15 @@ class Plan:
         plan = cls.__new__(cls)
         object.__setattr__(plan, "entries", said)
         return plan
+
+    def on(self, mesh: Mesh) -> Plan:
+        """The plan with the axes filled in that ``fsdp()`` and ``ddp()`` leave open.
+
+        Raises:
+            PlanError: such an entry, on a mesh of several axes.
+        """
+        entries = tuple(entry.on(mesh) for entry in self.entries)
+        return self if entries == self.entries else Plan.of(entries)
 
     @classmethod
     @typed(PlanError)

@@ -111,6 +111,8 @@ class Auto:
             MeshError: the mesh is not of `ranks`, or larger than the hardware's description.
             PlanError: nothing fits, or the plan does not fit the model or the mesh.
         """
+        if (plan := self.plan.on(Mesh(dp=1) if mesh is None else Mesh.of(mesh))) != self.plan:
+            return replace(self, plan=plan).search(source, mesh, options, axes, report)
         arity = None if source.loss is None else loss_arity(source.loss)
         if not takes_loss(source.model, source.args, source.kwargs, arity):
             source = replace(source, loss=None)

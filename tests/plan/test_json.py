@@ -91,8 +91,8 @@ ERRORS: dict[str, tuple[Any, str]] = {
         "unknown key 'zzz' in ddp\n  source: plan.json\n  fix: use one of ['axis']",
     ),
     "missing argument": (
-        {"shardc_plan": 1, "calls": [{"ddp": {}}]},
-        "plan.json: ddp() missing 1 required positional argument: 'axis'",
+        {"shardc_plan": 1, "calls": [{"tp": {}}]},
+        "plan.json: tp() missing 1 required positional argument: 'axis'",
     ),
     "calls is no list": ({"shardc_plan": 1, "calls": 3}, "plan.json: calls is 3, not a list"),
     "a call is no dict": ({"shardc_plan": 1, "calls": [3]}, "plan.json: a call is 3, not a dict"),

@@ -24,7 +24,7 @@ KeptSize = Annotated[int, Range(2, also=(-1,))]
 
 
 class Data(Entry):
-    """The batch is split over all axes."""
+    """The batch is split over all axes. An entry without axes stands for the mesh's only axis; see `on`."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -34,24 +34,42 @@ class Data(Entry):
     def batch(self) -> tuple[str, ...]:
         return self.axes
 
+    def only_axis(self, mesh: Mesh) -> str:
+        """The axis of a mesh of one axis.
+
+        Raises:
+            PlanError: ``mesh`` has several.
+        """
+        if len(mesh.axes) > 1:
+            name = self.call[0]
+            raise PlanError(
+                f"{name}() takes the mesh's only axis, and the mesh {mesh} has {len(mesh.axes)}",
+                plan_entry=str(self),
+                fix=f"name the axes that split the batch: {' or '.join(f'{name}({axis!r})' for axis in mesh.axes)}",
+            )
+        return mesh.axes[0]
+
 
 @dataclass(frozen=True)
 class Ddp(Data):
     """The batch split over ``axis``, parameters whole."""
 
-    axis: str
+    axis: str | None
 
     @property
     def axes(self) -> tuple[str, ...]:
-        return (self.axis,)
+        return () if self.axis is None else (self.axis,)
+
+    def on(self, mesh: Mesh) -> Entry:
+        return self if self.axes else Ddp(self.only_axis(mesh))
 
     @property
     def call(self) -> Call:
-        return "ddp", {"axis": self.axis}
+        return "ddp", {"axis": self.axis} if self.axes else {}
 
     @property
     def row(self) -> tuple[str, str, str]:
-        return "data parallel", "inputs", f"dim 0 over {self.axis}"
+        return "data parallel", "inputs", f"dim 0 over {self.axis or 'the only axis'}"
 
 
 @dataclass(frozen=True)
@@ -79,8 +97,8 @@ class Fsdp(Data):
                 plan_entry=str(self),
                 fix="write level=3, or leave it out",
             )
-        if not self.shard:
-            raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
+        if self.replicate and not self.shard:
+            raise PlanError("hsdp needs an axis to split parameters over", fix='write hsdp(shard="dp")')
         for axis in self.axes:
             if self.axes.count(axis) > 1:
                 raise PlanError(f"axis {axis!r} is used twice", plan_entry=str(self), fix="name each axis once")
@@ -88,6 +106,9 @@ class Fsdp(Data):
     @property
     def axes(self) -> tuple[str, ...]:
         return self.replicate + self.shard
+
+    def on(self, mesh: Mesh) -> Entry:
+        return self if self.shard else replace(self, shard=(self.only_axis(mesh),))
 
     @property
     def storage(self) -> tuple[tuple[str, ...], int]:
@@ -174,7 +195,7 @@ class Fsdp(Data):
             options["reshard_after_forward"] = kept["*"]
         if replicate:
             return "hsdp", {"shard": shard, "replicate": replicate} | options
-        return "fsdp", {"axis": shard} | options
+        return "fsdp", ({"axis": shard} if shard else {}) | options
 
     @property
     def row(self) -> tuple[str, str, str]:
@@ -185,7 +206,7 @@ class Fsdp(Data):
         levels = "".join(f", {glob} level {level}" for glob, level in self.levels)
         levels += "".join(f", {glob} under {size} B whole" for glob, size in self.thresholds)
         levels += "".join(f", {glob} kept over {size}" for glob, size in self.reshard_after_forward)
-        where = f"storage over {over}{', '.join(self.shard)}{kept}{small}{other}{levels}"
+        where = f"storage over {over}{', '.join(self.shard) or 'the only axis'}{kept}{small}{other}{levels}"
         return f"fsdp level {self.level}", "inputs, params", where
 
 
@@ -217,13 +238,34 @@ def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
     }
 
 
-def of_all(given: Any) -> Any:
-    """A table by glob, of a number that is of all."""
-    return {"*": given} if isinstance(given, int) else given
+def regathered(given: Any, level: int, levels: Any, entry: str) -> tuple[int, dict[str, Any]]:
+    """The level of all parameters, and tables by glob, that ``reshard_after_forward`` gives beside ``levels``.
+
+    Args:
+        given: True, False or a number of ranks, or one of these by parameter glob.
+    """
+    said = dict(checked(levels or {}, Mapping[str, Any], "levels", PlanError, plan_entry=entry))
+    if given is True and level != 3:
+        raise PlanError(
+            f"reshard_after_forward=True is level 3, and level is {level}", plan_entry=entry, fix="leave level out"
+        )
+    if isinstance(given, bool) or given is None:
+        return level if given is not False else min(level, 2), {"levels": said, "reshard_after_forward": {}}
+    fix = "write True, False or a number of ranks, or one of these by parameter glob"
+    table = (
+        {"*": given}
+        if isinstance(given, int)
+        else checked(given, Mapping[str, bool | int], "reshard_after_forward", PlanError, plan_entry=entry, fix=fix)
+    )
+    said |= {glob: 3 if size else 2 for glob, size in table.items() if isinstance(size, bool)}
+    kept = {glob: -1 if size is True else size for glob, size in table.items() if size is not False}
+    return level, {"levels": said, "reshard_after_forward": kept}
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
-    """``axis``, a name or a sequence of them, as a tuple."""
+    """``axis``, a name or a sequence of them, as a tuple; none for None."""
+    if axis is None:
+        return ()
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     for name in names:
         if not isinstance(name, str) or not name:

