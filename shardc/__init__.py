@@ -4,7 +4,7 @@ from shardc.ir.garbage import outgrown
 
 with outgrown():  # collections would take a quarter of the time that these imports take
     from shardc import optim
-    from shardc.api import compile
+    from shardc.api import compile, shard
     from shardc.errors import ShardcError, ShardcWarning
     from shardc.ir import local
     from shardc.ir.layout import Layout
@@ -59,6 +59,7 @@ __all__ = [
     "recompute",
     "register_forward_method",
     "register_rule",
+    "shard",
     "tp",
     "train_step",
     "value_and_grad",

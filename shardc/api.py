@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from shardc.capture import as_module, input_names, loss_arity, register_caches
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, InputError, PrecompiledError, ShardcWarning
 from shardc.integrations import classes_for
-from shardc.ir.clone import clone_tree, subclass
+from shardc.ir.clone import clone_tree, replace_tensors, subclass
 from shardc.ir.deferred import replicated
 from shardc.ir.inner import flattened, outer_names
 from shardc.ir.kinds import why_refused
@@ -53,6 +53,8 @@ from shardc.runtime.sync import Sync
 from shardc.search.request import Auto
 from shardc.search.together import search_once
 from shardc.validate import checked
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def _told(function: Callable[..., Any]) -> Any:
@@ -125,14 +127,60 @@ def compile(
     >>> print(module.lower(torch.empty(4, 8)).text("collectives").splitlines()[0])
     mesh dp=2
     """
+    return _compile(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync, in_place=False)
+
+
+@_told
+@frozen()
+def shard(
+    model: M,
+    mesh: DeviceMesh | Mesh,
+    plan: Plan | Auto | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    backend: str = "inductor",
+    options: Options | None = None,
+    precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled] = (),
+    dynamic: Mapping[str, Mapping[int, str]] | None = None,
+    init_sync: bool = False,
+) -> M:
+    """Shards ``model`` itself: what `compile` does, but ``model`` becomes the compiled module, and is returned.
+
+    Whatever holds the model or a module of it (a logger, an EMA, a scheduler of its optimizer) holds the compiled one.
+    Its parameters are new tensors. An optimizer that was made of the old ones and has not stepped gets the new ones at
+    its first step.
+
+    Args:
+        model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync: as for `compile`.
+
+    Raises:
+        InputError: a function, parameters with gradients, tensors of wrapper subclasses; else as for `compile`.
+    """
+    return cast(M, _compile(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync, in_place=True))
+
+
+def _compile(
+    model: nn.Module | Callable[..., Any],
+    mesh: DeviceMesh | Mesh,
+    plan: Plan | Auto | None,
+    loss: Callable[..., Any] | None,
+    backend: str,
+    options: Options | None,
+    precompiled: str | Path | Precompiled | Sequence[str | Path | Precompiled],
+    dynamic: Mapping[str, Mapping[int, str]] | None,
+    init_sync: bool,
+    in_place: bool,
+) -> Any:
     plan = fsdp() if plan is None else plan
     _check_kinds(model, plan, backend, options, loss, precompiled, init_sync)
+    if in_place:
+        _check_in_place(model)
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
     if options.silent() != frozenset():
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
-        warnings.warn(ShardcWarning(text), stacklevel=4)
+        warnings.warn(ShardcWarning(text), stacklevel=5)
     register_caches()
     given = model if isinstance(model, nn.Module) else as_module(model)
     module = flattened(given)
@@ -167,9 +215,6 @@ def compile(
     view = groups.view(storages.values()) if groups is not None else None
     homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}
     sources: Sources = {}
-    store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
-    sharded = clone_tree(module, store)
-    drop_style_hooks(sharded)
     front, namespace = classes_for(model)
     state = namespace(
         mesh=abstract,
@@ -210,6 +255,10 @@ def compile(
     )
     for program in (saved := _loaded(precompiled)):
         program.check(abstract, plan, template, loss, device)
+    store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
+    before = dict(given.named_parameters())
+    sharded = (replace_tensors if in_place else clone_tree)(module, store)
+    drop_style_hooks(sharded)
     for name, param in sharded.named_parameters():
         if (kept := plan.precision.of_param(name).grads) is not None:
             param.grad_dtype = kept
@@ -217,7 +266,7 @@ def compile(
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     if groups is not None:
-        note_original(given, sharded)
+        note_original(given, sharded, before)
     for program in saved:
         state.add(program)
     return sharded
@@ -255,6 +304,20 @@ def _check_kinds(
     kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
     checked(init_sync, bool, "init_sync")
     checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
+
+
+def _check_in_place(model: Any) -> None:
+    """Raises InputError where ``model`` cannot become the compiled module itself."""
+    instead = "use module = shardc.compile(...)"
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{model!r} is a function, which has nothing to shard", fix=instead)
+    if flattened(model) is not model:
+        raise InputError(f"{type(model).__name__} has tensors of wrapper subclasses, which stay in it", fix=instead)
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            raise InputError(
+                f"parameter {name!r} has a gradient, which its shards would not have", fix="call model.zero_grad()"
+            )
 
 
 def _has_own(model: nn.Module, name: str) -> bool:

@@ -33,7 +33,15 @@ def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
     closure, defaults or arguments, itself or in such a container. An object of another class is the same in both.
     A tensor's own attributes are those of the original.
     """
-    return _Cloner(tensor_fn).clone(module)
+    return _Cloner(tensor_fn, in_place=False).clone(module)
+
+
+def replace_tensors(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
+    """Gives the tree under ``module`` itself the tensors that its `clone_tree` would have; returns ``module``.
+
+    What holds nothing of the tree's tensors stays as it is. If ``tensor_fn`` raises, so does all else.
+    """
+    return _Cloner(tensor_fn, in_place=True).clone(module)
 
 
 def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str, Any]) -> None:
@@ -77,16 +85,20 @@ def unsharded(module: nn.Module) -> nn.Module:
 
 
 class _Cloner:
-    def __init__(self, tensor_fn: TensorFn) -> None:
-        self._tensor_fn = tensor_fn
+    def __init__(self, tensor_fn: TensorFn, in_place: bool) -> None:
+        self._tensor_fn, self._in_place = tensor_fn, in_place
+        self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # of the copies; set when all are there
         self._made: dict[int, Any] = {}  # by the id of a module, a tensor or a container
         self._originals: list[nn.Module] = []
 
     def clone(self, module: nn.Module) -> nn.Module:
         made = self._module(module, "")
+        copied = self._held if self._in_place else self._copy
         for original in self._originals:
-            own = {key: self._copy(value) for key, value in vars(original).items() if key not in _HELD}
-            vars(self._made[id(vars(original))]).update(own)
+            own = {key: copied(value) for key, value in vars(original).items() if key not in _HELD}
+            self._attributes.append((self._made[id(vars(original))], own))
+        for clone, attributes in self._attributes:
+            vars(clone).update(attributes)
         return made
 
     def _module(self, module: nn.Module, prefix: str) -> nn.Module:
@@ -94,16 +106,19 @@ class _Cloner:
         if id(vars(module)) in self._made:
             known: nn.Module = self._made[id(vars(module))]
             return known
-        clone: nn.Module = object.__new__(type(module))  # that of a GraphModule makes another class
+        # `object`'s: that of a GraphModule makes another class.
+        clone: nn.Module = module if self._in_place else object.__new__(type(module))
         self._made[id(vars(module))] = clone
         self._originals.append(module)
+        held: dict[str, Any] = {}
         for kind in ("_parameters", "_buffers"):
             entries = getattr(module, kind).items()
-            clone.__dict__[kind] = {name: self._tensor(tensor, prefix + name) for name, tensor in entries}
-        clone.__dict__["_modules"] = {
+            held[kind] = {name: self._tensor(tensor, prefix + name) for name, tensor in entries}
+        held["_modules"] = {
             name: None if child is None else self._module(child, f"{prefix}{name}.")
             for name, child in module._modules.items()
         }
+        self._attributes.append((clone, held))
         return clone
 
     def _tensor(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:

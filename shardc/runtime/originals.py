@@ -1,9 +1,13 @@
-"""Warns where a model that was compiled is trained, or loaded, in the place of the compiled module."""
+"""Parameters that a compile read: uses of them in place of the compiled module's are told, or are led to those.
+
+`shardc.compile` leaves the model as it is: training or loading it in place of the compiled module is warned of.
+`shardc.shard` replaces its parameters: an optimizer of the old ones gets the new ones at its first step.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from weakref import ReferenceType, WeakSet, ref
 
@@ -12,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardc.errors import ShardcWarning
+from shardc.errors import InputError, ShardcWarning
 
 
 @dataclass(eq=False)
@@ -20,6 +24,7 @@ class _Pair:
     """A compiled module, and what has been told of the model that it was made of."""
 
     module: ReferenceType[nn.Module]
+    replaced: bool
     warned: set[str] = field(default_factory=set)
 
     def warn(self, what: str, fix: str) -> None:
@@ -36,12 +41,15 @@ class _Originals:
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._hooked = False
 
-    def note(self, model: nn.Module, module: nn.Module) -> None:
-        """Watches for uses of ``model`` in place of ``module``, which `shardc.compile` made of it."""
-        pair = _Pair(ref(module))
-        for param in model.parameters():
-            self._pairs[param] = pair
-        for part in model.modules():
+    def note(self, model: nn.Module, module: nn.Module, params: Mapping[str, Tensor]) -> None:
+        """Watches for uses of ``params``, those of ``model`` by name before ``module`` was compiled of it.
+
+        ``module`` is ``model`` itself where its parameters were replaced.
+        """
+        pair = _Pair(ref(module), replaced=module is model)
+        for name, param in params.items():
+            self._pairs[param] = pair, name
+        for part in () if pair.replaced else model.modules():
             if _loaded not in part._load_state_dict_post_hooks.values():
                 part.register_load_state_dict_post_hook(_loaded)
         self._seen.clear()
@@ -51,13 +59,14 @@ class _Originals:
 
     def pairs(self, params: Iterable[Tensor]) -> list[tuple[_Pair, nn.Module]]:
         """For which compiled modules ``params`` are the parameters of the model."""
-        pairs = {id(pair): pair for pair in map(self._pairs.get, params) if pair is not None}
+        pairs = {id(noted[0]): noted[0] for noted in map(self._pairs.get, params) if noted is not None}
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 
     def before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Warns at the first step that has gradients in the module, and none in the parameters that it would change."""
         if optimizer in self._seen:
             return
+        self._replace(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         trains = any(param.grad is not None for param in params)
         idle = False
@@ -73,6 +82,28 @@ class _Originals:
                 idle = False
         if not idle:  # else nobody has trained yet: look again
             self._seen.add(optimizer)
+
+    def _replace(self, optimizer: Optimizer) -> None:
+        """Gives an optimizer the parameters that replaced its own.
+
+        Raises:
+            InputError: it has state of the old ones.
+        """
+        for group in optimizer.param_groups:
+            for at, param in enumerate(group["params"]):
+                pair, name = self._pairs.get(param, (None, ""))
+                module = pair.module() if pair is not None and pair.replaced else None
+                if module is None:
+                    continue
+                kind = type(optimizer).__name__
+                if optimizer.state.get(param):
+                    raise InputError(
+                        f"the optimizer {kind} has state of parameter {name!r} from before shardc.shard, for the whole "
+                        "parameter and not for its shards",
+                        fix=f"make it again: {kind}(module.parameters(), ...); load its state with "
+                        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict",
+                    )
+                group["params"][at] = module.get_parameter(name)
 
 
 _originals = _Originals()
