@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from shardc._compat import pytree
 from shardc.build import Build
 from shardc.capture import as_module, input_names, loss_arity, register_caches
+from shardc.checks import check_arguments, check_in_place
 from shardc.dynamic import DynamicDims, check_dynamic
-from shardc.errors import CaptureError, InputError, PrecompiledError, ShardcWarning
+from shardc.errors import CaptureError, PrecompiledError, ShardcWarning
 from shardc.integrations import classes_for
 from shardc.ir.clone import clone_tree, replace_tensors, subclass
 from shardc.ir.deferred import replicated
 from shardc.ir.inner import flattened, outer_names
-from shardc.ir.kinds import why_refused
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.lower import BACKENDS, lower
+from shardc.lower import lower
 from shardc.lower.kernels import begin_check
 from shardc.passes.objective import unit_of
 from shardc.passes.options import Options
@@ -45,14 +40,13 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.initializers import initializers
-from shardc.runtime.module import BehindModel, ShardedModule
+from shardc.runtime.module import BehindModel
 from shardc.runtime.originals import note_original
 from shardc.runtime.replicas import Sources, note_source
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
 from shardc.search.request import Auto
 from shardc.search.together import search_once
-from shardc.validate import checked
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -172,9 +166,9 @@ def _compile(
     in_place: bool,
 ) -> Any:
     plan = fsdp() if plan is None else plan
-    _check_kinds(model, plan, backend, options, loss, precompiled, init_sync)
+    check_arguments(model, plan, backend, options, loss, precompiled, init_sync)
     if in_place:
-        _check_in_place(model)
+        check_in_place(model)
     options = options or Options()
     if options.direct is None:
         options = replace(options, direct=isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu")
@@ -270,101 +264,6 @@ def _compile(
     for program in saved:
         state.add(program)
     return sharded
-
-
-def _check_kinds(
-    model: Any, plan: Any, backend: Any, options: Any, loss: Any, precompiled: Any, init_sync: Any
-) -> None:
-    """Raises InputError where an argument of `compile` is not what it should be."""
-    if not callable(model):
-        raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
-    for what, given in (("model", model), ("loss", loss)):
-        if isinstance(given, type):
-            raise InputError(f"the {what} {given.__name__} is a class", fix=f"make one first: {given.__name__}(...)")
-    if isinstance(model, ShardedModule):
-        raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the original model")
-    if (original := getattr(model, "_orig_mod", None)) is not None:
-        raise InputError(
-            f"the model {type(original).__name__} is wrapped by torch.compile; shardc uses Inductor itself",
-            fix="pass the model that torch.compile was given",
-        )
-    if isinstance(model, nn.Module) and _has_own(model, "shardc"):
-        raise InputError(
-            f"the model {type(model).__name__} has an attribute 'shardc', which a compiled module has",
-            fix="give that attribute of the model another name",
-        )
-    if isinstance(model, nn.Module):
-        _check_wrappers(model)
-        _check_tensors(model)
-    if not isinstance(plan, Plan | Auto):
-        raise InputError(f"{plan!r} is not a plan", fix='pass shardc.fsdp("dp"), shardc.Plan(...), or several with |')
-    checked(backend, Literal[BACKENDS], "backend")
-    checked(options, Options | None, "options", fix="pass shardc.Options(...)")
-    checked(loss, Callable[..., Any] | None, "loss", fix="pass a function of the output and the targets")
-    kinds = str | Path | Precompiled | tuple[str | Path | Precompiled, ...]
-    checked(init_sync, bool, "init_sync")
-    checked(precompiled, kinds, "precompiled", fix="pass the folder of a saved program, or what shardc.load returned")
-
-
-def _check_in_place(model: Any) -> None:
-    """Raises InputError where ``model`` cannot become the compiled module itself."""
-    instead = "use module = shardc.compile(...)"
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{model!r} is a function, which has nothing to shard", fix=instead)
-    if flattened(model) is not model:
-        raise InputError(f"{type(model).__name__} has tensors of wrapper subclasses, which stay in it", fix=instead)
-    for name, param in model.named_parameters():
-        if param.grad is not None:
-            raise InputError(
-                f"parameter {name!r} has a gradient, which its shards would not have", fix="call model.zero_grad()"
-            )
-
-
-def _has_own(model: nn.Module, name: str) -> bool:
-    """Whether ``model`` has an attribute of that name; a ``__getattr__`` of its own is not asked."""
-    held = (model._parameters, model._buffers, model._modules)
-    return any(name in kind for kind in held) or inspect.getattr_static(model, name, model) is not model
-
-
-def _check_wrappers(model: nn.Module) -> None:
-    """Raises InputError where a part of the model is wrapped by what sends tensors itself, or is a script."""
-    for name, module in model.named_modules():
-        what = f"module {name!r}" if name else "the model"
-        if isinstance(module, DataParallel | DistributedDataParallel | FullyShardedDataParallel):
-            kind = type(module).__name__
-            raise InputError(
-                f"{what} is wrapped by {kind}, and a compiled module sends gradients itself",
-                fix=f"pass the model that {kind} was given: {f'model.{name}'.rstrip('.')}.module",
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(
-                f"{what} is a script of torch.jit, which cannot be traced", fix="pass the model that it was made of"
-            )
-
-
-def _check_tensors(model: nn.Module) -> None:
-    """Raises InputError where a tensor of the model has no shape yet, or is more than a dense tensor of values."""
-    attributes = (
-        (f"{path}.{key}".lstrip("."), x)
-        for path, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor | list | tuple | dict) and not key.startswith("_")
-        for x in pytree.tree_leaves(value)
-        if isinstance(x, Tensor)
-    )
-    named_tensors = model.named_parameters(), model.named_buffers(), attributes
-    for kind, named in zip(("parameter", "buffer", "attribute"), named_tensors, strict=True):
-        for name, x in named:
-            if isinstance(x, UninitializedParameter | UninitializedBuffer):
-                raise InputError(
-                    f"{kind} {name!r} is of a lazy module and has no shape yet",
-                    fix="call the model once, then compile it",
-                )
-            if refused := why_refused(x, held=kind != "attribute"):
-                what, instead = refused
-                raise InputError(
-                    f"{kind} {name!r} is {what}", fix=f"put in its place {instead.format(f'model.{name}')}"
-                )
 
 
 def _loaded(given: Any) -> list[Precompiled]:
