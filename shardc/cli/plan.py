@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", help="of a rank, as 80GB (default: the hardware's)")
     parser.add_argument("--plan", help="""what is given of the plan, as 'tp("tp", colwise=["*.up"])'""")
     target.add_hardware(parser)
-    parser.add_argument("--next", action="store_true", help="say what each parameter's place saves over the next best")
     parser.add_argument("--json", metavar="FILE", help="write the plan, for shardc.Plan.load")
 
 
@@ -56,8 +55,6 @@ def run(options: argparse.Namespace) -> None:
             hardware=described, axes=options.axes, options=shardc.Options(direct=described.sends or None), report=came,
         )  # fmt: skip
     print(text(found, options))
-    if options.next and found.next_best is not None:
-        print(f"\n{found.next_best()}")
     if options.json is not None:
         write(options.json, found.plan.to_json())
 

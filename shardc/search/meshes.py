@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, prod
 
 from shardc.cost.hardware import Hardware
@@ -12,7 +12,6 @@ from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
-from shardc.search.alternatives import alternatives, table
 from shardc.search.fastest import MARGIN, Candidate, Search, Tried
 from shardc.search.opened import Opened
 from shardc.search.result import Found, Trial
@@ -138,12 +137,7 @@ class Ranged:
                 search.run()
         trials = [trial for search in searches.values() for trial in search.trials()]
         if (best := self.best(trials)) is not None:
-            found = Found(best.plan, best.mesh, tuple(trials), self.hand)
-            solved = found.solution
-            if not solved.is_solution:
-                return found
-            made = searches[solved.mesh]
-            return replace(found, next_best=lambda: table(alternatives(made, solved.tried)))
+            return Found(best.plan, best.mesh, tuple(trials), self.hand)
         if not trials:
             raise self._nothing(errors, meshes)
         raise self._too_large(trials, meshes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
@@ -90,14 +89,12 @@ class Found:
     Args:
         trials: all that was scheduled, the best among them; none on ranks that took the plan from the first one.
         hand: what was given of the plan.
-        next_best: makes a table of what each parameter's place saves over the next best; it takes a solution for each.
     """
 
     plan: Plan
     mesh: Mesh
     trials: tuple[Trial, ...] = ()
     hand: Plan = Plan()
-    next_best: Callable[[], str] | None = field(default=None, repr=False, compare=False)
 
     @property
     def best(self) -> Trial:
@@ -157,9 +154,7 @@ class Found:
     def brief(self) -> Found:
         """It with the best trial, its solution and its form alone: every trial holds the graphs of a program."""
         kept = (self.best, self.solution, self.form)
-        return replace(
-            self, next_best=None, trials=tuple(trial for trial in self.trials if any(trial is each for each in kept))
-        )
+        return replace(self, trials=tuple(trial for trial in self.trials if any(trial is each for each in kept)))
 
     def table(self) -> str:
         """Every plan that was tried, the fastest first; those that do not fit at the end."""
