@@ -17,10 +17,8 @@ from torch import fx
 from shardc.errors import RuleError, TextError
 from shardc.ir import grammar
 from shardc.ir.grouped import grouped
-from shardc.ir.layout import Layout
 
 aten = torch.ops.aten
-Dims = tuple[tuple[tuple[str, int], ...], ...]  # of each dim, (name, size) of its factors, major to minor
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,6 @@ class Body:
         result: of each row.
         saved: what the forward keeps for the backward.
         flops: operations of a row, forward and backward.
-        inner: of each parameter, dim by dim, its factors; "f" are the expert's inner features, which an axis may split.
-            None where it has none that one may.
-        at: gives the body of one rank, where parameters lie as said (without the experts' dim).
     """
 
     forward: fx.Graph
@@ -53,8 +48,6 @@ class Body:
     result: PerRow
     saved: tuple[PerRow, ...]
     flops: tuple[int, int]
-    inner: tuple[Dims, ...] | None = None
-    at: Callable[[Body, tuple[Layout, ...]], Body] | None = None
 
     @cached_property
     def name(self) -> str:

@@ -17,7 +17,6 @@ from shardc.ir.bodies import Body, PerRow, register
 from shardc.ir.flops import is_dense
 from shardc.ir.graph import Info, NameScope, Value
 from shardc.passes.calls import call_of, operands_of
-from shardc.passes.inner import with_inner
 from shardc.plan.entries import Ep
 from shardc.rules import spec_of
 
@@ -194,7 +193,7 @@ class _Builder:
             second = self._graph(nodes, [tangent, *keep], results, both)
         saved = tuple(_per_row(ir.value(node)) for node in keep)
         flops = (self._flops(forward), self._flops(backward))
-        return with_inner(Body(first, second, _per_row(ir.value(out)), saved, flops))
+        return Body(first, second, _per_row(ir.value(out)), saved, flops)
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
         calls = [node for node in nodes if node.op == "call_function" and node.target is not getitem]

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardc.errors import PlanError
+from shardc.ir import experts, ops
 from shardc.ir import graph as ir
-from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
@@ -76,6 +77,7 @@ class Seed:
     def _param(self, graph: fx.Graph, node: fx.Node, before: fx.Node | None, names: NameScope) -> None:
         record = ir.info(node)
         seeded = self.params[record.name]
+        _check_experts(node, seeded)
         origin = replace(record.origin, cause=seeded.storage_cause)
         dtype, shape = ir.value(node).dtype, ir.value(node).shape
         users = list(node.users)
@@ -133,6 +135,29 @@ class Seed:
                 record = replace(record, name=names.fresh(f"{record.name}.padded"), value=value, role=None)
                 grad = _insert(graph, before, ops.pad, grad, {"dim": dim, "size": size}, record)
         return grad
+
+
+def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
+    """Checks that ``plan`` splits the weights of experts between the experts alone.
+
+    Raises:
+        PlanError: its compute layout splits another dim.
+    """
+    casts = [user for user in param.users if user.target is torch.ops.aten._to_copy.default]
+    call = next((user for x in (param, *casts) for user in x.users if user.target is experts.CALL), None)
+    layout = plan.split or plan.compute
+    axes = [axis for dim in range(1, layout.ndim) for axis in layout.dim_axes(dim)]
+    if call is None or not axes:
+        return
+    name, over = ir.info(param).name, [*layout.dim_axes(0), *axes]
+    spec = ", ".join([f"_@({','.join(over)})" if len(over) > 1 else f"_@{over[0]}", *["_"] * (layout.ndim - 1)])
+    raise PlanError(
+        f"parameter {name!r} has the weights of experts, and {layout} splits each of them over {', '.join(axes)}",
+        plan_entry=plan.compute_cause or None,
+        source=ir.info(call).origin.source or None,
+        fix=f"split the experts between the ranks, over axes or parts of axes: Plan(params={{{name!r}: {spec!r}}}) for "
+        "axes along which ranks have the same tokens, shardc.ep(...) for those that split the batch too",
+    )
 
 
 def _insert(graph: fx.Graph, before: fx.Node, target: Any, x: fx.Node, kwargs: dict[str, Any], record: Info) -> fx.Node:

@@ -67,6 +67,8 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
             plan_entry=WHERE,
             fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
         )
+    # Of experts, whose models carry both plans, whole experts are split, not the features of each.
+    carried |= {key: style for key, style in hf_plan(model, "ep").items() if key in carried and _of_experts(style)}
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
     entries: list[Entry] = []
@@ -102,7 +104,7 @@ def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
     """
     carried = hf_plan(model, "ep")
     modules = dict(model.named_modules(remove_duplicate=False))
-    globs = [by_part(key) for key, style in carried.items() if HF_STYLES.get(style) == "experts"]
+    globs = [by_part(key) for key, style in carried.items() if _of_experts(style)]
     found = dict.fromkeys(glob if matching(glob, modules) else glob.rpartition(".")[0] for glob in globs)
     entries: list[Entry] = [Ep(axis, glob) for glob in found if matching(glob, modules)]
     if not entries:
@@ -112,6 +114,10 @@ def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
             fix=f'write shardc.ep({axis!r}, "*.experts"), with a glob of the modules that hold the experts',
         )
     return entries
+
+
+def _of_experts(style: str) -> bool:
+    return HF_STYLES.get(style) == "experts"
 
 
 def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from shardc.ir import experts
 from shardc.ir.bodies import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
-from shardc.ir.layout import Layout, strides
+from shardc.ir.layout import strides
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import coordinate
@@ -21,7 +21,7 @@ from shardc.rules.rule import CONTIGUOUS, Call, Local, Rule, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
-_TOKENS, _EXPERTS, _INNER = "t", "e", "f"
+_TOKENS, _EXPERTS = "t", "e"
 
 
 def _tokens(loops: Loops, at: int, name: str) -> Dims:
@@ -29,16 +29,11 @@ def _tokens(loops: Loops, at: int, name: str) -> Dims:
     return loops.dim(_TOKENS, size, "sum"), loops.dim(name, width, WHOLE)
 
 
-def _params(loops: Loops, first: int, body: str) -> list[Dims]:
-    inner, out = body_of(body).inner, []
-    for at, shape in enumerate(loops.shapes[first:]):
-        every = [((f"p{at}.{dim}", size),) for dim, size in enumerate(shape[1:])] if inner is None else inner[at]
-        dims = [
-            tuple(f for name, size in one for f in loops.dim(name, size, "sum" if name == _INNER else WHOLE))
-            for one in every
-        ]
-        out.append((loops.dim(_EXPERTS, shape[0], "sum"), *dims))
-    return out
+def _params(loops: Loops, first: int) -> list[Dims]:
+    return [
+        (loops.dim(_EXPERTS, shape[0], "sum"), *loops.dims(f"p{at}.", shape[1:], WHOLE))
+        for at, shape in enumerate(loops.shapes[first:])
+    ]
 
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
@@ -59,7 +54,7 @@ def _call(call: Call) -> Spec:
         _tokens(loops, 0, "d"),
         _tokens(loops, 1, "k"),
         _tokens(loops, 2, "k"),
-        *_params(loops, 3, call["body"]),
+        *_params(loops, 3),
     ]
     spec = loops.spec(operands, [(operands[0][0], loops.dim("o", made, WHOLE))], linear=[{2}])
     return _routed(call, spec, choices, loops.shapes[0][1] + made + 1)
@@ -68,7 +63,7 @@ def _call(call: Call) -> Spec:
 def _gradient(call: Call) -> Spec:
     loops = Loops(call)
     choices = loops.shapes[2][1]
-    operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4, call["body"])
+    operands = [_tokens(loops, at, name) for at, name in enumerate("odkk")] + _params(loops, 4)
     spec = loops.spec(operands, [operands[1], *operands[3:]], linear=[{0}])
     return _routed(call, spec, choices, loops.shapes[0][1] + loops.shapes[1][1] + 1)
 
@@ -210,19 +205,9 @@ def _by_token(local: Local, rows: _Rows, made: Any, added: bool) -> Any:
     return call(aten.sum.dim_IntList, out, [1]) if added else call(aten.reshape.default, out, [tokens, choices])
 
 
-def _body(local: Local) -> str:
-    """The name of what each of this rank's experts does, with its share of the inner features."""
-    name: str = local.call["body"]
-    layouts = [layout for (what, _), layout in zip(local.call.named_operands(), local.operands, strict=True)
-               if what == "params"]  # fmt: skip
-    own = tuple(Layout(layout.mesh, layout.dims[1:]) for layout in layouts)
-    at = body_of(name).at
-    return name if at is None or not any(layout.bound for layout in own) else at(body_of(name), own).name
-
-
 def _forward(local: Local) -> tuple[_Rows, list[Any]]:
     """The rows, and what the experts make of them; what a forward made already its gradient finds."""
-    body = _body(local)
+    body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 
     def make() -> tuple[_Rows, list[Any]]:
@@ -247,7 +232,7 @@ def _call_local(local: Local) -> Any:
 def _gradient_local(local: Local) -> Any:
     call = local.builder.call
     rows, (_, *saved) = _forward(local)
-    grad, params, body = local.operand("grad"), local.operand("params"), _body(local)
+    grad, params, body = local.operand("grad"), local.operand("params"), local.call["body"]
     tokens, choices = local.builder.shape(local.operand("index"))
     if rows.sends is not None:
         sent = call(aten.div.Tensor_mode, rows.order, choices, rounding_mode="floor")
@@ -269,14 +254,14 @@ TABLE = table(
     Rule(
         "shardc_experts.call",
         _call,
-        "t d, t k, t k, e ... -> t o    e, f (inner features): sum; or t and e over one axis, whose rows are sent",
+        "t d, t k, t k, e ... -> t o    e: sum; or t and e over one axis, whose rows are sent",
         _call_local,
         opaque=True,
     ),
     Rule(
         "shardc_experts.gradient",
         _gradient,
-        "t o, t d, t k, t k, e ... -> t d, t k, e ...    t, e, f: sum; or t and e over one axis, whose rows are sent",
+        "t o, t d, t k, t k, e ... -> t d, t k, e ...    t, e: sum; or t and e over one axis, whose rows are sent",
         _gradient_local,
         opaque=True,
     ),

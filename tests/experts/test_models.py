@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import shardc
+from shardc.errors import PlanError
 from tests.experts.alike import trains_alike
 from tests.experts.models import MODELS, batch, build, experts_of, route
 
@@ -92,20 +93,32 @@ def test_one_token() -> None:
 
 @pytest.mark.parametrize("name", [pytest.param("qwen3-moe", marks=pytest.mark.slow), "gpt-oss"])
 def test_plans_that_models_carry(name: str) -> None:
-    """With the model's own tensor parallelism, which splits an expert's inner features where it can."""
+    """With the model's own tensor parallelism, in which experts are split between the ranks of its axis, too."""
     both = shardc.Plan.from_hf(build(name), "tp", ep="ep")
     sim = trains_alike(partial(build, name), batch(), {"ep": 2, "tp": 2}, both)
-    local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
-    inner = 12 if name == "qwen3-moe" else 24
-    assert local and all(f"[48,{inner}]" in line for line in local)
+    lines = sim.state.program_for((), batch()).text("localize").splitlines()
+    assert any(".run(" in line for line in lines)
+    weight = next(line for line in lines if ".mlp.experts.down_proj: " in line)
+    assert f": f64[{2 if name == 'qwen3-moe' else 4}," in weight
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_inner_features_with_gates_between_them_and_a_bias_behind(way: dict[str, object]) -> None:
-    split = {"gate_up_proj": "_@ep, _, _@tp", "gate_up_proj_bias": "_@ep, _@tp", "down_proj": "_@ep, _@tp, _"}
-    plan = shardc.fsdp("ep") | shardc.ep("ep", "*.experts", **way)
-    plan |= shardc.Plan(params={f"*.experts.{name}": layout for name, layout in split.items()})
-    sim = trains_alike(partial(build, "gpt-oss"), batch(), {"ep": 2, "tp": 2}, plan)
-    local = [line for line in sim.state.program_for((), batch()).text("localize").splitlines() if ".run(" in line]
-    assert local and all("f64[48,12])" in line for line in local)
+def test_experts_over_a_part_of_an_axis() -> None:
+    trains_alike(partial(build, "own"), batch(), {"ep": 4}, shardc.ep("ep:1x2", "experts"))
+
+
+@pytest.mark.parametrize("entry", ["_@ep, _, _@tp", "_, _@tp, _", "_@ep, (2 _@tp), _"])
+def test_a_plan_that_splits_each_expert_is_told_what_remains(entry: str) -> None:
+    plan = shardc.ep("ep", "*.experts") | shardc.Plan(params={"*.experts.gate_up_proj": entry})
+    module = shardc.compile(build("qwen3-moe"), shardc.Mesh(ep=2, tp=2), plan, backend="eager")
+    with pytest.raises(PlanError, match="splits each of them over tp") as caught:
+        module.lower(**batch())
+    error, over = caught.value, "tp" if entry.startswith("_,") else "(ep,tp)"
+    assert entry in str(error.plan_entry) and "moe.py:" in str(error.source)
+    assert f"'model.layers.0.mlp.experts.gate_up_proj': '_@{over}, _, _'" in str(error.fix)
+    assert "shardc.ep(...)" in str(error.fix)
+
+
+def test_what_the_fix_says_trains() -> None:
+    layouts = {f"*.experts.{name}": "_@(ep,tp), _, _" for name in ("gate_up_proj", "down_proj")}
+    plan = shardc.ep("ep", "*.experts") | shardc.Plan(params=layouts)
+    trains_alike(partial(build, "qwen3-moe"), batch(), {"ep": 2, "tp": 2}, plan)

@@ -106,6 +106,17 @@ def test_its_layouts() -> None:
     ]
 
 
+def test_experts_that_are_split_in_features_are_split_between_ranks_where_the_model_says_how() -> None:
+    model = ForCausalLM()
+    keys = ("layers.*.experts.gate_up_proj", "layers.*.experts.down_proj")
+    model._ep_plan = {f"model.{key}": "grouped_gemm" for key in keys}  # type: ignore[assignment]
+    params = {name: (tuple(param.shape), 4) for name, param in model.named_parameters()}
+    resolved = resolve_params(Plan.from_hf(model), Mesh(tp=2), params)
+    experts = {name.rpartition(".")[2]: str(plan.compute) for name, plan in resolved.items() if "experts" in name}
+    assert experts == {"gate_up_proj": "[2@tp,16,8]", "down_proj": "[2@tp,8,8]"}
+    assert str(resolved["model.layers.0.mlp.up_proj.weight"].compute) == "[12@tp,8]"
+
+
 def test_a_plan_that_has_the_base_models_keys_is_used_alone() -> None:
     model = ForCausalLM()
     model._tp_plan = {"lm_head": "colwise", "model.layers.*.mlp.up_proj": "colwise_rep"}
