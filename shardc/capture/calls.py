@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 
 from shardc._compat import is_wrapper
-from shardc.capture import experts, sorted_experts
+from shardc.capture import experts
 from shardc.capture.annotate import PREFIX
 from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
@@ -179,8 +179,7 @@ def record_calls(
     writer = Writer(record, again)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
-        forms = (*experts.other_forms(), *sorted_experts.other_forms(root))
-        stack.enter_context(experts.in_their_place(forms))
+        stack.enter_context(experts.in_their_place(experts.other_forms()))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
         stack.enter_context(mode)

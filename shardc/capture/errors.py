@@ -148,8 +148,8 @@ def capture_error(
         fix=_RAISES
         if raises
         else hint[1].strip()
-        if hint
-        else _SIZES + (_ROWS if "aten.nonzero" in text and stacked else ""),
+        if hint and "tolist()" not in reason
+        else _SIZES + (_ROWS if any(x in text for x in ("aten.nonzero", "tolist()")) and stacked else ""),
     )
 
 

@@ -24,7 +24,6 @@ from torch._functorch import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardc._compat import dynamo_captures, traced_code
-from shardc.capture import experts, sorted_experts
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.attributes import assigned, changed_reads, changes_recorded
 from shardc.capture.decompositions import FROM_TORCH, OWN
@@ -228,7 +227,6 @@ def trace(
         stack.enter_context(dynamo_captures())
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
-        stack.enter_context(experts.in_their_place(sorted_experts.other_forms(root)))
         stack.enter_context(without_raising())
         stack.enter_context(without_random_numbers())
         with mode:

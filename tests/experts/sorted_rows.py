@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+import shardc
+
+PAGE = Path(__file__).parents[2] / "docs" / "experts.md"
 
 
 def _run_experts_for_loop(w1: Tensor, w2: Tensor, w3: Tensor, x: Tensor, counts: Tensor) -> Tensor:
@@ -90,15 +98,47 @@ class MoE(nn.Module):
         return out.scatter_add(dim=0, index=take, src=made).reshape(rows, length, dim)
 
 
+def documented(name: str, **others: Any) -> Any:
+    """What the page on experts defines by ``name`` for layers as these, with ``others`` in the place of its names."""
+    (block,) = re.findall(
+        r"^```python\n(@shardc.experts\ndef expert.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    defined: dict[str, Any] = {"shardc": shardc, "torch": torch, "F": F}
+    exec(block, defined)
+    defined |= others
+    return defined[name]
+
+
+class Registered(MoE):
+    """The layer with the forward of the page."""
+
+    forward = documented("routed")
+
+
+class SortedExperts(GroupedExperts):
+    """Experts of rows sorted by expert: each row is a token that goes to one expert."""
+
+    expert = staticmethod(documented("expert"))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        ends = num_tokens_per_expert.to(torch.int64).cumsum(0)
+        chosen = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True).unsqueeze(1)
+        return self.expert(x, chosen, torch.ones_like(x[:, :1]), self.w1, self.w2, self.w3)
+
+
 class OtherMoE(MoE):
-    """A layer with code of its own, in which only the experts are known."""
+    """A layer with code of its own, whose experts alone are replaced."""
+
+    def __init__(self, dim: int, hidden_dim: int, before: bool, shared: bool) -> None:
+        super().__init__(dim, hidden_dim, before, shared)
+        self.experts.__class__ = SortedExperts
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.tanh())
 
 
 class Decoder(nn.Module):
-    def __init__(self, layer: type[MoE] = MoE, hidden_dim: int = 12, vocab: int = 64) -> None:
+    def __init__(self, layer: type[MoE] = Registered, hidden_dim: int = 12, vocab: int = 64) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocab, 16), nn.Linear(16, vocab)
         self.layers = nn.ModuleList(layer(16, hidden_dim, before=at == 0, shared=at == 1) for at in range(2))
@@ -110,6 +150,6 @@ class Decoder(nn.Module):
         return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)}
 
 
-def build(layer: type[MoE] = MoE) -> Decoder:
+def build(layer: type[MoE] = Registered) -> Decoder:
     torch.manual_seed(0)
     return Decoder(layer).double()

@@ -37,7 +37,7 @@ class Loop(Layer):
 
 
 class Sorted(Layer):
-    """Rows of other experts than `shardc.capture.sorted_experts` knows."""
+    """Rows that are sorted by expert and split by how many each gets."""
 
     def forward(self, x: Tensor) -> Tensor:
         scores, chosen = self.choices(x)

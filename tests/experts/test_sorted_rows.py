@@ -1,4 +1,4 @@
-"""Layers in the manner of torchtitan run unchanged: their tokens travel; no expert is gathered."""
+"""Layers in the manner of torchtitan run with a forward of the user's: their tokens travel; no expert is gathered."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import shardc
-from shardc.capture import sorted_experts
+from shardc.errors import CaptureError
 from shardc.ir import bodies
+from tests.experts import sorted_rows
 from tests.experts.alike import trains_alike
 from tests.experts.models import batch
-from tests.experts.sorted_rows import Decoder, GroupedExperts, MoE, OtherMoE, build
+from tests.experts.sorted_rows import Decoder, MoE, OtherMoE, build, documented
 from tests.experts.test_models import WAYS
 from tests.models.alike import relative
+from tests.models.zoo import in_float64
 
 MESHES = ({"ep": 2}, {"ep": 4}, {"dp": 2, "ep": 2})
 
@@ -37,13 +39,26 @@ def test_experts_in_a_layer_of_other_code(way: dict[str, object]) -> None:
     trains_alike(partial(build, OtherMoE), batch(), mesh, plan)
 
 
+@shardc.experts
+def low(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    x, w1, w2, w3 = rows.bfloat16(), w1.bfloat16(), w2.bfloat16(), w3.bfloat16()
+    return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2).to(rows.dtype)
+
+
+class Low(MoE):
+    forward = documented("routed", expert=low)
+
+
 def test_grouped_products_are_in_bf16() -> None:
     torch.manual_seed(0)
-    model = Decoder(hidden_dim=16)
+    model = Decoder(MoE, hidden_dim=16)
     for layer in model.layers:
         layer.experts.use_grouped_mm = True
     plan = shardc.fsdp("ep") | shardc.ep("ep", "*.experts")
-    sim = shardc.Simulation(shardc.compile(copy.deepcopy(model), shardc.Mesh(ep=2), plan, backend="eager"))
+    ours = copy.deepcopy(model)
+    for layer in ours.layers:
+        layer.__class__ = Low
+    sim = shardc.Simulation(shardc.compile(ours, shardc.Mesh(ep=2), plan, backend="eager"))
     loss = model(**batch())["loss"]
     loss.backward()
     assert relative(sim(**batch())["loss"], loss.detach()) < 1e-3
@@ -54,22 +69,21 @@ def test_grouped_products_are_in_bf16() -> None:
     assert {one.dtype for one in bodies.body_of(name).saved} == {torch.bfloat16}
 
 
-class Turned(GroupedExperts):
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        w1, w2, w3 = self.w1[0], self.w2[0], self.w3[0]
-        return (F.silu(x @ w3.transpose(0, 1)) * (x @ w1.transpose(0, 1))) @ w2.transpose(0, 1)
-
-
-class Clamped(GroupedExperts):
-    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        w1, w2, w3 = self.w1[0], self.w2[0], self.w3[0]
-        return (F.silu(x @ w1.transpose(0, 1)) * torch.clamp(x @ w3.transpose(0, 1), 0)) @ w2.transpose(0, 1)
-
-
-def test_code_that_is_another_is_left_as_it_is() -> None:
-    def replaced(model: torch.nn.Module) -> set[object]:
-        return {kind for kind, *_ in sorted_experts.other_forms(model)}
-
-    assert replaced(build()) == {MoE, GroupedExperts} and replaced(build(OtherMoE)) == {GroupedExperts}
-    assert replaced(GroupedExperts(4, 4, 2)) == {GroupedExperts}
-    assert replaced(Turned(4, 4, 2)) == replaced(Clamped(4, 4, 2)) == set()
+@pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped products"])
+def test_layers_as_they_are_shipped_are_told_what_to_write(grouped: bool) -> None:
+    """With the line of the loop, or of the product that is computed whole on each rank."""
+    with in_float64():
+        model = Decoder(MoE, hidden_dim=16)
+        for layer in model.layers:
+            layer.experts.use_grouped_mm = grouped
+        plan = shardc.fsdp("ep") | shardc.ep("ep", "*.experts")
+        module = shardc.compile(model, shardc.Mesh(ep=2), plan, backend="eager")
+        if grouped:
+            with pytest.warns(shardc.ShardcWarning, match="grouped_mm") as said:
+                module.lower(**batch())
+            text = next(str(w.message) for w in said if "grouped_mm" in str(w.message))
+        else:
+            with pytest.raises(CaptureError) as caught:
+                module.lower(**batch())
+            text = str(caught.value)
+    assert f"{sorted_rows.__file__}:" in text and "write one expert as a function under @shardc.experts" in text
