@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, _StridedShard
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.nn.modules.module import _WrappedHook
 from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -35,6 +36,7 @@ from shardc.errors import MeshError
 pytree = _pytree  # torch's trees of dicts, lists and tuples
 StridedShard = _StridedShard  # a placement that people write, and that torch exports with an underscore only
 LazyGraphModule = _LazyGraphModule  # makes its code when it is first called or shown
+WrappedHook = _WrappedHook
 no_autocast: Any = torch._C._DisableAutocast  # a block in which it is off on all devices
 is_in_transform: Any = torch._C._functorch.is_functorch_wrapped_tensor  # whether a tensor is one of torch.func's
 COMPILED_OUT = "_torchdynamo_orig_callable"  # where a function that Dynamo is kept out of has the original

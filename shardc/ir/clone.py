@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardc._compat import WrappedHook
 from shardc.ir.kinds import note_attributes
 
 TensorFn = Callable[[str, torch.Tensor], torch.Tensor]
@@ -146,6 +147,8 @@ class _Cloner:
             return self._function(value)
         if type(value) is partial:
             return self._partial(value)
+        if type(value) is WrappedHook:
+            return self._hook(value)
         if type(value) is tuple:
             items = tuple(map(self._copy, value))
             return value if _same(items, value) else items
@@ -178,6 +181,12 @@ class _Cloner:
         made: Any = partial(func, *args, **keywords)
         vars(made).update(attributes)
         return made
+
+    def _hook(self, value: WrappedHook) -> WrappedHook:
+        """A hook of state dicts, which holds its module weakly: the copy's gets the copy."""
+        hook, of = self._copy(value.hook), value.module() if value.with_module else None
+        module = self._copy(of)
+        return value if hook is value.hook and module is of else WrappedHook(hook, module)
 
     def _cell(self, cell: CellType) -> CellType:
         """A cell with the copy's own; the very cell if it holds nothing of the tree, as others may change it."""

@@ -52,8 +52,7 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
     if isinstance(x, ReadOnly):
         return x.clone()
     if not isinstance(x, DTensor):
-        # Compiled code reads memory: it sees no bit that says that what lies there is negated, or conjugated.
-        return x.resolve_neg().resolve_conj().contiguous()
+        return in_order(x)
     if x.device_mesh != device_mesh:
         raise InputError(
             f"a DTensor input of shape {list(x.shape)} is on {x.device_mesh}, the module on {device_mesh}",
@@ -63,8 +62,12 @@ def local_input(x: torch.Tensor, layout: Layout, device_mesh: DeviceMesh) -> tor
         raise InputError(
             f"a DTensor input has global shape {list(x.shape)}, expected {list(layout.shape)}", fix=WAYS_OUT
         )
-    local = x.redistribute(placements=to_placements(layout)).to_local()
-    return local.resolve_neg().resolve_conj().contiguous()
+    return in_order(x.redistribute(placements=to_placements(layout)).to_local())
+
+
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as compiled code reads it: contiguous, with no bit that conjugates or negates; a copy if needed."""
+    return x.resolve_neg().resolve_conj().contiguous()
 
 
 def local_part(x: torch.Tensor) -> torch.Tensor:

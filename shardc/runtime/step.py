@@ -27,6 +27,7 @@ from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
+from shardc.runtime.inputs import in_order
 from shardc.runtime.storage import cut, padded_local
 from shardc.runtime.sync import Key, Sync
 from shardc.runtime.wire.buffers import Buffers
@@ -193,9 +194,13 @@ class Runner:
         return self.groups.coordinate(tuple(port.role.name.split(",")))
 
     def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
-        """The same with each parameter's padded local tensor."""
+        """The same with each parameter's padded local tensor, and buffers contiguous."""
         return [
-            padded_local(x, self.storages[port.role.name]) if port.role.kind == "param" else x
+            padded_local(x, self.storages[port.role.name])
+            if port.role.kind == "param"
+            else in_order(x)
+            if port.role.kind == "buffer"
+            else x
             for port, x in zip(half.takes, feed, strict=True)
         ]
 
