@@ -6,9 +6,11 @@ sharded dim; contractions, attention, embeddings, convolutions and pooling stay 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -231,3 +233,20 @@ OWN: dict[Any, Callable[..., Any]] = {
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten._efficientzerotensor.default: _zeros,
 }
+
+
+def _dropout(x: Tensor, p: float, train: bool | None) -> Tensor:
+    return aten.native_dropout.default(x, p, train)[0] if train and p != 0 else x
+
+
+@contextmanager
+def as_on_a_device() -> Iterator[None]:
+    """Dropout that drops nothing returns its input, as kernels do; torch's form for traces returns a copy of it."""
+    op = aten.dropout.default
+    kernels = dict.fromkeys((torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.Autograd), _dropout)
+    try:
+        with patch.dict(op.py_kernels, kernels):
+            op._dispatch_cache.clear()
+            yield
+    finally:
+        op._dispatch_cache.clear()

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardc._compat import dynamo_captures, traced_code
 from shardc.capture.annotate import OUTPUT, PREFIX, SAME, annotate
 from shardc.capture.attributes import assigned, changed_reads, changes_recorded
-from shardc.capture.decompositions import FROM_TORCH, OWN
+from shardc.capture.decompositions import FROM_TORCH, OWN, as_on_a_device
 from shardc.capture.dtypes import AS_THEY_ARE, Dtypes, ModuleDtypes
 from shardc.capture.errors import capture_error, check_dtypes, check_result, refuse_higher_order, refuse_sparse
 from shardc.capture.functional import other_forms
@@ -143,12 +143,15 @@ class Traced(Captured):
         stored: dtype of each parameter and buffer.
         dynamo: the fake mode that Dynamo ran the model in.
         uncast: what `Dtypes.uncast` says of the model.
+        memories, owners: as `returned` takes them.
     """
 
     names: dict[str, str]
     stored: dict[str, torch.dtype]
     dynamo: FakeTensorMode
     uncast: tuple[str, str]
+    memories: tuple[int, ...]
+    owners: dict[int, str]
 
     def annotated(self) -> Captured:
         """The captured model; ``graph`` becomes its graph."""
@@ -159,7 +162,7 @@ class Traced(Captured):
         refuse_higher_order(self.graph.graph)
         check_dtypes(self.graph.graph, self.uncast)
         made = Captured(*(getattr(self, field.name) for field in fields(Captured)))
-        return replace(made, returned=returned(self.graph.graph))
+        return replace(made, returned=returned(self.graph.graph, self.memories, self.owners))
 
 
 def capture(
@@ -213,6 +216,7 @@ def trace(
     flat, input_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     names = input_names(model, args, kwargs, 0 if loss is None else loss_arity(loss))
     named = [(name, x) for name, x in zip(names, flat, strict=True) if isinstance(x, Tensor)]
+    inputs = tuple(name for name, _ in named)
     refuse_hooks(model)
     stored = {PREFIX + name: x.dtype for name, x in (*model.named_parameters(), *model.named_buffers())}
     uncast = dtypes.uncast(model)
@@ -228,12 +232,14 @@ def trace(
         stack.enter_context(other_layers(root))
         stack.enter_context(other_forms())
         stack.enter_context(without_raising())
+        stack.enter_context(as_on_a_device())
         stack.enter_context(without_random_numbers())
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
             with recorded() as traces, changes_recorded() as sets, states_asked() as asked:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
+            memories, owners = _memories(traced, root, places, fakes, inputs)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
             with mode:  # it looks for one among the tensors, of which there may be none
@@ -274,7 +280,7 @@ def trace(
         warnings.warn(warning, stacklevel=2)
     return Traced(
         graph=joint.graph_module,
-        inputs=tuple(name for name, _ in named),
+        inputs=inputs,
         input_spec=input_spec,
         constants=tuple((i, x) for i, x in enumerate(flat) if not isinstance(x, Tensor)),
         output_spec=joint.out_spec,
@@ -285,7 +291,27 @@ def trace(
         stored=stored,
         dynamo=traced.meta["fake_mode"],
         uncast=uncast,
+        memories=memories,
+        owners=owners,
     )
+
+
+def _memories(
+    traced: Any, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
+) -> tuple[tuple[int, ...], dict[int, str]]:
+    """As `returned` takes them, of what Dynamo ran: each op of the model by its name, as one device runs it."""
+    names = {id(x): name for name, x in (*root.named_parameters(), *root.named_buffers())}
+    names = {at: places.get(name, name).removeprefix(PREFIX) for at, name in names.items()}
+    names |= dict(zip(map(id, fakes), inputs, strict=True))
+    nodes: Any = traced.graph.find_nodes(op="placeholder")
+    taken = zip(nodes, traced._dynamo_bytecode_flatten(*fakes), strict=True)
+    owners = {_memory(node): names[id(x)] for node, x in taken if id(x) in names}
+    tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
+    return tuple(_memory(tag.args[0]) for tag in tags if tag.kwargs["name"] in (OUTPUT, SAME)), owners
+
+
+def _memory(node: fx.Node) -> int:
+    return int(node.meta["example_value"].untyped_storage()._cdata)
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
 from typing import Any
@@ -44,15 +44,21 @@ class Returned:
     leads_to: tuple[int, ...] = ()
 
 
-def returned(graph: fx.Graph) -> tuple[Returned, ...]:
+def returned(graph: fx.Graph, memories: Sequence[int], owners: Mapping[int, str]) -> tuple[Returned, ...]:
     """What each output of a captured joint graph is, in the order of their indices.
 
     The values that backward ops read there are those that autograd saves, since the ops are its formulas.
+
+    Args:
+        memories: of each output that is a tensor, what is equal where one device shares memory. The graph itself does
+            not say it: a view may be traced as a copy, and a copy as a view.
+        owners: the names of the parameters, buffers and inputs in these memories.
     """
     outputs = sorted((role.index, x) for role, x in ir.outputs(graph) if role.kind == "output")
     again: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
-    owners = {memory: ir.info(node).name for node in ir.placeholders(graph) if (memory := _memory(node))}
-    read = {role.index: memories for role, memories in _reads(graph)}
+    tensors = [index for index, x in outputs if _memory(x) is not None]
+    memory_of = dict(zip(tensors, memories, strict=True))
+    read = dict(_reads(graph))
     made_of = _made_of([(index, x) for index, x in outputs if index in read])
     found: list[Returned] = []
     firsts: dict[int, int] = {}
@@ -66,23 +72,24 @@ def returned(graph: fx.Graph) -> tuple[Returned, ...]:
                 same[index] = of_node[node]
     chains = {index: [x, *_viewed(x)] for index, x in outputs if _memory(x) is not None}
     for index, x in outputs:
-        memory = _memory(x)
-        if memory is None:
+        if index not in memory_of:
             found.append(Returned(index))
             continue
+        memory = memory_of[index]
         above = chains[index][1:]
-        others = [chains[at] for at in chains.keys() - same.keys() - {same.get(index, index)} if at != index]
+        others = [at for at in chains.keys() - same.keys() - {same.get(index, index)} if at != index]
         found.append(
             Returned(
                 firsts.setdefault(memory, index),
                 same.get(index),
                 owners.get(memory),
-                x.op == "placeholder",
-                next((of_node[node] for node in above if node in of_node), None),
+                x.op == "placeholder" and memory in owners,
+                next((of_node[y] for y in above if y in of_node and memory_of[of_node[y]] == memory), None),
                 bool(above) and x.target is not torch.ops.aten.detach.default,
                 _is_part(chains[index]),
-                memory in owners or any(_memory(z[0]) == memory and not _disjoint(chains[index], z) for z in others),
-                tuple(at for at, memories in read.items() if memory in memories),
+                memory in owners
+                or any(memory_of[at] == memory and not _disjoint(chains[index], chains[at]) for at in others),
+                tuple(at for at, kept in read.items() if _memory(x) in kept),
                 tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
             )
         )
@@ -143,8 +150,8 @@ def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
     return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 
 
-def _reads(graph: fx.Graph) -> Iterator[tuple[ir.Role, set[int]]]:
-    """By tangent, the memory of the forward's values that the backward from it reads."""
+def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
+    """By the output of each tangent, the memory of the forward's values that the backward from it reads."""
     sources: dict[fx.Node, set[fx.Node]] = {node: {node} for node in ir.placeholders(graph, "tangent")}
     saved: dict[fx.Node, set[int]] = {}  # what backward's values read, by which they are made
     read: dict[fx.Node, set[int]] = {node: set() for node in sources}
@@ -163,7 +170,7 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[ir.Role, set[int]]]:
         else:
             saved[node] = memories
     for node, memories in read.items():
-        yield ir.role(node), memories
+        yield ir.role(node).index, memories
 
 
 def _kept(node: fx.Node) -> set[int]:

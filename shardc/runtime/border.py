@@ -18,12 +18,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import BackwardError
+from shardc.ir import graph as ir
 from shardc.ir.executable import BACKWARD, FORWARD, Executable, Half, outputs_text
 from shardc.ir.graph import Role
 from shardc.ir.returned import Returned
 from shardc.runtime.read_only import ReadOnly, Shared
 from shardc.runtime.storage import GradHooks
-from shardc.runtime.views import Views, memory_of, views_of
+from shardc.runtime.views import Views, memory_of, of_constant, views_of
 
 Changes = list[tuple[int, Tensor, int]]  # (position of an output, what counts its changes, how many there were)
 
@@ -36,14 +37,16 @@ class SameMemory:
         taken: position of what the forward takes.
         first: position of an earlier output.
         saved: names of saved values.
+        constant: whether it is the program's own.
     """
 
     taken: int | None
     first: int | None
     saved: frozenset[str]
+    constant: bool
 
     def __bool__(self) -> bool:
-        return self.taken is not None or self.first is not None or bool(self.saved)
+        return self.taken is not None or self.first is not None or bool(self.saved) or self.constant
 
 
 class Border:
@@ -58,8 +61,9 @@ class Border:
     def __init__(self, program: Executable) -> None:
         self.program, self.half, self.count = program, program.half, len(program.outputs)
         self._reads: dict[Half, list[tuple[Role, int]]] = {}
-        self._shared: dict[int, SameMemory] | None = None
+        self._shared: dict[Half, dict[int, SameMemory]] = {}
         self._views: dict[Half, Views] = {}
+        self._behind: dict[Half, dict[int, Returned]] = {}  # outputs and bases
 
     @cached_property
     def places(self) -> dict[str, int]:
@@ -92,14 +96,19 @@ class Border:
     def views(self, half: Half, outputs: Sequence[Any], feed: Sequence[Any]) -> Views:
         """The outputs of a half that `hand_out` makes of others; the same in all calls of a program."""
         if half not in self._views:
-            self._views[half] = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
+            views = views_of(self.program, half, self.differentiable, outputs, feed, self.dtensors)
+            bases = {self.count + at: self._returned[base.of[0]] for at, base in enumerate(views.bases)}
+            self._views[half], self._behind[half] = views, self._returned | bases
         return self._views[half]
 
     def held_back(self, half: Half, results: Sequence[Any], feed: Sequence[Any]) -> list[Any]:
         """The outputs without those that `hand_out` makes of others, and bases behind them; see `Views`."""
         outputs = list(results[: self.count])
-        views = self.views(half, outputs, feed)
-        return self._read_only(half, views.held_back(outputs), feed)
+        outputs = self.views(half, outputs, feed).held_back(outputs)
+        for at, shared in self._same_memory(half, outputs, [], feed).items():
+            if self._base(half, at, shared, outputs, feed) is None:
+                outputs[at] = outputs[at].clone()
+        return self._read_only(half, outputs, feed)
 
     def hand_out(self, half: Half, outputs: list[Any], feed: Sequence[Any], node: Any) -> None:
         """Makes the outputs that are views, and gives hooks.
@@ -123,7 +132,7 @@ class Border:
             if not isinstance(outputs[at], Tensor):
                 continue
             behind = at >= self.count
-            output = self._returned[views.bases[at - self.count].of[0] if behind else at]
+            output = self._behind[half][at]
             index = output.first if behind else self.program.outputs[at].index
             takes = {port.role.name: at for at, port in enumerate(half.takes)}
             others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
@@ -161,18 +170,15 @@ class Border:
         outputs = views.held_back(outputs)
         for name in self.overwritten:  # by what the forward itself makes of a buffer
             saved[self.places[name]] = saved[self.places[name]].clone()
-        if self._shared is None:
-            bases = enumerate(views.bases)
-            self._returned.update((self.count + at, self._returned[base.of[0]]) for at, base in bases)
-            self._shared = self._look(outputs, saved, feed)
-        for at, shared in self._shared.items():
+        same_memory = self._same_memory(self.half(FORWARD), outputs, saved, feed)
+        for at, shared in same_memory.items():
             for name in shared.saved:
                 saved[self.places[name]] = saved[self.places[name]].detach()
             outputs[at] = self._own(at, shared, outputs, feed)
         for at, x in enumerate(outputs):
             if at in self._returned and self._returned[at].same is not None:
                 outputs[at] = None  # it is an earlier one
-            elif at not in self._shared and isinstance(x, Tensor) and x._is_view():
+            elif at not in same_memory and isinstance(x, Tensor) and x._is_view():
                 outputs[at] = x.detach()
         saved = [x.detach() if isinstance(x, Tensor) and x._is_view() else x for x in saved]
         return self._read_only(self.half(FORWARD), outputs, feed), saved
@@ -193,8 +199,9 @@ class Border:
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
         """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
-        shared = self._shared or {}
-        read = [at for at, output in self._returned.items() if output.read_by or (at in shared and shared[at].saved)]
+        shared = self._shared[self.half(FORWARD)]
+        behind = self._behind[self.half(FORWARD)].items()
+        read = [at for at, output in behind if output.read_by or (at in shared and shared[at].saved)]
         changed = [at for at in read if isinstance(outputs[at], Tensor) and not isinstance(outputs[at], ReadOnly)]
         return [(at, counter_of(outputs[at]), outputs[at]._version) for at in changed]
 
@@ -229,42 +236,65 @@ class Border:
         for at, counter, before in changes:
             if counter._version == before:
                 continue
-            shared = (self._shared or {}).get(at)
+            shared = self._shared[self.half(FORWARD)].get(at)
             saved = shared.saved if shared is not None else frozenset()
-            if used.intersection(self._returned[at].read_by) or saved.intersection(x.name for x in half.takes):
+            if used.intersection(self._behind[self.half(FORWARD)][at].read_by) or saved.intersection(
+                x.name for x in half.takes
+            ):
                 raise modified(self.program.outputs[at].index, counter, before)
 
-    def _look(self, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]) -> dict[int, SameMemory]:
-        """Finds what shares memory, which is the same in all calls of a program."""
+    def _same_memory(
+        self, half: Half, outputs: Sequence[Any], saved: Sequence[Any], feed: Sequence[Any]
+    ) -> dict[int, SameMemory]:
+        """By position of an output, with what it shares memory; the same in all calls of a program.
+
+        Args:
+            outputs: as `Views.held_back` gives them.
+            saved: what the half saves.
+        """
+        if half in self._shared:
+            return self._shared[half]
         taken = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
         kept: dict[int, set[str]] = {}
-        for name, at in self.places.items():
+        for name, at in self.places.items() if saved else ():
             kept.setdefault(memory_of(saved[at]), set()).add(name)
         firsts: dict[int, int] = {}
-        found: dict[int, SameMemory] = {}
-        for at, output in self._returned.items():
+        nodes = [node for _, node in ir.outputs(half.graph)][: self.count]
+        found = self._shared[half] = {}
+        for at, output in self._behind[half].items():
             memory = 0 if output.same is not None else memory_of(outputs[at])
             if memory:
                 first = firsts.setdefault(memory, at)
-                shared = SameMemory(taken.get(memory), first if first < at else None, frozenset(kept.get(memory, ())))
+                saved_of = frozenset(kept.get(memory, ()))
+                constant = at < self.count and of_constant(nodes[at])
+                shared = SameMemory(taken.get(memory), first if first < at else None, saved_of, constant)
                 if shared:
                     found[at] = shared
         return found
 
+    def _base(
+        self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
+    ) -> Tensor | None:
+        """What an output shares memory with here and on one device; None where it should have its own."""
+        output = self._behind[half][at]
+        if shared.taken is not None and output.of is not None:
+            local: Tensor = _local(feed[shared.taken])
+            return local
+        if shared.first is not None and self._behind[half][shared.first].first == output.first:
+            x: Tensor = outputs[shared.first]
+            return x
+        return None
+
     def _own(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
         """An output that shares its memory, and its count of changes, with what it does on one device."""
-        out, output = outputs[at], self._returned[at]
-        if shared.taken is not None and output.of is not None:
-            base = _local(feed[shared.taken])
-        elif shared.first is not None and self._returned[shared.first].first == output.first:
-            base = outputs[shared.first]
-        elif shared.taken is not None or shared.first is not None or not output.read_by:
-            return out.clone()
-        else:
-            return out.detach()
-        if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
-            return out
-        return base.as_strided(out.shape, out.stride(), out.storage_offset())
+        half = self.half(FORWARD)
+        out, base = outputs[at], self._base(half, at, shared, outputs, feed)
+        if base is not None:
+            if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
+                return out
+            return base.as_strided(out.shape, out.stride(), out.storage_offset())
+        only_saved = shared.taken is None and shared.first is None and not shared.constant
+        return out.detach() if only_saved and self._behind[half][at].read_by else out.clone()
 
 
 def modified(index: int, counter: Tensor, before: int) -> BackwardError:

@@ -270,6 +270,11 @@ def _one_of(op: Op, index: int, x: Tensor) -> Any:
     return op(x)[index]
 
 
+def of_constant(node: Any) -> bool:
+    """Whether ``node`` is in the memory of a constant of its graph."""
+    return isinstance(node, fx.Node) and [x for x, _ in _up(node)][-1].op == "get_attr"
+
+
 def _path(node: Any, source: Any) -> tuple[Op, ...] | None:
     """The ops by which ``node`` is a view of ``source``; None where it is none."""
     ops: list[Op] = []
