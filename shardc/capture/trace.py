@@ -311,7 +311,8 @@ def _memories(
 
 
 def _memory(node: fx.Node) -> int:
-    return int(node.meta["example_value"].untyped_storage()._cdata)
+    x = node.meta["example_value"]
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:
