@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardc.build import Build
-from shardc.capture import as_module, input_names, loss_arity, register_caches
+from shardc.capture import as_module, input_names, register_caches, target_names
 from shardc.checks import check_arguments, check_in_place
 from shardc.dynamic import DynamicDims, check_dynamic
 from shardc.errors import CaptureError, PrecompiledError, ShardcWarning
@@ -232,7 +232,7 @@ def _compile(
         ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
-        loss_args=None if loss is None else loss_arity(loss),
+        targets=None if loss is None else target_names(loss),
         lower_half=partial(lower, backend=backend, by=options.lower_by),
         device=device,
         homes=homes,

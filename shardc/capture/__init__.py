@@ -15,3 +15,4 @@ from shardc.capture.trace import capture as capture
 from shardc.capture.trace import decompositions as decompositions
 from shardc.capture.trace import input_names as input_names
 from shardc.capture.trace import loss_arity as loss_arity
+from shardc.capture.trace import target_names as target_names

@@ -117,7 +117,12 @@ class _Root(nn.Module):
 
 
 def loss_arity(loss: Loss) -> int:
-    """How many arguments after the model's output ``loss`` needs.
+    """How many arguments after the model's output ``loss`` needs; see `target_names`."""
+    return len(target_names(loss))
+
+
+def target_names(loss: Loss) -> tuple[str, ...]:
+    """The arguments that ``loss`` needs after the model's output: the targets.
 
     Raises:
         InputError: a builtin, which does not say.
@@ -131,7 +136,7 @@ def loss_arity(loss: Loss) -> int:
             f"the loss {getattr(loss, '__name__', loss)!r} has no signature that can be read", fix=fix
         ) from error
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(len(needed) - 1, 0)
+    return tuple(p.name for p in needed[1:])
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,8 @@ def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
 def _step(state: State, args: Any, kwargs: Any) -> Any:
     assert state.groups is not None
     state.check(runs=True)
+    if kwargs:
+        args, kwargs = state.with_targets_last(args, kwargs)
     leaves, spec = flattened(args, kwargs)
     program, rows, compares = _program(state, args, kwargs, leaves, spec)
     tensors = [x for x in leaves if isinstance(x, Tensor)]

@@ -115,6 +115,7 @@ class Namespace(State):
         ``shardc.compile(dynamic=...)`` may have other sizes.
         """
         self.check()
+        args, kwargs = self.with_targets_last(args, kwargs)
         check_kinds(self.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
         with self._compiles():
             program = self.program_for(args, kwargs, looks=True)
@@ -128,12 +129,14 @@ class Namespace(State):
         """Cuts global inputs (a tensor, or trees of them) into this rank's shards.
 
         Returns:
-            The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``.
+            The one shard for one argument, else a tuple; with keywords ``(args, kwargs)``. Targets of the loss that are
+            given by name come last in the tuple.
 
         Raises:
             InputError: an earlier input of another size had shards of the same shape; the plan says that one holds row
                 numbers of each rank's own (`shardc.per_rank`).
         """
+        args, kwargs = self.with_targets_last(args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         named = zip(self.input_names(args, kwargs), leaves, strict=True)
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]

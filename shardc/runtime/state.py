@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ class State:
         build: makes the programs.
         global_shapes: local shapes of the inputs by name -> global shapes, by the plan.
         names: (template, args, kwargs, how many of args are the loss's) -> a name for each leaf.
-        loss_args: how many arguments the loss takes after the model's own; None without a loss.
+        targets: the arguments that the loss takes after the model's output; None without a loss.
         lower_half: makes a half callable.
         device: where the program runs.
         homes: where each parameter is kept between steps.
@@ -137,7 +138,7 @@ class State:
     build: Build
     global_shapes: Callable[[Sequence[tuple[str, tuple[int, ...]]]], list[tuple[int, ...]]]
     names: Callable[..., list[str]]
-    loss_args: int | None
+    targets: tuple[str, ...] | None
     lower_half: Lower
     device: torch.device
     sync: Sync
@@ -177,7 +178,17 @@ class State:
         Raises:
             InputError: these are no arguments of the model, with or without those of the loss.
         """
-        return takes_loss(self.view, args, kwargs, self.loss_args)
+        return takes_loss(self.view, args, kwargs, None if self.targets is None else len(self.targets))
+
+    def with_targets_last(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call with the loss's, where these are given by name, behind the positional ones."""
+        if not self.targets or not all(name in kwargs for name in self.targets):
+            return tuple(args), kwargs
+        taken = inspect.signature(self.view.forward).parameters.values()
+        if any(p.name in self.targets or p.kind is p.VAR_KEYWORD for p in taken):
+            return tuple(args), kwargs
+        targets = [kwargs[name] for name in self.targets]
+        return (*args, *targets), {name: x for name, x in kwargs.items() if name not in self.targets}
 
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
         """The program for global (example) inputs in the present mode, built if there is none yet.
@@ -190,6 +201,14 @@ class State:
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
         evaluates = not torch.is_grad_enabled()
+        if not (looks or evaluates) and self.view.training and self.targets and not self.with_loss(args, kwargs):
+            several = ", ".join(self.targets)
+            raise InputError(
+                f"the loss that {type(self.view).__name__} was compiled with needs {several}, and a call in training "
+                "mode passes none",
+                fix=f"pass {several} behind what forward takes, or by name; outputs without a loss are those of "
+                "module.eval(), or under torch.no_grad()",
+            )
         deferred = NOTHING if evaluates else self.sync.deferred()
         found: Any = None
         for grad in True, False:
@@ -289,7 +308,7 @@ class State:
 
     def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
         """A name for each leaf of a call's arguments."""
-        extra = self.loss_args if self.with_loss(args, kwargs) else 0
+        extra = len(self.targets or ()) if self.with_loss(args, kwargs) else 0
         return self.names(self.view, args, kwargs, extra)
 
     @property
