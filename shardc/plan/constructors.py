@@ -66,7 +66,7 @@ def fsdp(
     entry = "fsdp(...)" if axis is None else f"fsdp({axis!r}, ...)"
     level, tables = regathered(reshard_after_forward, level, levels, entry)
     said = {"overrides": overrides, "thresholds": thresholds} | tables
-    axes = axis_names(axis, f"fsdp({axis!r})")
+    axes = () if axis is None else axis_names(axis, f"fsdp({axis!r})")
     if not axes and axis is not None:
         raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
     return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])

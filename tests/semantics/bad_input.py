@@ -257,7 +257,7 @@ FILES: dict[str, tuple[Callable[[Path], object], type[ShardcError], str]] = {
     "calls that are text": (plan_file('{"shardc_plan": 1, "calls": "fsdp"}'), PlanError, "calls"),
     "a call misspelt": (plan_file({"fspd": {}}), PlanError, "'fspd'(.|\n)*'fsdp'"),
     "an argument misspelt": (plan_file({"fsdp": {"axs": "dp"}}), PlanError, "'axs'(.|\n)*axis"),
-    "an argument left out": (plan_file({"fsdp": {}}), PlanError, "axis"),
+    "an argument left out": (plan_file({"tp": {}}), PlanError, "axis"),
     "an argument of another type": (plan_file({"fsdp": {"axis": {"a": 1}}}), PlanError, "axis"),
     "a list for an argument": (plan_file({"fsdp": {"axis": "dp", "level": []}}), PlanError, "level"),
     "overrides of text": (plan_file({"fsdp": {"axis": "dp", "overrides": "x"}}), PlanError, "overrides"),

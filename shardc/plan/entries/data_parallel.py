@@ -263,9 +263,7 @@ def regathered(given: Any, level: int, levels: Any, entry: str) -> tuple[int, di
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
-    """``axis``, a name or a sequence of them, as a tuple; none for None."""
-    if axis is None:
-        return ()
+    """``axis``, a name or a sequence of them, as a tuple."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     for name in names:
         if not isinstance(name, str) or not name:
