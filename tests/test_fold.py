@@ -298,3 +298,11 @@ def test_what_is_useful_is_counted_of_all_blocks() -> None:
             module = shardc.compile(model, Mesh(dp=2), plan, loss=llama.loss, options=shardc.Options(fold=fold))
             useful.append(module.lower(*batch).schedule("h100").useful_flops)
     assert useful == [useful[0]] * 4
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_batch_norms_are_compared(momentum: float | None) -> None:
+    """A cumulative one weighs a batch by the value of a counter, and fake tensors have no values."""
+    model = nn.Sequential(*(nn.Sequential(Layer(), nn.BatchNorm1d(WIDTH, momentum=momentum)) for _ in range(8)))
+    found = find_repeats(model, (torch.empty(4, WIDTH),), {}, device=torch.device("cpu"), keep=4, dtypes=Dtypes())
+    assert found == []  # each block changes buffers of its own

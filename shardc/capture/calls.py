@@ -19,6 +19,7 @@ from shardc.capture import experts
 from shardc.capture.annotate import PREFIX
 from shardc.capture.caches import is_cache
 from shardc.capture.dtypes import Dtypes
+from shardc.capture.layers import other_layers
 from shardc.capture.strides import fake_like
 from shardc.capture.trace import Loss, _Root, faked
 from shardc.ir.inner import metadata
@@ -182,6 +183,7 @@ def record_calls(
         stack.enter_context(experts.in_their_place(experts.other_forms()))
         stack.callback(lambda: [handle.remove() for handle in handles])
         stack.enter_context(dtypes.cast(model))
+        stack.enter_context(other_layers(root))
         stack.enter_context(mode)
         stack.enter_context(torch.no_grad())
         fakes = [fake_like(x, device) for x in flat if isinstance(x, Tensor)]

@@ -153,6 +153,29 @@ def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_arg
     raise InputError(f"{takes}: {reason}", fix=f"pass what forward takes{after}")
 
 
+def targets_last(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with ``targets``, the loss's, behind the positional ones if all are given by name."""
+    taken = inspect.signature(model.forward).parameters.values()
+    own = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in taken)
+    if own or not targets or not all(name in kwargs for name in targets):
+        return tuple(args), kwargs
+    last = [kwargs[name] for name in targets]
+    return (*args, *last), {name: x for name, x in kwargs.items() if name not in targets}
+
+
+def no_targets(model: nn.Module, targets: Sequence[str]) -> InputError:
+    """The error of a call in training mode that passes none of ``targets``, the loss's."""
+    several = ", ".join(targets)
+    return InputError(
+        f"the loss that {type(model).__name__} was compiled with needs {several}, and a call in training mode passes "
+        "none",
+        fix=f"pass {several} behind what forward takes, or by name; outputs without a loss are those of module.eval(), "
+        "or under torch.no_grad()",
+    )
+
+
 def _refuses(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
     """Why ``model.forward`` does not take these arguments, or None where it does."""
     try:

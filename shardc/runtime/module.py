@@ -20,7 +20,7 @@ from shardc.runtime.acts import call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
 from shardc.runtime.habits import INSTEAD
-from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part
+from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
 from shardc.runtime.namespace import Namespace
 from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.rebound import Forward, call_around
@@ -166,7 +166,7 @@ def _step(state: State, args: Any, kwargs: Any) -> Any:
     assert state.groups is not None
     state.check(runs=True)
     if kwargs:
-        args, kwargs = state.with_targets_last(args, kwargs)
+        args, kwargs = targets_last(state.view, args, kwargs, state.targets or ())
     leaves, spec = flattened(args, kwargs)
     program, rows, compares = _program(state, args, kwargs, leaves, spec)
     tensors = [x for x in leaves if isinstance(x, Tensor)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardc.runtime.initialize import reset_parameters
 from shardc.runtime.initializers import initialise
-from shardc.runtime.inputs import check_kinds, shard_input
+from shardc.runtime.inputs import check_kinds, shard_input, targets_last
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.state import State
 from shardc.runtime.uneven import refuse_own
@@ -115,7 +115,7 @@ class Namespace(State):
         ``shardc.compile(dynamic=...)`` may have other sizes.
         """
         self.check()
-        args, kwargs = self.with_targets_last(args, kwargs)
+        args, kwargs = targets_last(self.view, args, kwargs, self.targets or ())
         check_kinds(self.input_names(args, kwargs), pytree.tree_leaves((args, kwargs)), values=False)
         with self._compiles():
             program = self.program_for(args, kwargs, looks=True)
@@ -136,7 +136,7 @@ class Namespace(State):
             InputError: an earlier input of another size had shards of the same shape; the plan says that one holds row
                 numbers of each rank's own (`shardc.per_rank`).
         """
-        args, kwargs = self.with_targets_last(args, kwargs)
+        args, kwargs = targets_last(self.view, args, kwargs, self.targets or ())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         named = zip(self.input_names(args, kwargs), leaves, strict=True)
         shapes = [(name, tuple(x.shape)) for name, x in named if isinstance(x, Tensor)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
-from shardc.runtime.inputs import takes_loss
+from shardc.runtime.inputs import no_targets, takes_loss
 from shardc.runtime.replicas import Sources, Turns, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
@@ -180,16 +179,6 @@ class State:
         """
         return takes_loss(self.view, args, kwargs, None if self.targets is None else len(self.targets))
 
-    def with_targets_last(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with the loss's, where these are given by name, behind the positional ones."""
-        if not self.targets or not all(name in kwargs for name in self.targets):
-            return tuple(args), kwargs
-        taken = inspect.signature(self.view.forward).parameters.values()
-        if any(p.name in self.targets or p.kind is p.VAR_KEYWORD for p in taken):
-            return tuple(args), kwargs
-        targets = [kwargs[name] for name in self.targets]
-        return (*args, *targets), {name: x for name, x in kwargs.items() if name not in self.targets}
-
     def program_for(self, args: Sequence[Any], kwargs: dict[str, Any], looks: bool = False) -> Executable:
         """The program for global (example) inputs in the present mode, built if there is none yet.
 
@@ -201,14 +190,8 @@ class State:
         call = self.signature(args, kwargs)
         self.mark(call.names, args, kwargs)
         evaluates = not torch.is_grad_enabled()
-        if not (looks or evaluates) and self.view.training and self.targets and not self.with_loss(args, kwargs):
-            several = ", ".join(self.targets)
-            raise InputError(
-                f"the loss that {type(self.view).__name__} was compiled with needs {several}, and a call in training "
-                "mode passes none",
-                fix=f"pass {several} behind what forward takes, or by name; outputs without a loss are those of "
-                "module.eval(), or under torch.no_grad()",
-            )
+        if self.targets and self.view.training and not (looks or evaluates or self.with_loss(args, kwargs)):
+            raise no_targets(self.view, self.targets)
         deferred = NOTHING if evaluates else self.sync.deferred()
         found: Any = None
         for grad in True, False:
@@ -308,8 +291,7 @@ class State:
 
     def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
         """A name for each leaf of a call's arguments."""
-        extra = len(self.targets or ()) if self.with_loss(args, kwargs) else 0
-        return self.names(self.view, args, kwargs, extra)
+        return self.names(self.view, args, kwargs, len(self.targets or ()) * self.with_loss(args, kwargs))
 
     @property
     def name(self) -> str:
