@@ -312,7 +312,7 @@ def _memories(
     taken = zip(nodes, traced._dynamo_bytecode_flatten(*fakes), strict=True)
     owners = {_memory(node): names[id(x)] for node, x in taken if id(x) in names}
     tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
-    return tuple(_memory(tag.args[0]) for tag in tags if tag.kwargs["name"] in (OUTPUT, SAME)), owners
+    return tuple(_memory(tag.args[0]) for tag in tags if tag.kwargs.get("name") in (OUTPUT, SAME)), owners
 
 
 def _memory(node: fx.Node) -> int:
