@@ -23,7 +23,7 @@ from torch import nn
 
 from shardc._compat import custom_op
 from shardc.ir.code import digest
-from shardc.ir.inner import InnerTensors
+from shardc.ir.inner_code import InnerCode
 from shardc.ir.told import is_told
 from shardc.ir.walk import Walk
 
@@ -42,6 +42,7 @@ class Reach:
         bound: (class, name, what it has there) of what may have been traced.
         functions: (function, its code) of what may have been traced.
         ops: the user's ops of `torch.library.custom_op`, and their functions.
+        inner: what the classes of the model's wrapper subclasses run; None where there are none.
     """
 
     code: Mapping[str, str]
@@ -51,6 +52,7 @@ class Reach:
     bound: tuple[tuple[type, str, Any], ...]
     functions: tuple[tuple[types.FunctionType, types.CodeType], ...]
     ops: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    inner: InnerCode | None = None
 
     @cached_property
     def digest(self) -> str:
@@ -70,7 +72,8 @@ class Reach:
         functions = {id(function): (function, code) for each in several for function, code in each.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
         ops = {op: parts for each in several for op, parts in each.ops.items()}
-        return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops)
+        inner = several[-1].inner if several else None  # they are of one model
+        return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
     def holds(self) -> bool:
         """Whether classes still have the same methods, and functions the same code: some microseconds."""
@@ -79,6 +82,7 @@ class Reach:
             all(map(is_, map(getattr, classes, names), values))
             and all(map(is_, map(_code, functions), codes))
             and all(custom_op(op) == (op, parts) for op, parts in self.ops.items())
+            and (self.inner is None or self.inner.holds())
         )
 
 
@@ -89,7 +93,6 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
         traced: `code_hash` of the code that a capture went through, but for code that is told by a version.
     """
     modules = [type(module) for module in model.modules()]
-    modules += [module.cls for module in model.modules() if isinstance(module, InnerTensors)]
     key = frozenset(traced), loss, modules
     last = _last.get(model)
     if last is not None and last[0] == key and last[1].holds():
@@ -101,7 +104,11 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
     walk.run()
     functions = tuple((function, function.__code__) for function in walk.functions if not is_told(function.__code__))
     bound = tuple(walk.bound(modules))
-    found = Reach(walk.code, walk.values, frozenset(walk.known), tuple(walk.constants), bound, functions, walk.ops)
+    inner = InnerCode(model) or None
+    if inner is not None:
+        walk.code["the classes of wrapper subclasses"] = inner.text
+    known, constants = frozenset(walk.known), tuple(walk.constants)
+    found = Reach(walk.code, walk.values, known, constants, bound, functions, walk.ops, inner)
     _last[model] = key, found
     return found
 
