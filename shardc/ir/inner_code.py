@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from functools import _lru_cache_wrapper, cached_property, partial
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from shardc._compat import pytree
 from shardc.ir.code import names_in
 from shardc.ir.inner import InnerTensors
 from shardc.ir.told import is_told, is_told_class, is_told_module

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -28,7 +28,7 @@ def doubled_values(x: Any) -> Any:
     return x.dequantize() * 2 if isinstance(x, Int8) else x
 
 
-def multiply(op: Any, args: Any, kwargs: Any) -> Any:
+def apply(op: Any, args: Any, kwargs: Any) -> Any:
     return op(*map(values, args), **kwargs)
 
 
@@ -53,29 +53,38 @@ class Table(Int8):
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         op = cls.OPS[cls].get(func)
         return super().__torch_dispatch__(func, types, args, kwargs) if op is None else op(func, args, kwargs or {})
 
 
-MATMULS = (aten.mm.default, aten.addmm.default)
-Table.OPS[Table] = dict.fromkeys(MATMULS, multiply)
+TRANSPOSES = (aten.t.default, aten.transpose.int)
+Table.OPS[Table] = dict.fromkeys(TRANSPOSES, apply)
 before: Any = Table.__torch_dispatch__
 
 
 def dispatch(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     out = before(func, types, args, kwargs)
-    return out * 2 if func in MATMULS else out
+    return out * 2 if func in TRANSPOSES else out
+
+
+@contextmanager
+def other_code() -> Iterator[None]:
+    code, values.__code__ = values.__code__, doubled_values.__code__
+    yield
+    values.__code__ = code
 
 
 HERE = __name__
 REPLACED: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "an entry of a table": partial(patch.dict, Table.OPS[Table], dict.fromkeys(MATMULS, double)),
+    "an entry of a table": partial(patch.dict, Table.OPS[Table], dict.fromkeys(TRANSPOSES, double)),
     "an entry that is new": partial(patch.dict, Table.FUNCTIONS, {F.linear: linear}),
-    "a table": partial(patch.object, Table, "OPS", {Table: dict.fromkeys(MATMULS, double)}),
+    "a table": partial(patch.object, Table, "OPS", {Table: dict.fromkeys(TRANSPOSES, double)}),
     "a method": partial(patch.object, Table, "__torch_dispatch__", classmethod(dispatch)),
     "a global": partial(patch, f"{HERE}.values", doubled_values),
-    "code of a function": partial(patch.object, values, "__code__", doubled_values.__code__),
+    "code of a function": other_code,
 }
 
 
@@ -93,7 +102,7 @@ def test_what_is_replaced(what: str) -> None:
     with REPLACED[what]():
         new = loss(model(batch()[0]), batch()[1])
         assert not torch.allclose(old, new)
-        for again in (module, compiled(model), compiled(other)):
+        for again in (module, compiled(other)):
             torch.testing.assert_close(shardc.Simulation(again)(*batch()), new.detach(), rtol=1e-9, atol=0)
     assert module.lower(*batch()) is first, "what was put back has its program"
     torch.testing.assert_close(shardc.Simulation(module)(*batch()), old.detach(), rtol=1e-9, atol=0)
