@@ -65,6 +65,23 @@ _KNOWN = (
         "tensor",
     ),
     (
+        r"the grad mode in a reentrant checkpoint",
+        "asks in a reentrant checkpoint whether gradients are recorded: one device runs this code twice, in forward "
+        "without gradients and in backward with them",
+        "pass use_reentrant=False to the checkpoint",
+    ),
+    (
+        r"gradients enabled in inference_mode\(\)",
+        "enables gradients in a block of torch.inference_mode(), in which one device records none",
+        "enter torch.no_grad() in the place of torch.inference_mode(), or leave out what enables gradients",
+    ),
+    (
+        "a tensor that is not of inference mode",
+        "is called in inference mode, and asks whether a view of a parameter, or a tensor that it computes after "
+        "torch.inference_mode(False), requires a gradient",
+        "call it under torch.no_grad() in the place of torch.inference_mode()",
+    ),
+    (
         r"\ba state, ",
         "asks for a state of torch or of the process, which a program would keep as a constant",
         "ask for it outside, and pass it as an argument or set an attribute of the model",

@@ -11,16 +11,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.variables import (
-    ConstantVariable,
-    PolyfilledFunctionVariable,
-    TensorVariable,
-    UserFunctionVariable,
-)
-from torch._dynamo.variables.misc import AutogradFunctionContextVariable
+from torch._dynamo.variables import PolyfilledFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from shardc._compat import FakeTensor
+from shardc.capture.grad_mode import GradMode
 from shardc.ir.reads import Read
 from shardc.ir.states import GRAD_MODE, STATES
 from shardc.ir.told import is_told
@@ -33,8 +28,6 @@ _PURE = {
     "get_enum", "promote_types", "_get_privateuse1_backend_name", "is_initialized", "get_rank", "get_world_size",
 }  # fmt: skip
 _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo says of no transform that it is one
-# Of a tensor that is computed: whether gradients are recorded decides.
-_BY_GRAD_MODE = ("requires_grad", "is_leaf")
 
 
 @contextmanager
@@ -44,12 +37,7 @@ def states_asked() -> Iterator[set[Read]]:
     Whether gradients are recorded counts where code asks that is not torch's: torch's own computes the same.
     """
     asked = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
-    call, attribute = TorchInGraphFunctionVariable.call_function, TensorVariable.var_getattr
-    of_context, grad_of = AutogradFunctionContextVariable.var_getattr, TensorVariable.method_attr_grad
-
-    def note_grad_mode(tx: Any) -> None:
-        if not is_told(tx.f_code) or "polyfills" in tx.f_code.co_filename:
-            asked.add(Read(GRAD_MODE))
+    call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(asked)
 
     def note(name: str, args: Any, kwargs: Any) -> None:
         given = [x.as_python_constant() for x in (*args, *kwargs.values())]
@@ -60,7 +48,7 @@ def states_asked() -> Iterator[set[Read]]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         name = _NAMES.get(self.value)
         if name == "torch.is_grad_enabled":
-            note_grad_mode(tx)
+            grad_mode.note(tx)
         elif name is not None:
             note(name, args, kwargs)
         elif self.value is _INTERPRETERS and not is_told(tx.f_code):
@@ -77,28 +65,11 @@ def states_asked() -> Iterator[set[Read]]:
 
         return call_function
 
-    def var_getattr(self: Any, tx: Any, name: str) -> Any:
-        found = attribute(self, tx, name)
-        if self.source is None and name in _BY_GRAD_MODE:
-            note_grad_mode(tx)
-        return found
-
-    def method_attr_grad(self: Any, tx: Any) -> Any:
-        found = grad_of(self, tx)  # None where Dynamo does not know; a tensor that is computed keeps no gradient
-        return ConstantVariable.create(None) if found is None and self.source is None else found
-
-    def needs_input_grad(self: Any, tx: Any, name: str) -> Any:
-        if name == "needs_input_grad":
-            note_grad_mode(tx)
-        return of_context(self, tx, name)
-
     with (
         patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
         patch.object(UserFunctionVariable, "call_function", of_python(UserFunctionVariable.call_function)),
         patch.object(PolyfilledFunctionVariable, "call_function", of_python(PolyfilledFunctionVariable.call_function)),
-        patch.object(TensorVariable, "var_getattr", var_getattr),
-        patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
-        patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),
+        grad_mode.asked_of_tensors(),
     ):
         yield asked
 

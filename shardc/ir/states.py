@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from operator import attrgetter
 from typing import Any
 
 import torch
 
 GRAD_MODE = "torch.is_grad_enabled()"
+INFERENCE_MODE = "torch.is_inference_mode_enabled()"
+_LEFT = ContextVar("_LEFT", default=False)  # whether `tracing` left inference mode
 _NAMES = """
     is_grad_enabled
     is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled get_autocast_dtype get_autocast_gpu_dtype
@@ -33,8 +37,25 @@ def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
             continue
 
 
+def in_inference_mode() -> bool:
+    """Whether a call is in inference mode; also where its program is traced, which is done outside of that mode."""
+    return torch.is_inference_mode_enabled() or _LEFT.get()
+
+
+@contextmanager
+def tracing(grad: bool) -> Iterator[None]:
+    """Leaves inference mode, whose tensors no trace may have; ``grad``: whether gradients are recorded."""
+    token = _LEFT.set(in_inference_mode())
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
+            yield
+    finally:
+        _LEFT.reset(token)
+
+
 STATES: dict[str, Callable[..., Any]] = {
     **dict(_states()),
+    INFERENCE_MODE.removesuffix("()"): in_inference_mode,
     "os.getenv": os.getenv,
     "sys.getrecursionlimit": sys.getrecursionlimit,
 }

@@ -34,6 +34,7 @@ from shardc.ir.executable import FORWARD, INFERENCE, Executable, Phase
 from shardc.ir.mesh import Mesh
 from shardc.ir.reach import Reach
 from shardc.ir.reads import Reads
+from shardc.ir.states import tracing
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.precompiled.allowed import is_own
@@ -66,7 +67,7 @@ class Stored(Precompiled):
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if phase != INFERENCE or phase in self._halves or FORWARD not in self._halves:
             return super().make(phase)
-        with torch.inference_mode(False), torch.enable_grad():  # as where no program was stored
+        with tracing(grad=True):  # as where no program was stored
             return self.fresh().make(phase)
 
 

@@ -20,6 +20,7 @@ from shardc.ir.executable import Executable
 from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.states import tracing
 from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.census import Census
@@ -193,10 +194,9 @@ class State:
         if self.targets and self.view.training and not (looks or evaluates or self.with_loss(args, kwargs)):
             raise no_targets(self.view, self.targets)
         deferred = NOTHING if evaluates else self.sync.deferred()
-        found: Any = None
         for grad in True, False:
-            with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                found = self._sized(call, args, kwargs, deferred)
+            with tracing(grad):
+                found: Any = self._sized(call, args, kwargs, deferred)
                 if found is None and (key := self._variant(call)) is not None:
                     found = self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
                 if found is None or looks and found.from_store:

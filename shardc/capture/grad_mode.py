@@ -1,0 +1,137 @@
+"""Whether gradients are recorded, where traced code asks: of the mode itself, or of a tensor that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.variables.ctx_manager import GradModeVariable, InferenceModeVariable
+from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
+from torch._dynamo.variables.misc import AutogradFunctionContextVariable
+
+from shardc.ir.reads import Read
+from shardc.ir.states import GRAD_MODE, INFERENCE_MODE, in_inference_mode
+from shardc.ir.told import is_told
+
+# Of a tensor that is computed where gradients are recorded; in inference mode it is the other value.
+_RECORDED = {"requires_grad": True, "is_leaf": False}
+
+
+class GradMode:
+    """Notes in ``asked`` what a trace asks for.
+
+    A computed tensor requires no gradient in inference mode, also where `torch.enable_grad` is entered. A capture runs
+    outside of that mode, so the answer is given here. What has two answers on one device is refused: code in a
+    reentrant checkpoint, which runs without gradients and in backward with.
+    """
+
+    def __init__(self, asked: set[Read]) -> None:
+        self._asked = asked
+        self._reentrant = 0
+        self._inference: list[bool] = []  # the blocks of forward that the trace is in
+        self._left = False  # whether forward entered inference_mode(False)
+
+    def note(self, tx: Any) -> bool:
+        """Notes a question, and returns whether it counts: torch's own code computes the same in both modes.
+
+        Raises:
+            Unsupported: it is asked in a reentrant checkpoint.
+        """
+        if is_told(tx.f_code) and "polyfills" not in tx.f_code.co_filename:
+            return False
+        if self._reentrant:
+            raise Unsupported("the grad mode in a reentrant checkpoint")
+        self._asked.add(Read(GRAD_MODE))
+        return True
+
+    @contextmanager
+    def asked_of_tensors(self) -> Iterator[None]:
+        """Answers the questions that a trace in the block asks of tensors and of contexts of autograd functions."""
+        attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
+        of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
+        enter, leave = InferenceModeVariable.enter, InferenceModeVariable.exit
+        checkpoint = CheckpointHigherOrderVariable.call_function
+
+        def var_getattr(this: Any, tx: Any, name: str) -> Any:
+            answer = attribute(this, tx, name)
+            if this.source is None and name in _RECORDED and self.note(tx):
+                return self._in_inference(name, answer, _is_view(this, tx))
+            return answer
+
+        def method_attr_grad(this: Any, tx: Any) -> Any:
+            answer = grad_of(this, tx)  # None where Dynamo does not know; a computed tensor keeps no gradient
+            return ConstantVariable.create(None) if answer is None and this.source is None else answer
+
+        def needs_input_grad(this: Any, tx: Any, name: str) -> Any:
+            if name == "needs_input_grad" and not _in_backward(tx):
+                self.note(tx)
+            return of_context(this, tx, name)
+
+        def call_checkpoint(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            given = kwargs.get("use_reentrant")
+            reentrant = torch.is_grad_enabled() and (given is None or given.as_python_constant() is not False)
+            self._reentrant += reentrant
+            try:
+                return checkpoint(this, tx, args, kwargs)
+            finally:
+                self._reentrant -= reentrant
+
+        def enter_inference(this: Any, tx: Any) -> Any:
+            self._inference.append(this.target_values[0])
+            self._left |= not this.target_values[0]
+            return enter(this, tx)
+
+        def exit_inference(this: Any, tx: Any, *args: Any) -> Any:
+            self._inference.pop()
+            return leave(this, tx, *args)
+
+        def set_grad_mode(this: Any, tx: Any, values: Any) -> None:
+            if self._inference and self._inference[-1] and values[0]:
+                raise Unsupported("gradients enabled in inference_mode()")
+            sets(this, tx, values)
+
+        with (
+            patch.object(TensorVariable, "var_getattr", var_getattr),
+            patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
+            patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),
+            patch.object(CheckpointHigherOrderVariable, "call_function", call_checkpoint),
+            patch.object(InferenceModeVariable, "enter", enter_inference),
+            patch.object(InferenceModeVariable, "exit", exit_inference),
+            patch.object(GradModeVariable, "_call_func", set_grad_mode),
+        ):
+            yield
+
+    def _in_inference(self, name: str, answer: Any, view: bool) -> Any:
+        """``answer``, or what it is in inference mode; there a view of a parameter requires a gradient as it does."""
+        recorded = answer.as_python_constant() is _RECORDED[name]
+        if not (recorded or view):
+            return answer
+        self._asked.add(Read(INFERENCE_MODE))
+        if not in_inference_mode():
+            return answer
+        if self._left or view:
+            raise Unsupported("a tensor that is not of inference mode")
+        return ConstantVariable.create(not _RECORDED[name])
+
+
+def _is_view(this: Any, tx: Any) -> bool:
+    """Whether a computed tensor is a view of a parameter, a buffer or an input."""
+    nodes = [node for node in tx.output.graph.nodes if node.op in ("placeholder", "get_attr")]
+    return _memory(this.as_proxy().node) in {_memory(node) for node in nodes}
+
+
+def _memory(node: fx.Node) -> int | None:
+    x = node.meta.get("example_value")
+    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
+
+
+def _in_backward(tx: Any) -> bool:
+    while tx is not None and tx.f_code.co_name not in ("backward", "vjp"):
+        tx = tx.parent
+    return tx is not None
