@@ -36,7 +36,7 @@ _FIXES = {
     "forward reads (attributes, globals) has to be the same on every rank",
     "input": "pass the same arguments on every rank, and equally many rows (drop_last=True, or a sampler that pads); "
     "with shardc.Options(uneven=True) ranks may pass different numbers of rows",
-    "gradients": "enter torch.no_grad() (or inference_mode) on every rank or on none",
+    "gradients": "enter the same of torch.no_grad() and torch.inference_mode() on every rank",
     "left unreduced": "enter no_sync(), and call set_requires_grad_sync, on every rank or on none",
     "grads": "freeze the same parameters on every rank",
     "outputs": "compute the loss from the same outputs on every rank",
@@ -105,6 +105,7 @@ def call_act(
     leaves: Sequence[Any],
     mode: Mode,
     grad: bool,
+    inference: bool,
     deferred: Deferred,
     row_axes: Sequence[tuple[str, ...]] = (),
 ) -> Act:
@@ -113,7 +114,7 @@ def call_act(
     Args:
         name: of the module.
         call: the signature on this rank's inputs, which are among ``leaves``.
-        grad: whether gradients are recorded.
+        grad, inference: whether gradients are recorded, and whether it is in inference mode.
         deferred: the gradients that are left unreduced.
         row_axes: for each tensor, whether ranks may pass different numbers of its rows; by default not.
     """
@@ -131,7 +132,7 @@ def call_act(
             ("act", f"call of {name}"),
             *inputs,
             ("input structure", " ".join(str(call.spec).split())),
-            ("gradients", "recorded" if grad else "not recorded"),
+            ("gradients", ("recorded" if grad else "not recorded") + ", in inference_mode" * inference),
             ("left unreduced", left),
             *modes,
             *around,

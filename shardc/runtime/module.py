@@ -213,7 +213,8 @@ def _program(
     if known is None:
         call = state.signature(args, kwargs)
         axes = _row_axes(state, call, leaves) if state.uneven else ()
-        act = call_act(state.name, call, leaves, mode, torch.is_grad_enabled(), deferred, axes)
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        act = call_act(state.name, call, leaves, mode, *modes, deferred, axes)
         known = Known(act, axes)
         if key is not None and not state.build.dynamic.names:
             state.known[key] = known

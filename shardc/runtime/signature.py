@@ -123,7 +123,8 @@ def call_key(
             described.append((type(x), x.shape, x.dtype, x.requires_grad, x.layout, x.is_meta))
         else:
             described.append((type(x), x))
-    key = spec, tuple(described), mode, surroundings, deferred, torch.is_grad_enabled()
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    key = spec, tuple(described), mode, surroundings, deferred, modes
     try:
         hash(key)
     except TypeError:
