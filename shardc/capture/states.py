@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -23,9 +24,13 @@ from shardc.ir.told import is_told
 _NAMES = {function: name for name, function in STATES.items()}
 _LITERALS = (bool, int, float, str, type(None))
 # What Dynamo computes while it traces, and that depends on its arguments, the machine and the process alone.
+# By where they are in torch; not every version has each.
 _PURE = {
-    "_assert", "_get_device_index", "is_available", "get_device_properties", "is_complex", "is_floating_point",
-    "get_enum", "promote_types", "_get_privateuse1_backend_name", "is_initialized", "get_rank", "get_world_size",
+    "_assert", "_utils._get_device_index", "accelerator.is_available", "cuda.is_available", "xpu.is_available",
+    "distributed.is_available", "cuda.get_device_properties", "xpu.get_device_properties", "is_complex",
+    "is_floating_point", "nn.functional._Reduction.get_enum", "promote_types", "_C._get_privateuse1_backend_name",
+    "cuda.is_initialized", "xpu.is_initialized", "distributed.is_initialized", "distributed.get_rank",
+    "distributed.get_world_size",
 }  # fmt: skip
 _INTERPRETERS = torch._C._functorch.peek_interpreter_stack  # Dynamo says of no transform that it is one
 
@@ -74,8 +79,19 @@ def states_asked() -> Iterator[set[Read]]:
         yield asked
 
 
+def _of_torch(path: str) -> Any:
+    x: Any = torch
+    for name in path.split("."):
+        x = getattr(x, name, None)
+    return x
+
+
+# Functions, and not their names, which a user's own may have, too.
+_PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map(_of_torch, _PURE))}
+
+
 def _is_pure(function: Any) -> bool:
-    return getattr(function, "__module__", None) == "math" or getattr(function, "__name__", "") in _PURE
+    return function in _PURE_FUNCTIONS
 
 
 def computes(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool = True) -> list[Any]:

@@ -1,0 +1,58 @@
+"""What a trace calls and keeps as a constant: functions of torch that are known, and no others of their names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.variables import torch as dynamo_torch
+
+import shardc
+from shardc.errors import CaptureError
+
+SCALE = [2.0]
+
+
+def get_rank() -> float:
+    return SCALE[0]
+
+
+def sqrt(x: float) -> float:
+    return SCALE[0] * x
+
+
+sqrt.__module__ = "math"  # as of a user's file of that name
+
+
+class Scaled(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.kind == "torch":
+            return y * math.sqrt(4.0) if torch.promote_types(x.dtype, torch.float32) == x.dtype else y
+        return y * (get_rank() if self.kind == "get_rank" else sqrt(4.0))
+
+
+@pytest.mark.parametrize("kind", ["get_rank", "sqrt"])
+def test_functions_of_the_same_name_are_not_taken_for_those_of_torch(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for function in (get_rank, sqrt):
+        torch.compiler.allow_in_graph(function)
+    folded: Any = dynamo_torch.constant_fold_functions
+    monkeypatch.setitem(folded, get_rank, None)
+    module = shardc.compile(Scaled(kind), shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    with pytest.raises(CaptureError, match=r"(?s)asks for a state of torch or of the process.*fix: ask for it outside"):
+        module.lower(torch.ones(2, 4))
+
+
+def test_those_of_torch_and_math_are_constants() -> None:
+    model, x = Scaled("torch"), torch.ones(2, 4)
+    module = shardc.compile(model, shardc.Mesh(dp=2), shardc.fsdp("dp"), backend="eager")
+    torch.testing.assert_close(shardc.Simulation(module)(x), model(x).detach())
