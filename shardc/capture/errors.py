@@ -71,6 +71,12 @@ _KNOWN = (
         "pass use_reentrant=False to the checkpoint",
     ),
     (
+        "a reentrant checkpoint of inputs without gradients",
+        "runs parameters in a reentrant checkpoint none of whose arguments requires a gradient: one device gives these "
+        "parameters none",
+        "pass use_reentrant=False to the checkpoint",
+    ),
+    (
         r"gradients enabled in inference_mode\(\)",
         "enables gradients in a block of torch.inference_mode(), in which one device records none",
         "enter torch.no_grad() in the place of torch.inference_mode(), or leave out what enables gradients",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -78,9 +78,12 @@ class GradMode:
             reentrant = torch.is_grad_enabled() and (given is None or given.as_python_constant() is not False)
             self._reentrant += reentrant
             try:
-                return checkpoint(this, tx, args, kwargs)
+                result = checkpoint(this, tx, args, kwargs)
             finally:
                 self._reentrant -= reentrant
+            if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(args[1:]):
+                raise Unsupported("a reentrant checkpoint of inputs without gradients")
+            return result
 
         def enter_inference(this: Any, tx: Any) -> Any:
             self._inference.append(this.target_values[0])
@@ -129,6 +132,12 @@ def _is_view(this: Any, tx: Any) -> bool:
 def _memory(node: fx.Node) -> int | None:
     x = node.meta.get("example_value")
     return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and x.layout is torch.strided else None
+
+
+def _require_grad(values: Sequence[Any]) -> bool:
+    """Whether one of these values is a tensor that requires a gradient; autograd sees none within a list."""
+    nodes = [x.as_proxy().node for x in values if isinstance(x, TensorVariable)]
+    return any(node.meta["example_value"].requires_grad for node in nodes)
 
 
 def _in_backward(tx: Any) -> bool:

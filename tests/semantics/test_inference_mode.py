@@ -213,6 +213,31 @@ def test_a_checkpoint_that_asks_computes_what_one_device_does(region: str) -> No
     _compared(Checkpointed(REGIONS[region], use_reentrant=False))
 
 
+def from_the_input(net: Net, x: Tensor) -> Tensor:
+    y: Tensor = net.second(checkpoint(net.first, x, use_reentrant=True))
+    return y
+
+
+def from_a_list(net: Net, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(lambda several: net.second(several[0]), [net.first(x)], use_reentrant=True)
+    return y
+
+
+@pytest.mark.parametrize("forward", [from_the_input, from_a_list], ids=lambda forward: forward.__name__)
+def test_a_reentrant_checkpoint_that_gives_no_gradients_is_refused(forward: Forward) -> None:
+    with pytest.raises(CaptureError, match="none of whose arguments") as raised:
+        pair(forward)[0].lower(torch.ones(4, 4, dtype=torch.float64))
+    _names(raised.value, "use_reentrant=False")
+
+
+def test_a_reentrant_checkpoint_of_what_is_frozen() -> None:
+    module, model = pair(from_the_input)
+    for each in (module, model):
+        each.first.requires_grad_(False)
+    x = torch.ones(4, 4, dtype=torch.float64)
+    torch.testing.assert_close(shardc.Simulation(module)(x), model(x).detach())
+
+
 class AsksInBackward(Scaled):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
