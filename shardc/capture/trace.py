@@ -305,12 +305,12 @@ def _memories(
     traced: Any, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
 ) -> tuple[tuple[int, ...], dict[int, str]]:
     """As `returned` takes them, of what Dynamo ran: each op of the model by its name, as one device runs it."""
-    names = {id(x): name for name, x in (*root.named_parameters(), *root.named_buffers())}
-    names = {at: places.get(name, name).removeprefix(PREFIX) for at, name in names.items()}
+    plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
+    held = (*plain, *root.named_parameters(), *root.named_buffers())
+    names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in held}
     names |= dict(zip(map(id, fakes), inputs, strict=True))
-    nodes: Any = traced.graph.find_nodes(op="placeholder")
-    taken = zip(nodes, traced._dynamo_bytecode_flatten(*fakes), strict=True)
-    owners = {_memory(node): names[id(x)] for node, x in taken if id(x) in names}
+    taken = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
+    owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in taken if isinstance(x, Tensor)}
     tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
     return tuple(_memory(tag.args[0]) for tag in tags if tag.kwargs.get("name") in (OUTPUT, SAME)), owners
 

@@ -138,6 +138,8 @@ class Border:
             others = {self.program.outputs[at].index for at, x in self._returned.items() if x.first == output.first}
             if output.of is None:
                 shared = Shared(index, outputs_text(others - {index}))
+            elif output.of not in takes:
+                shared = Shared(index, repr(output.of), constant=True)
             else:
                 shared = Shared(index, repr(output.of), weakref.ref(feed[takes[output.of]]), output.itself)
             outputs[at] = ReadOnly.of(outputs[at].detach(), shared)

@@ -39,6 +39,7 @@ class Shared:
         name: what it is, as errors say it.
         source: the input, buffer or parameter that it is; None where it is other outputs, which are read-only too.
         itself: whether the output is a parameter itself.
+        constant: whether it is a plain tensor that forward reads, whose values are constants of the program.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Shared:
     source: weakref.ref[Tensor] | None = None
     itself: bool = False
     version: int | None = None
+    constant: bool = False
 
     def note(self) -> None:
         """Takes down the version of the source that the output has the values of."""
@@ -68,12 +70,17 @@ class Shared:
 
     def refuse(self) -> NoReturn:
         """Raises LayoutError for a write to the output."""
+        fix = "change a copy (out = out.clone())"
+        if self.constant:
+            fix += f", or make {self.name} a buffer (register_buffer)"
+        else:
+            fix += f", or change {self.name}" if self.source is not None else " of each of them"
+        why = "the program has its values as constants" if self.constant else "ranks hold parts"
         raise LayoutError(
             f"output {self.index} of the module cannot be changed in place: on one device that changes {self.name} "
-            "too, in whose memory it is, and here it is a copy, as ranks hold parts",
-            fix=f"change a copy (out = out.clone()), or change {self.name}" if self.source is not None
-            else "change a copy (out = out.clone()) of each of them",
-        )  # fmt: skip
+            f"too, in whose memory it is, and here it is a copy, as {why}",
+            fix=fix,
+        )
 
 
 class ReadOnly(Tensor):

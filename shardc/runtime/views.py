@@ -184,7 +184,9 @@ def views_of(
             view = View(at, source, True, ops or (), output, at not in differentiable)
             fits = ops is not None and (kind == "buffer" or axes[at] == _axes(layouts[output.of]))
             add(view, feed[source], fits)
-        elif dtensors or output.itself or memory_of(feed[takes["param", output.of]]) != memory_of(outputs[at]):
+        elif dtensors or output.itself or ("param", output.of) not in takes:  # a constant of the program
+            stray.add(at)
+        elif memory_of(feed[takes["param", output.of]]) != memory_of(outputs[at]):
             stray.add(at)
     bases: list[Base] = []
     for group in hidden.values():

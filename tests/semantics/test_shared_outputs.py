@@ -25,6 +25,7 @@ class Net(nn.Module):
         super().__init__()
         self.linear, self.dropout, self.returns = nn.Linear(4, 4), nn.Dropout(0.5).eval(), returns
         self.register_buffer("held", torch.ones(4, 4))
+        self.table, self.tables = torch.ones(4, 4).double(), [torch.ones(4, 4).double()]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return self.returns(self, x, self.linear(x))
@@ -83,6 +84,9 @@ OF_OTHERS: dict[str, Returns] = {
     "as_strided of the input": lambda net, x, y: (y, x.as_strided((4, 2), (4, 1))),
     "as_strided of a buffer": lambda net, x, y: (y, net.held.as_strided((4, 2), (4, 1))),
     "as_strided of a parameter": lambda net, x, y: (y, net.linear.weight.as_strided((4, 2), (4, 1))),
+    "a plain attribute": lambda net, x, y: (y, net.table),
+    "a view of a plain attribute": lambda net, x, y: (y, net.table.t()[1:], x * net.table),
+    "a tensor in a list": lambda net, x, y: (y, net.tables[0].detach()),
     "dropout of a parameter": lambda net, x, y: (y, net.dropout(net.linear.weight)),
 }
 # What one device copies.
@@ -98,7 +102,8 @@ def seen(module: Any, x: Tensor, at: int, grad: bool) -> set[str] | str:
     """What changes with output ``at`` of a module, or what is said of the change."""
     with torch.set_grad_enabled(grad):
         out = module(x)
-    named = {"input": x, "buffer": module.held} | {f"output {place}": y for place, y in enumerate(out)}
+    named = {"input": x, "buffer": module.held, "attribute": module.table, "listed": module.tables[0]}
+    named |= {f"output {place}": y for place, y in enumerate(out)}
     before = {name: y.detach().clone() for name, y in named.items()}
     try:
         with torch.no_grad():
@@ -141,7 +146,7 @@ def kinds(names: tuple[str, ...], **how: Any) -> None:
 
 
 ALL = SHARE | READ_ONLY | OF_OTHERS | COPIES
-FIRST = ("dropout in evaluation", "as_strided", "as_strided of the input", "a constant")
+FIRST = ("dropout in evaluation", "as_strided", "as_strided of the input", "a view of a plain attribute", "a constant")
 eagerly = partial(kinds, tuple(ALL), backend="eager")
 
 
@@ -156,7 +161,12 @@ def test_all_kinds(ranks: int) -> None:
 
 
 def by_inductor() -> None:
-    for returns in (READ_ONLY["as_strided"], COPIES["a constant"], SHARE["dropout in evaluation"]):
+    for returns in (
+        OF_OTHERS["a plain attribute"],
+        READ_ONLY["as_strided"],
+        COPIES["a constant"],
+        SHARE["dropout in evaluation"],
+    ):
         for _, ours, theirs in compared(returns):
             assert ours == theirs or "cannot be changed in place" in ours
 
