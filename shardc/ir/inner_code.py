@@ -8,6 +8,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from functools import _lru_cache_wrapper, cached_property, partial
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -143,6 +144,8 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    if len(before) == len(now) and all(map(is_, before, now)):
+        return True
     return len(before) == len(now) and all(
         x is y or (type(x) is type(y) and is_plain(x) and x == y) for x, y in zip(before, now, strict=True)
     )
