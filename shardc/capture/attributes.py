@@ -20,7 +20,6 @@ from torch._guards import TracingContext
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
 from shardc.ir.reads import Constant, Lookup, Reads, parse
-from shardc.ir.told import told_place
 
 MODEL = "L['self']._modules['model']"
 _CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "setdefault", "appendleft"})
@@ -39,7 +38,6 @@ class Change:
         value: Dynamo's variable for what it is afterwards.
         line: the user's line.
         owner: the expression of what is changed: the module, or the list or dict.
-        derived: whether a hook of torch sets it, which computes it in each call: a weight of its norm and direction.
     """
 
     expression: str
@@ -47,7 +45,6 @@ class Change:
     value: Any
     line: str
     owner: str
-    derived: bool = False
 
     @property
     def tensors(self) -> list[Any]:
@@ -78,12 +75,8 @@ def changes_recorded() -> Iterator[list[Change]]:
         own = text.replace(MODEL, "model") + (f".{name}" if name else "")
         attribute = name or own.rpartition(".")[2]
         if attribute.isidentifier() and attribute not in _TORCHS and "_hooks[" not in own:
-            stack = TracingContext.extract_stack()
-            line = users_own([f"{frame.filename}:{frame.lineno}" for frame in stack])
-            places = [told_place(frame.filename) or "" for frame in stack]
-            setter = next((place for place in reversed(places) if place != "torch/nn/modules/module.py"), "")
-            derived = setter.startswith("torch/nn/utils/")
-            found.append(Change(own, attribute, value, line, text.replace(MODEL, "model"), derived))
+            frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
+            found.append(Change(own, attribute, value, users_own(frames), text.replace(MODEL, "model")))
 
     def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
         store(self, item, name, value, *kind)

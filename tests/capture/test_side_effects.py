@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.utils import prune
 
 import shardc
 from shardc import Mesh, fsdp
@@ -149,24 +148,6 @@ def test_a_hook_that_keeps_what_it_sees_is_a_warning() -> None:
         with pytest.warns(ShardcWarning, match=what):
             simulation(model)(torch.ones(4, 4), grad=False)
     assert not NOTED and not seen
-
-
-HOOKED: dict[str, Callable[[nn.Module], Any]] = {
-    "weight_norm": nn.utils.weight_norm,
-    "spectral_norm": nn.utils.spectral_norm,
-    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize("kind", HOOKED)
-def test_weights_that_hooks_of_torch_compute_are_silent(kind: str) -> None:
-    layer, x = nn.Linear(4, 4).double(), torch.ones(2, 4).double()
-    HOOKED[kind](layer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ShardcWarning)
-        got = simulation(nn.Sequential(layer))(x)
-    torch.testing.assert_close(got, layer(x).detach(), rtol=1e-9, atol=0)
 
 
 def test_a_replaced_buffer_is_an_error() -> None:
