@@ -117,8 +117,12 @@ def refuses() -> None:
         step(*rows)
     module.zero_grad()
     step(*rows)
+    with pytest.raises(InputError, match="needs target, and a call in training mode passes none"):
+        step(rows[0])
+    module.eval()
     with pytest.raises(InputError, match=r"the module returns a tensor of shape \[2, 9\]"):
         step(rows[0])
+    module.train()
     with pytest.raises(InputError, match="fn returns a float"):
         shardc.value_and_grad(module, lambda call, *rows: 1.0)(*rows)
     with pytest.raises(InputError, match=r"fn returns \(value, aux\)"):

@@ -114,9 +114,24 @@ def joint(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, 
         with mode:
             fakes = tuple(fake_like(x, x.device) for x in tensors)
         made = aot_autograd.aot_export_joint_with_descriptors(stack, model, fakes, {}, decompositions=decompositions())
+    kinds = [type(desc).__name__ for desc in made.graph_module.graph.output_node().meta["desc"]]
+    memories = tuple(range(kinds.count("PlainAOTOutput")))  # each output has one of its own
     names = tuple(f"x{at}" for at in range(len(tensors)))
     traced = Traced(
-        made.graph_module, names, made.in_spec, (), made.out_spec, mode, Reads(), (), {}, {}, mode, ("", "")
+        made.graph_module,
+        names,
+        made.in_spec,
+        (),
+        made.out_spec,
+        mode,
+        Reads(),
+        (),
+        {},
+        {},
+        mode,
+        ("", ""),
+        memories,
+        {},
     )
     return traced.annotated().graph, mode
 
