@@ -140,9 +140,9 @@ def shard(
 ) -> M:
     """Shards ``model`` itself: what `compile` does, but ``model`` becomes the compiled module, and is returned.
 
-    Whatever holds the model or a module of it (a logger, an EMA, a scheduler of its optimizer) holds the compiled one.
-    Its parameters are new tensors. An optimizer that was made of the old ones and has not stepped gets the new ones at
-    its first step.
+    Whatever holds the model (a logger, a callback) then holds the compiled module. Its parameters are new tensors. An
+    optimizer of the old ones gets the new ones at its first step; one that has stepped before raises there. Copies that
+    were made before, such as an average of the weights, stay whole.
 
     Args:
         model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync: as for `compile`.
@@ -165,6 +165,7 @@ def _compile(
     init_sync: bool,
     in_place: bool,
 ) -> Any:
+    """What `compile` returns or, ``in_place``, what `shard` makes of ``model``; the other arguments are theirs."""
     plan = fsdp() if plan is None else plan
     check_arguments(model, plan, backend, options, loss, precompiled, init_sync)
     if in_place:
