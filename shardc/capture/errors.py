@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from shardc.capture.source import frames, line_of, users_own
+from shardc.capture.source import defined_at, frames, line_of, line_or_call, users_own
 from shardc.errors import CaptureError
 from shardc.ir.graph import info, placeholders, role
 
@@ -88,6 +87,21 @@ _KNOWN = (
         "call it under torch.no_grad() in the place of torch.inference_mode()",
     ),
     (
+        r"is_inference\(\) during tracing|torch\.is_inference\b",
+        "asks whether a tensor is one of inference mode, which a program does not know",
+        "ask whether it requires a gradient, h.requires_grad, or torch.is_inference_mode_enabled()",
+    ),
+    (
+        r"Tensor with grad_fn\(\)",
+        "reads the grad_fn of a tensor, and a program has no autograd graph within",
+        "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
+    ),
+    (
+        r"`CheckpointFunction\.",
+        "calls torch.utils.checkpoint.CheckpointFunction.apply, which cannot be traced",
+        "call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)",
+    ),
+    (
         r"\ba state, ",
         "asks for a state of torch or of the process, which a program would keep as a constant",
         "ask for it outside, and pass it as an argument or set an attribute of the model",
@@ -121,14 +135,23 @@ def capture_error(
     text = str(error)
     if gave := re.search(rf"{LOSS_GAVE}([^'\"\\]*)", text):
         if loss is None:
-            classes = gave[1].strip()
-            fix = f"call torch.export.register_dataclass({classes}) once" if classes else "return what a step computes"
-            kind = f" but {classes}, which torch's pytrees do not know" if classes else ""
-            return CaptureError(f"{type(model).__name__} returns no tensor{kind}", fix=fix)
+            return CaptureError(
+                f"{type(model).__name__} returns no tensor",
+                source=line_or_call(users_own([defined_at(type(model).forward)])),
+                fix="return what a step computes",
+            )
         name = getattr(loss, "__name__", type(loss).__name__)
         return CaptureError(
             f"the loss {name!r} gives {gave[1].strip()}, not one real number as a tensor",
+            source=line_or_call(users_own([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)])),
             fix="return a tensor of one element: a mean or a sum, and no .item()",
+        )
+    if unknown := re.search(r"Found <class '(?:.*\.)?(\w+)'> in output", text):
+        return CaptureError(
+            f"{type(model).__name__} returns a {unknown[1]}, a class that torch's pytrees do not know",
+            source=line_or_call(users_own([defined_at(type(model).forward)])),
+            fix=f"call torch.export.register_dataclass({unknown[1]}) once, if it is a dataclass, or return its tensors "
+            "in a tuple or a dict",
         )
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, TorchDynamoException):
@@ -140,26 +163,26 @@ def capture_error(
             said = f"{failed[1]} says: {failed[2]}{kept and '; '}{kept}"
             return CaptureError(
                 f"{type(model).__name__} does not run on {_shown(inputs)}: {said}",
-                source=users_own(stack) or None,
+                source=line_or_call(users_own(stack)),
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
     for form, what, fix in _KNOWN:
         if re.search(form, text):
             fix += _ROWS if stacked and "_local_scalar_dense" in form else ""
-            source = users_own(stack) or ("requires_grad_" in form and _line_with("requires_grad_(", model)) or None
-            return CaptureError(f"{type(model).__name__} {what}", source=source, fix=fix)
+            line = users_own(stack) or ("requires_grad_" in form and _line_with("requires_grad_(", model)) or ""
+            return CaptureError(f"{type(model).__name__} {what}", source=line_or_call(line), fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
             f"{op[1]}, which {type(model).__name__} calls, has no gradient",
-            source=users_own(stack) or None,
+            source=line_or_call(users_own(stack)),
             fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
         )
     if (drops := _layer_drops(model)) and "ata-dependent branching" in text:
         return CaptureError(
             f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "
             "all its layers in each step",
-            source=users_own(stack) or None,
+            source=line_or_call(users_own(stack)),
             fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
         )
     raises = re.search(r"(raised exception .*)", text)
@@ -167,7 +190,7 @@ def capture_error(
     hint = re.search(r"Hint: (.*)", text)
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
-        source=users_own(stack) or None,
+        source=line_or_call(users_own(stack)),
         fix=_RAISES
         if raises
         else hint[1].strip()
@@ -208,9 +231,10 @@ def check_result(out: Any, is_loss: bool) -> None:
     if is_loss and not (isinstance(out, Tensor) and out.numel() == 1 and not out.is_complex()):
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")
-    if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(out)):
-        classes = {type(x).__name__ for x in pytree.tree_leaves(out) if is_dataclass(x)}
-        raise ValueError(f"{LOSS_GAVE} {', '.join(sorted(classes))}")
+    leaves = pytree.tree_leaves(out)
+    if not any(isinstance(x, Tensor) for x in leaves):
+        unknown = [type(x).__name__ for x in leaves if not isinstance(x, int | float | str | None)]
+        raise ValueError(f"Found <class '{unknown[0]}'> in output" if unknown else LOSS_GAVE)
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
@@ -224,7 +248,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
                 raise CaptureError(
                     f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in found)}; the inputs "
                     f"are {_shown(given)}{kept and '; '}{kept}",
-                    source=info(node).origin.source or None,
+                    source=line_or_call(info(node).origin.source),
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )
 
@@ -240,7 +264,7 @@ def refuse_sparse(graph: fx.Graph) -> None:
         if any(x.layout is not torch.strided for x in results):
             raise CaptureError(
                 f"{node.target} makes a sparse tensor, which no rank can hold a shard of",
-                source=line_of(node) or None,
+                source=line_or_call(line_of(node)),
                 fix="leave sparse=True out of the embedding (or set module.sparse = False before compile), and use an "
                 "optimizer for dense gradients; keep other sparse tensors as plain indices and values",
             )
@@ -269,7 +293,7 @@ def refuse_higher_order(graph: fx.Graph) -> None:
             instead = next((fix for start, fix in _IN_PLACE_OF.items() if name.startswith(start)), None)
             raise CaptureError(
                 f"{what} has no sharding rule",
-                source=line_of(node) or None,
+                source=line_or_call(line_of(node)),
                 fix=instead
                 or "write it with ops of torch, such as a Python loop over tensors that are traced one by one",
             )

@@ -10,10 +10,12 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.variables import ConstantVariable, TensorVariable
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
 from torch._dynamo.variables.ctx_manager import GradModeVariable, InferenceModeVariable
 from torch._dynamo.variables.higher_order_ops import CheckpointHigherOrderVariable
 from torch._dynamo.variables.misc import AutogradFunctionContextVariable
+from torch._dynamo.variables.torch import TorchCtxManagerClassVariable
 
 from shardc.ir.reads import Read
 from shardc.ir.states import GRAD_MODE, INFERENCE_MODE, in_inference_mode
@@ -21,6 +23,8 @@ from shardc.ir.told import is_told
 
 # Of a tensor that is computed where gradients are recorded; in inference mode it is the other value.
 _RECORDED = {"requires_grad": True, "is_leaf": False}
+# Of whose argument Dynamo does not take the name.
+_BY_MODE = (torch.set_grad_enabled, torch.inference_mode)
 
 
 class GradMode:
@@ -56,7 +60,7 @@ class GradMode:
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
         enter, leave = InferenceModeVariable.enter, InferenceModeVariable.exit
-        checkpoint = CheckpointHigherOrderVariable.call_function
+        checkpoint, block = CheckpointHigherOrderVariable.call_function, TorchCtxManagerClassVariable.call_function
 
         def var_getattr(this: Any, tx: Any, name: str) -> Any:
             answer = attribute(this, tx, name)
@@ -99,7 +103,14 @@ class GradMode:
                 raise Unsupported("gradients enabled in inference_mode()")
             sets(this, tx, values)
 
+        def make_block(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if this.value in _BY_MODE and kwargs.keys() == {"mode"}:
+                args, kwargs = [*args, kwargs["mode"]], {}
+            return block(this, tx, args, kwargs)
+
         with (
+            patch.dict(get_torch_obj_rule_map(), {torch.set_grad_enabled.clone: UserFunctionVariable}),
+            patch.object(TorchCtxManagerClassVariable, "call_function", make_block),
             patch.object(TensorVariable, "var_getattr", var_getattr),
             patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
             patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
+import traceback
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
+
+from shardc.ir.told import is_told
 
 _NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
@@ -26,3 +31,17 @@ def users_own(frames: Iterable[str]) -> str:
     """The innermost of ``frames`` that is neither torch's nor shardc's; empty if there is none."""
     own = [frame for frame in frames if not frame.startswith(_NOT_THE_USERS)]
     return own[-1] if own else ""
+
+
+def line_or_call(line: str) -> str | None:
+    """``line``, or where it is empty the user's line that calls shardc or a compiled module."""
+    stack = (
+        f"{frame.f_code.co_filename}:{at}" for frame, at in traceback.walk_stack(None) if not is_told(frame.f_code)
+    )
+    return line or next(stack, None)
+
+
+def defined_at(function: Any) -> str:
+    """Where a function is defined, as ``file:line``; empty where it has no code of Python."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else ""

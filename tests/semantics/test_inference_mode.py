@@ -64,6 +64,27 @@ def decorated(net: Net, x: Tensor) -> Tensor:
     return y * factor(h)
 
 
+@torch.set_grad_enabled(False)
+def _without(net: Net, x: Tensor) -> Tensor:
+    h: Tensor = net.first(x)
+    return h * factor(h)
+
+
+def decorated_by_value(net: Net, x: Tensor) -> Tensor:
+    h = _without(net, x)
+    y: Tensor = net.second(x)
+    return y * factor(y) + h * factor(h)
+
+
+def by_keyword(net: Net, x: Tensor) -> Tensor:
+    with torch.inference_mode(mode=True):
+        h = net.first(x)
+    with torch.set_grad_enabled(mode=False):
+        h = h + net.second(x)
+    y: Tensor = net.second(x)
+    return y * factor(y) + h * factor(h)
+
+
 def set_by_a_flag(net: Net, x: Tensor) -> Tensor:
     with torch.set_grad_enabled(net.training):
         h = net.first(x)
@@ -100,7 +121,18 @@ AROUND: dict[str, Around] = {
 @pytest.mark.parametrize("first", ["gradients", "inference"])
 @pytest.mark.parametrize(
     "forward",
-    [enabled, asks_after_the_block, asks_of_several, in_part, decorated, set_by_a_flag, inference_block, requires_grad],
+    [
+        enabled,
+        asks_after_the_block,
+        asks_of_several,
+        in_part,
+        decorated,
+        decorated_by_value,
+        by_keyword,
+        set_by_a_flag,
+        inference_block,
+        requires_grad,
+    ],  # fmt: skip
     ids=lambda forward: forward.__name__,
 )
 def test_nested_modes_compute_what_one_device_does(forward: Forward, first: str) -> None:
