@@ -89,7 +89,7 @@ _KNOWN = (
     (
         r"is_inference\(\) during tracing|torch\.is_inference\b",
         "asks whether a tensor is one of inference mode, which a program does not know",
-        "ask whether it requires a gradient, h.requires_grad, or torch.is_inference_mode_enabled()",
+        "ask whether it requires a gradient, by h.requires_grad",
     ),
     (
         r"Tensor with grad_fn\(\)",
