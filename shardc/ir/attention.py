@@ -1,8 +1,8 @@
 """Attention whose queries and keys may be split: an op that knows where in the sequence its elements stand.
 
 A kernel's causal mask is of places in the tensors that it gets. At global shapes `call` and `gradient` are of places in
-the whole sequence, so they mean the same however queries and keys lie. On one rank (`shardc.rules.sequence`) they stand
-for kernels: of a piece of the keys each gives its part of the output, and the log-sum-exp of its scores.
+the whole sequence, so they mean the same however queries and keys lie. On one rank (`shardc.rules.sequence_attention`)
+they stand for kernels: of a piece of the keys each gives its part of the output, and the log-sum-exp of its scores.
 """
 
 from __future__ import annotations

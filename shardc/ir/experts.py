@@ -4,7 +4,7 @@ A token goes to ``k`` of the ``e`` experts. An expert takes one row for each tok
 is the weighted sum of what its experts made of it. `call` and `gradient` say this for all experts and all tokens at
 once, at global shapes. What one expert does with its rows is a `Body`, which every graph names by ``body``.
 
-On one rank (`shardc.rules.experts`) rows are sorted by expert and `run` takes those of the rank's own experts.
+On one rank (`shardc.rules.routed_experts`) rows are sorted by expert and `run` takes those of the rank's own experts.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from shardc.ir.graph import Info, NameScope
 from shardc.ir.padding import Padding, Run, Runs, is_padded, places
 from shardc.ir.tally import arguments_of
 from shardc.rules import strides_of
+from shardc.rules.operand_strides import lies_like, memory_order
 from shardc.rules.rule import ANY, CONTIGUOUS, TRACED
-from shardc.rules.strides import lies_like, memory_order
 
 aten = torch.ops.aten
 

@@ -41,7 +41,7 @@ from shardc.ir.padding import (
 from shardc.passes.calls import VIEWS, call_of, operands_of, with_operands
 from shardc.passes.forms import Forms, Padded
 from shardc.passes.neutral import neutral
-from shardc.rules import find_rule, linalg, pointwise, random, spec_of
+from shardc.rules import find_rule, linalg, pointwise, random_draws, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
 
@@ -230,7 +230,7 @@ class _Padder(Forms):
         """The factors that the op can run over with filling, as its padded operands have them."""
         found: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
-        drawn = find_rule(node.target) in random.TABLE.values()
+        drawn = find_rule(node.target) in random_draws.TABLE.values()
         for x, dims in zip(operands, spec.operands, strict=True):
             if x not in self.padded:
                 continue

@@ -1,4 +1,4 @@
-"""The rules: one table a family, and the lookups by op and by call."""
+"""Sharding rules of ops: one table per family of ops, and the lookup of a rule by overload and of a `Spec` by call."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardc.ir.flops import flops, is_dense
 from shardc.ir.graph import Value
 from shardc.rules import (
     advanced_indexing,
-    attention,
     contraction,
     convolution,
-    experts,
     factory,
+    fused_attention,
     indexing,
     linalg,
-    pieces,
     pointwise,
-    random,
+    random_draws,
     reduction,
+    routed_experts,
     scan,
-    sequence,
-    views,
+    sequence_attention,
+    slicing,
+    view_ops,
 )
 from shardc.rules.fallback import fallback_rule
 from shardc.rules.notation import rule
@@ -40,18 +40,18 @@ FAMILIES = (
     pointwise,
     contraction,
     reduction,
-    views,
-    pieces,
+    view_ops,
+    slicing,
     indexing,
     advanced_indexing,
-    attention,
-    sequence,
+    fused_attention,
+    sequence_attention,
     convolution,
-    experts,
+    routed_experts,
     scan,
     linalg,
     factory,
-    random,
+    random_draws,
 )
 RULES: Mapping[str, Rule] = table(list(chain.from_iterable(family.TABLE.values() for family in FAMILIES)))
 _registered: dict[str, Rule] = {}
@@ -60,62 +60,67 @@ _ANY_STRIDES = ("_c10d_functional", "c10d_functional", "shardc")
 
 
 def find_rule(target: Any) -> Rule | None:
-    """The rule of an op overload: that of the overload, else that of all its overloads, else torch's table."""
+    """Return the rule of an op overload, or None. Tried in this order: a rule for the overload, a rule for all
+    overloads of the op, torch's own table (`fallback_rule`).
+    """
     overload = str(target)
     packet = overload.rpartition(".")[0]
     for name in (overload, packet):
-        if (found := _registered.get(name) or RULES.get(name)) is not None:
-            return found
+        if (match := _registered.get(name) or RULES.get(name)) is not None:
+            return match
     return fallback_rule(target)
 
 
 def strides_of(target: Any) -> str:
-    """How the operands of an op may lie in memory, as `Rule.strides` says.
+    """Return the strides that an op accepts: one of the values of `Rule.strides`.
 
-    Collectives and shardc's own moves make contiguous what they send, and Python's functions (getitem) read no memory.
+    Collectives and shardc's own ops copy what they send into contiguous memory. Python functions (getitem) read none.
     """
     namespace = getattr(target, "namespace", None)
     if namespace is None or namespace in _ANY_STRIDES:
         return ANY
-    found = find_rule(target)
-    return TRACED if found is None else found.strides
+    op_rule = find_rule(target)
+    return TRACED if op_rule is None else op_rule.strides
 
 
 def is_registered(target: Any) -> bool:
-    """Whether this program gave an op overload a rule by `register_rule`."""
+    """Return whether the user gave this op overload a rule by `register_rule`."""
     overload = str(target)
     return overload in _registered or overload.rpartition(".")[0] in _registered
 
 
 def is_written_out(target: Any) -> bool:
-    """Whether the rule that this program gave an op overload has a ``localize``, which is code of the user's."""
-    found = find_rule(target) if is_registered(target) else None
-    return found is not None and found.localize is not Local.same
+    """Return whether the user's rule for this overload has its own ``localize`` (user code that emits the local ops)."""
+    op_rule = find_rule(target) if is_registered(target) else None
+    return op_rule is not None and op_rule.localize is not Local.same
 
 
 def registered() -> list[tuple[str, str, str]]:
-    """The ops that this program gave rules by `register_rule`, with text and ``linear`` of each."""
+    """Return (op, notation, ``linear``) of each rule that the user gave by `register_rule`, sorted by op."""
     return sorted((rule.op, rule.text, _linear[rule.op]) for rule in _registered.values())
 
 
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
-    """The factors of ``call``, or None where its op has no rule; operations of dense ops are as torch counts them.
+    """Return the factors of ``call``, or None if its op has no rule. FLOPs of dense ops are counted by torch's
+    formulas.
 
     Raises:
-        RuleError: where the op's rule does not fit the call's shapes.
+        RuleError: the op's rule does not fit the call's shapes.
     """
-    found = find_rule(call.target)
-    spec = None if found is None else found.spec(call)
+    op_rule = find_rule(call.target)
+    spec = None if op_rule is None else op_rule.spec(call)
     if spec is None or not is_dense(call.target):
         return spec
     args, kwargs = _shapes(call.args), tuple((name, _shapes(x)) for name, x in call.kwargs)
-    made = _shapes(call.results)
-    return replace(spec, flops=flops(call.target, args, kwargs, made[0] if len(made) == 1 else made))
+    result_shapes = _shapes(call.results)
+    return replace(
+        spec, flops=flops(call.target, args, kwargs, result_shapes[0] if len(result_shapes) == 1 else result_shapes)
+    )
 
 
 def _shapes(x: Any) -> Any:
-    """``x`` with shapes in the place of tensors."""
+    """Replace each tensor in ``x`` by its shape."""
     if isinstance(x, tuple):
         return tuple(_shapes(item) for item in x)
     return torch.Size(x.shape) if isinstance(x, Value) else x
@@ -130,7 +135,7 @@ def register_rule(
     linear: str = "",
     localize: Localize = Local.same,
 ) -> Rule:
-    """Gives a custom op a rule, which replaces any that it had.
+    """Gives a custom op a sharding rule, replacing any rule that it has.
 
     Args:
         op: the op: an overload, or its name (``"mylib::scale"`` for all its overloads).
@@ -150,10 +155,10 @@ def register_rule(
     if not isinstance(op, str) and not hasattr(op, "_schema"):
         raise RuleError(f"{op!r} is no op", fix="pass torch.ops.mylib.scale.default, or its name")
     name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
-    made = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
-    _registered[made.op], _linear[made.op] = made, linear
+    op_rule = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
+    _registered[op_rule.op], _linear[op_rule.op] = op_rule, linear
     spec_of.cache_clear()
-    return made
+    return op_rule
 
 
 __all__ = [

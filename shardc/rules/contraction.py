@@ -1,4 +1,4 @@
-"""Contractions: products summed over a shared factor."""
+"""Rules for contractions: products summed over a shared factor."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from shardc.rules.rule import ANY, Call, Rule, table
 from shardc.rules.spec import Spec
 
 
-def added(op: str, text: str, *summed: str) -> Rule:
-    """A product added to operand 0, which broadcasts to the result: a pending sum would add it once a rank."""
+def biased(op: str, text: str, *summed: str) -> Rule:
+    """Return the rule of ``operand 0 + product``. The factors in ``summed`` stay whole: on a partial product every rank
+    would add operand 0.
+    """
     operands, results = parse(text)
     kinds = dict.fromkeys(summed, "whole")
 
@@ -27,10 +29,10 @@ TABLE = table(
     rule("dot", "k, k -> ", k="sum", linear="0|1"),
     rule("vdot", "k, k -> ", k="sum", linear="0|1"),
     rule("outer", "i, j -> i j", linear="0|1"),
-    added("addmm", "i j, i k, k j -> i j", "k"),
-    added("baddbmm", "b i j, b i k, b k j -> b i j", "k"),
-    added("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
-    added("addmv", "i, i k, k -> i", "k"),
-    added("addr", "i j, i, j -> i j"),
+    biased("addmm", "i j, i k, k j -> i j", "k"),
+    biased("baddbmm", "b i j, b i k, b k j -> b i j", "k"),
+    biased("addbmm", "i j, b i k, b k j -> i j", "b", "k"),
+    biased("addmv", "i, i k, k -> i", "k"),
+    biased("addr", "i j, i, j -> i j"),
     strides=ANY,
 )

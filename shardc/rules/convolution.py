@@ -1,4 +1,4 @@
-"""Convolution and pooling: batch and channels are factors, places in the image stay whole."""
+"""Rules for convolution and pooling: batch and channels may be split, spatial dims must be whole."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, each, sized, table
+from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, rules_for, sized, table
 from shardc.rules.spec import Dims, Spec
 
 
 class _Image:
-    """The dims of input ``n (g c) X``, weight ``(g o) c K`` (``(g c) o K`` transposed) and output ``n (g o) Y``."""
+    """The factors of input ``n (g c) X``, weight ``(g o) c K`` (transposed: ``(g c) o K``) and output ``n (g o) Y``;
+    ``g`` counts groups.
+    """
 
     def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:
         call = loops.call
@@ -31,8 +33,8 @@ class _Image:
 def _forward(call: Call) -> Spec:
     loops = Loops(call)
     biased = len(loops.shapes) == 3
-    # Every rank would add the bias to its term of a pending sum.
-    image = _Image(loops, loops.shapes[0], loops.shapes[1], loops.made[0], c=WHOLE if biased else "sum")
+    # With c split the output is partial, and every rank would add the bias to its term.
+    image = _Image(loops, loops.shapes[0], loops.shapes[1], loops.result_shapes[0], c=WHOLE if biased else "sum")
     operands = [image.x, image.w, *([(image.channels,)] if biased else [])]
     return loops.spec(operands, [image.y], linear=() if biased else [{0}, {1}])
 
@@ -40,15 +42,15 @@ def _forward(call: Call) -> Spec:
 def _backward(call: Call) -> Spec:
     loops = Loops(call)
     y, x, w = loops.shapes
-    # The bias gradient is no sum over c, and the same on every rank that has a part of c.
+    # The bias gradient does not sum over c, so splitting c would leave it replicated and not partial.
     image = _Image(loops, x, w, y, n="sum", o="sum", c=WHOLE if call["output_mask"][2] else FREE)
-    made: list[Dims] = [image.x, image.w, (image.channels,)]
-    results = [dims for dims, result in zip(made, call.results, strict=True) if result is not None]
+    grads: list[Dims] = [image.x, image.w, (image.channels,)]
+    results = [dims for dims, result in zip(grads, call.results, strict=True) if result is not None]
     return loops.spec([image.y, image.x, image.w], results, linear=[{0}])
 
 
 def _local_groups(local: Local) -> Any:
-    """The same with as many groups as the local channels make up."""
+    """Emit the convolution with the number of groups that the local channels form."""
     weight = local.operand_layout("weight").local_shape
     if not local.call["transposed"]:
         channels = local.operand_layout("input").local_shape[1]
@@ -59,51 +61,55 @@ def _local_groups(local: Local) -> Any:
     return local.same(groups=channels // weight[1])
 
 
-def windowed(ops: str, places: int, linear: bool = False) -> list[Rule]:
-    """Rules for ops on windows of the last ``places`` dims, alike for every leading index; forward and backward."""
+def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
+    """Return rules (forward and backward ops) for windows over the last ``ndim`` dims, which must be whole; leading
+    dims may be split.
+    """
 
     def spec(call: Call) -> Spec:
-        return mixed(call, range(-places, 0), linear=[{0}] if linear else ())
+        return mixed(call, range(-ndim, 0), linear=[{0}] if linear else ())
 
-    said = "... x -> ... y    x y: whole" + ("    linear in operand 0" if linear else "")
-    return each(ops, spec, said)
+    text = "... x -> ... y    x y: whole" + ("    linear in operand 0" if linear else "")
+    return rules_for(ops, spec, text)
 
 
-def _resize_backward(ops: str, places: int) -> list[Rule]:
-    """As `windowed`; the op is told the shape of its result."""
-    return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, places, linear=True)]
+def _resize_backward(ops: str, ndim: int) -> list[Rule]:
+    """Return rules as `windowed` does, for ops with an argument that is the shape of their result."""
+    return [replace(rule, localize=sized("input_size")) for rule in windowed(ops, ndim, linear=True)]
 
 
 def _sampled(call: Call) -> Spec:
-    """An image read at the places of a grid; the grid is the same for all channels."""
+    """Return the spec of ``grid_sample``: an image ``n c X`` read at grid points ``n Y``, which all channels share."""
     loops = Loops(call)
     image, grid = (loops.shapes[loops.names.index(name)] for name in ("input", "grid"))
-    # Channels share a grid, so its gradient sums over them.
+    # Channels share the grid, so the grid's gradient sums over them.
     n, c = loops.dim("n", image[0]), loops.dim("c", image[1], "sum" if "grad_output" in loops.names else FREE)
-    places = loops.dims("y", grid[1:-1], WHOLE if "grad_output" in loops.names else FREE)
+    points = loops.dims("y", grid[1:-1], WHOLE if "grad_output" in loops.names else FREE)
     x = (n, c, *loops.dims("x", image[2:], WHOLE))
-    known = {"input": x, "grid": (n, *places, loops.dim("e", grid[-1], WHOLE)), "grad_output": (n, c, *places)}
-    made = [known["grad_output"]]
+    by_name = {"input": x, "grid": (n, *points, loops.dim("e", grid[-1], WHOLE)), "grad_output": (n, c, *points)}
+    results = [by_name["grad_output"]]
     if "grad_output" in loops.names:
-        made = [known[name] for name, result in zip(("input", "grid"), call.results, strict=True) if result is not None]
+        results = [
+            by_name[name] for name, result in zip(("input", "grid"), call.results, strict=True) if result is not None
+        ]
     linear = [{loops.names.index(name)} for name in ("grad_output", "input") if name in loops.names][:1]
-    return loops.spec([known[name] for name in loops.names], made, linear=linear)
+    return loops.spec([by_name[name] for name in loops.names], results, linear=linear)
 
 
 def _columns(call: Call) -> Spec:
-    """Windows of an image as columns ``n (c k) l``, or the other way round."""
+    """Return the spec of ``im2col`` and ``col2im``: windows of an image ``n c X`` as columns ``n (c k) l``, or back."""
     loops = Loops(call)
-    columns, image = loops.shapes[0], loops.made[0]
+    columns, image = loops.shapes[0], loops.result_shapes[0]
     if "output_size" not in call:
         columns, image = image, columns
     lead = loops.dims("n", image[:-3])
     c = loops.dim("c", image[-3])
-    inside = c + loops.dim("k", columns[-2] // max(image[-3], 1), WHOLE)
+    window_factors = c + loops.dim("k", columns[-2] // max(image[-3], 1), WHOLE)
     sides = {
-        columns: (*lead, inside, loops.dim("l", columns[-1], WHOLE)),
+        columns: (*lead, window_factors, loops.dim("l", columns[-1], WHOLE)),
         image: (*lead, c, *loops.dims("x", image[-2:], WHOLE)),
     }
-    return loops.spec([sides[loops.shapes[0]]], [sides[loops.made[0]]], linear=[{0}])
+    return loops.spec([sides[loops.shapes[0]]], [sides[loops.result_shapes[0]]], linear=[{0}])
 
 
 _TEXT = "n (g c) x..., (g o) c k... -> n (g o) y..."
@@ -113,8 +119,8 @@ TABLE = table(
     Rule("aten.convolution_backward", _backward, f"backward of {_TEXT}    n o: sum; x y k: whole", _local_groups),
     strides=ANY,
 ) | table(
-    each("grid_sampler_2d grid_sampler_3d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input"),
-    each(
+    rules_for("grid_sampler_2d grid_sampler_3d", _sampled, "n c x, n y e -> n c y    x e: whole    linear in input"),
+    rules_for(
         "grid_sampler_2d_backward grid_sampler_3d_backward",
         _sampled,
         "n c y, n c x, n y e -> n c x, n y e    c: sum; x y e: whole",

@@ -1,8 +1,7 @@
-"""Rules from the tables that ship with ``torch.distributed.tensor``, for ops that have none of our own.
+"""Rules derived from the tables of ``torch.distributed.tensor``, for ops without a rule in this package.
 
-A table says for one mesh dim which dims of the operands and results are split together. Each of its rows is
-one factor. Ops that take sizes or draw random numbers are left out: their arguments would have to change
-with the shards.
+Each row of torch's table lists, for one mesh dim, the dims of operands and results that are split together. A row
+becomes one factor. Ops that take sizes or draw random numbers are left out: their arguments depend on the shard.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from shardc.rules.rule import Call, Rule
 from shardc.rules.spec import Dims, Spec
 
 TEXT = "the table of torch.distributed.tensor"
-_ORDINAL = "k"  # the one symbolic argument that is no size: which element of a dim that is whole
+_ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it selects an element of a whole dim
 
 
 @lru_cache(maxsize=4096)
 def fallback_rule(target: Any) -> Rule | None:
-    """The rule of an op overload by torch's table, or None where it has none that can be used."""
+    """Return the rule of an op overload by torch's table, or None if it has no usable one."""
     schema = getattr(target, "_schema", None)
     if schema is None or torch.Tag.nondeterministic_seeded in target.tags:
         return None
@@ -40,18 +39,18 @@ def _spec(call: Call) -> Spec:
     loops = Loops(call)
     places = [i for i, result in enumerate(call.results) if result is not None]
     rows = [_Row(row, len(call.results), places) for row in _rows(call)]
-    named: dict[tuple[int, int], tuple[str, str]] = {}  # (tensor, dim) -> factor, kind; results first
+    factor_of: dict[tuple[int, int], tuple[str, str]] = {}  # (tensor, dim) -> factor, kind; results first
     linear = []
     for number, row in enumerate(rows):
         if row.linear is not None:
             linear.append(row.linear)
-        elif row.usable(loops, named):
-            named |= {at: (f"r{number}", row.kind) for at in row.split}
-    shapes = [*loops.made, *loops.shapes]
+        elif row.usable(loops, factor_of):
+            factor_of |= {at: (f"r{number}", row.kind) for at in row.split}
+    shapes = [*loops.result_shapes, *loops.shapes]
     dims: list[Dims] = [
-        tuple(loops.dim(*_factor(named, at, i, n)) for i, n in enumerate(shape)) for at, shape in enumerate(shapes)
+        tuple(loops.dim(*_factor(factor_of, at, i, n)) for i, n in enumerate(shape)) for at, shape in enumerate(shapes)
     ]
-    return loops.spec(dims[len(loops.made) :], dims[: len(loops.made)], linear=linear)
+    return loops.spec(dims[len(loops.result_shapes) :], dims[: len(loops.result_shapes)], linear=linear)
 
 
 def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, size: int) -> tuple[str, int, str]:
@@ -60,51 +59,53 @@ def _factor(named: dict[tuple[int, int], tuple[str, str]], at: int, dim: int, si
 
 
 def _rows(call: Call) -> list[list[Any]]:
-    """The table's rows for ``call``; none where torch cannot tell."""
+    """Return the rows of torch's table for ``call``; none if torch raises."""
 
     def meta(x: Any) -> Any:
         if isinstance(x, Value):
             return torch.empty(x.shape, dtype=x.dtype, device="meta")
-        return [meta(one) for one in x] if isinstance(x, tuple) else x
+        return [meta(item) for item in x] if isinstance(x, tuple) else x
 
     try:
-        made = single_dim_table(call.target, tuple(map(meta, call.args)), {name: meta(x) for name, x in call.kwargs})
+        table_rows = single_dim_table(
+            call.target, tuple(map(meta, call.args)), {name: meta(x) for name, x in call.kwargs}
+        )
     except (NotImplementedError, LookupError, TypeError, ValueError, AssertionError, AttributeError, RuntimeError):
         return []
     width = len(call.results) + len(call.operands)
-    return [row for row in made if len(row) == width]
+    return [row for row in table_rows if len(row) == width]
 
 
 class _Row:
-    """One row of a table.
+    """One row of torch's table.
 
     Attributes:
-        split: the (tensor, dim) that are split together, results first.
-        linear: the operands that carry a pending sum, in a row that splits nothing; else None.
-        kind: the factor's kind: the reduce op of the results that lack it, or free.
+        split: (tensor, dim) pairs that are split together; tensors are counted results first.
+        linear: the operands that may be partial sums, in a row that splits nothing; otherwise None.
+        kind: the factor's kind: the reduce op of the results that lack the factor, or free.
     """
 
     def __init__(self, row: Sequence[Any], results: int, places: Sequence[int]) -> None:
-        self._made = made = [row[i] for i in places]
-        self._given = given = list(row[results:])
-        entries = [*made, *given]
+        self._results = outputs = [row[i] for i in places]
+        self._operands = inputs = list(row[results:])
+        entries = [*outputs, *inputs]
         self.split = [(at, dim) for at, dim in enumerate(entries) if type(dim) is int]
-        pending = [op for op in made if isinstance(op, str)]
+        pending = [op for op in outputs if isinstance(op, str)]
         self.kind = pending[0] if pending else ""
-        sums = made and all(op == "sum" for op in made) and all(x in ("sum", ...) for x in given)
-        self.linear = frozenset(i for i, x in enumerate(given) if x == "sum") if sums and not self.split else None
+        sums = outputs and all(op == "sum" for op in outputs) and all(x in ("sum", ...) for x in inputs)
+        self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
 
-    def usable(self, loops: Loops, taken: dict[tuple[int, int], Any]) -> bool:
-        """Whether the row can be one factor beside those before it."""
-        shapes = [*loops.made, *loops.shapes]
+    def usable(self, loops: Loops, factor_of: dict[tuple[int, int], Any]) -> bool:
+        """Return whether the row can be a factor beside the factors of earlier rows (``factor_of`` by (tensor, dim))."""
+        shapes = [*loops.result_shapes, *loops.shapes]
         return (
-            # One loop, of one size, that some operand has and that no row before has taken.
+            # A single loop: one size, carried by some operand, not claimed by an earlier row.
             all(dim < len(shapes[at]) for at, dim in self.split)
             and len({shapes[at][dim] for at, dim in self.split}) == 1
-            and any(type(x) is int for x in self._given)
-            and not any(at in taken for at in self.split)
-            # Operands are split or whole, results split or pending in one way.
-            and all(type(x) is int or x is ... for x in self._given)
-            and all(x is not ... for x in self._made)
-            and len({x for x in self._made if isinstance(x, str)}) <= 1
+            and any(type(x) is int for x in self._operands)
+            and not any(at in factor_of for at in self.split)
+            # Operands are split or replicated; results are split or partial, all with the same reduce op.
+            and all(type(x) is int or x is ... for x in self._operands)
+            and all(x is not ... for x in self._results)
+            and len({x for x in self._results if isinstance(x, str)}) <= 1
         )

@@ -1,7 +1,12 @@
-"""Embeddings, and lookups and writes along one dim: each rank serves the part of a split dim that it holds.
+"""Rules for embeddings and for lookups and writes along one dim. Each rank serves the part of a split dim that it
+holds.
 
-What another rank holds reads as zero, so a lookup leaves a pending sum. What another rank holds is not
-written; entries that are split over ranks are added up where they add, and must be whole where they replace.
+Lookups: an entry that another rank holds reads as zero, so the result is a partial sum. Writes: a rank writes only the
+entries that it holds. If the op adds, the index may be split too (the result is a partial sum); if the op replaces,
+every rank needs the complete index.
+
+Factors are named alike in all these rules: ``v`` is the indexed dim of the tensor, ``k`` runs over the index, ``d`` (or
+``d0``, ``d1``, ...) are the other dims of the tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import torch
 
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.positions import align, in_range, once, owned, past_end, split, zero_unless
+from shardc.rules.positions import align, in_range, once_per_sum, owned, past_end, split, zero_unless
 from shardc.rules.rule import ANY, CONTIGUOUS, Call, Local, Rule, table
 from shardc.rules.spec import Dims, Factors, Spec
 
@@ -42,7 +47,7 @@ def _embedding_local(local: Local) -> Any:
 def _embedding_backward(call: Call) -> Spec:
     loops = Loops(call)
     grad, index = loops.shapes
-    # Scaling by frequency needs to see every index.
+    # Scaling by frequency counts how often each index occurs, so every rank needs all of them.
     counts = call["scale_grad_by_freq"]
     rows, row = loops.dims("i", index, WHOLE if counts else "sum"), loops.dim("d", grad[-1])
     vocabulary = loops.dim("v", call["num_weights"], WHOLE if counts else FREE)
@@ -62,33 +67,35 @@ def _embedding_backward_local(local: Local) -> Any:
 
 
 def _embedding_bag(call: Call) -> Spec:
-    """Rows are added up bag by bag; a part of every row is as good as the row."""
+    """Return the spec of ``embedding_bag``: rows are reduced bag by bag, so only the row dim can be split."""
     loops = Loops(call)
     row = loops.dim("d", loops.shapes[0][1])
     operands: list[Dims] = [(loops.dim("v", loops.shapes[0][0], WHOLE), row)]
     operands += [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes[1:])]
-    bags = loops.dim("bags", loops.made[0][0], WHOLE)
-    rest = [loops.dims(f"y{at}.", shape, WHOLE) for at, shape in enumerate(loops.made[1:-1])]
-    # Which row was the largest, in each of its places.
-    largest = (bags, row) if call["mode"] == _MAX else loops.dims("largest", loops.made[-1], WHOLE)
-    aside = [1, 2] if call["mode"] == _MAX else [1, 2, 3]
-    return loops.spec(operands, [(bags, row), *rest, largest], aside=aside)
+    bags = loops.dim("bags", loops.result_shapes[0][0], WHOLE)
+    rest = [loops.dims(f"y{at}.", shape, WHOLE) for at, shape in enumerate(loops.result_shapes[1:-1])]
+    # In mode "max" the last result is the index of the largest row, per element.
+    largest = (bags, row) if call["mode"] == _MAX else loops.dims("largest", loops.result_shapes[-1], WHOLE)
+    replicated = [1, 2] if call["mode"] == _MAX else [1, 2, 3]
+    return loops.spec(operands, [(bags, row), *rest, largest], replicated=replicated)
 
 
 _MAX = 2
 
 
-# --- an index of as many dims as the tensor
+# --- gather and scatter: the index has as many dims as the tensor
 
 
 def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
-    """The dims of operands that are indexed together along ``dim``: there ``v`` in the first and ``k`` in the others.
+    """Return the factors of the operands of a gather or scatter: a `Loops` and one `Dims` per operand.
 
-    The other dims are shared where all operands have them of one size, else whole.
+    Along argument ``dim`` the tensor (operand 0) has factor ``v`` of kind ``looked_up``; the index and the source have
+    ``k`` of kind ``over``. The other dims share a factor if all operands have the same size there; if not they are
+    whole.
     """
     loops = Loops(call)
     if len({len(shape) for shape in loops.shapes}) > 1:
-        # An index without elements may have any number of dims, one without dims stands for one entry.
+        # torch accepts an empty index of any rank, and a zero-dim index for a single entry.
         return loops, [loops.dims(f"x{at}.", shape, WHOLE) for at, shape in enumerate(loops.shapes)]
     dim = _dim(call)
     out: list[list[Factors]] = [[] for _ in loops.shapes]
@@ -97,7 +104,7 @@ def _along(call: Call, looked_up: str, over: str) -> tuple[Loops, list[Dims]]:
             if i == dim and at == 0:
                 out[at].append(loops.indexed("v", size, looked_up))
             elif i == dim and at == 1:
-                # A source that is larger than its index cannot be split along with it.
+                # A source larger than its index cannot be split with it: their shards would not correspond.
                 out[at].append(loops.dim("k", size, over if set(sizes[1:]) == {size} else WHOLE))
             elif i == dim and size == sizes[1]:
                 out[at].append(out[1][i])
@@ -118,7 +125,7 @@ def _gather(call: Call) -> Spec:
 
 
 def _lookup_local(local: Local) -> Any:
-    """Gathers and selections along ``dim``."""
+    """Emit a gather or index_select of the rows that this rank holds, with zero for those of other ranks."""
     dim = _dim(local.call)
     index = in_range(local, local.operands[0], dim, local.operand("index"))
     if not split(local.operands[0], dim):
@@ -130,7 +137,9 @@ def _lookup_local(local: Local) -> Any:
 
 
 def _scatter(call: Call) -> Spec:
-    """Each rank writes the entries whose target it holds, so it needs every entry of ``dim``."""
+    """Return the spec of writes that replace. A rank writes the entries whose target it holds, so it needs the complete
+    index.
+    """
     loops, operands = _along(call, FREE, WHOLE)
     linear: list[set[int]] = []
     if call.name == "aten.scatter.src":
@@ -141,22 +150,34 @@ def _scatter(call: Call) -> Spec:
 
 
 def _scatter_add(call: Call) -> Spec:
-    """As `_scatter`, but entries add up, so ranks may hold different ones."""
+    """Return the spec of writes that add: entries may be split over ranks, and the result is then a partial sum."""
     loops, operands = _along(call, FREE, "sum")
     return loops.spec(operands, operands[:1], linear=[{0, 2}])
 
 
-# --- an index of one dim, for a whole slice an entry
+# --- index_select, index_add, ...: a one-dim index, each entry of which selects a slice of the tensor
 
 
 def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, Dims]:
-    """The dims of the tensor, of the index and of the slices that the index is about."""
+    """Return (loops, tensor, index, slices): the factors of a tensor, of its one-dim index along argument ``dim``, and
+    of the selected slices, in which the dim of the index replaces that of the tensor.
+
+    Example: for ``index_select(x, 1, index)`` with ``x`` [8, 10, 4] and ``index`` [3] these are (d0, v, d2), (k,) and
+    (d0, k, d2): the result has shape [8, 3, 4].
+
+    Args:
+        looked_up: kind of ``v``, the indexed dim of the tensor.
+        over: kind of ``k``, the index.
+    """
     loops = Loops(call)
     dim = _dim(call)
     shape = loops.shapes[0]
-    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)} if shape else None)
     index = loops.dims("k", loops.shapes[1], over)
-    return loops, x, index, (*x[:dim], *(index or ((),)), *x[dim + 1 :]) if x else ()
+    if not shape:  # torch indexes a zero-dim tensor as if it had one dim
+        return loops, (), index, ()
+    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)})
+    selected: Dims = index or ((),)  # a zero-dim index selects one slice
+    return loops, x, index, (*x[:dim], *selected, *x[dim + 1 :])
 
 
 def _index_select(call: Call) -> Spec:
@@ -168,12 +189,14 @@ def _index_write(call: Call, over: str) -> Spec:
     loops, x, index, slices = _slices(call, FREE, over)
     if len(loops.shapes) == 2:
         return loops.spec([x, index], [x], linear=[{0}] if call["value"] == 0 else ())
-    # What fills every slice may be a tensor without dims.
+    # index_fill takes a zero-dim tensor that fills every slice.
     return loops.spec([x, index, slices if loops.shapes[2] else ()], [x], linear=[{0, 2}])
 
 
 def _write_local(local: Local) -> Any:
-    """Writes that replace: what other ranks hold is written past the end, and the end is cut off."""
+    """Emit a write that replaces: entries of other ranks are written to an extra element at the end, which is then cut
+    off.
+    """
     dim = _dim(local.call)
     wraps = local.call.target.overloadpacket is aten.index_fill
     index = in_range(local, local.results[0], dim, local.operand("index"), wraps)
@@ -186,21 +209,21 @@ def _write_local(local: Local) -> Any:
 
 
 def _add_local(source: str) -> Any:
-    """Localize for writes that add ``source``: zero is added where another rank holds the target."""
+    """Return a localize for writes that add ``source``: a rank adds zero for entries that another rank holds."""
 
     def localize(local: Local) -> Any:
         dim = _dim(local.call)
         index = in_range(local, local.results[0], dim, local.operand("index"))
-        replaced = {"self": once(local, local.operand("self")), "index": index}
+        replaced = {"self": once_per_sum(local, local.operand("self")), "index": index}
         if split(local.results[0], dim):
             index, mask = owned(local, local.results[0], dim, index)
             added = local.operand(source)
-            given, entries = local.call.operands[2].shape, local.call.operands[1].shape
-            if len(given) != len(entries):
-                mask = align(local, mask, len(given) - dim - 1)
-            for i, (size, used) in enumerate(zip(given, entries, strict=False)):
-                # The source may be larger than the index; both are whole there.
-                if len(given) == len(entries) and size != used:
+            source_shape, index_shape = local.call.operands[2].shape, local.call.operands[1].shape
+            if len(source_shape) != len(index_shape):
+                mask = align(local, mask, len(source_shape) - dim - 1)
+            for i, (size, used) in enumerate(zip(source_shape, index_shape, strict=False)):
+                # The source may be larger than the index (`_along` keeps both whole there): use its first elements.
+                if len(source_shape) == len(index_shape) and size != used:
                     added = local.builder.call(aten.slice.Tensor, added, i, 0, used)
             replaced |= {"index": index, source: zero_unless(local, mask, added)}
         return local.same(**replaced)
@@ -208,41 +231,50 @@ def _add_local(source: str) -> Any:
     return localize
 
 
-# --- in sorted boundaries
+# --- searchsorted and bucketize
 
 
 def _sorted(call: Call) -> Spec:
-    """Each element is looked up in all boundaries; the rows of several sequences go with those of the elements."""
+    """Return the spec of a search in sorted boundaries: each element needs all of them; batch dims are shared with the
+    elements.
+    """
     loops = Loops(call)
-    given = dict(zip(loops.names, loops.shapes, strict=True))
-    boundaries = given.get("boundaries", given.get("sorted_sequence", ()))
+    shapes = dict(zip(loops.names, loops.shapes, strict=True))
+    boundaries = shapes.get("boundaries", shapes.get("sorted_sequence", ()))
     shared = len(boundaries) - 1
-    names = {"self": loops.made[0], "boundaries": boundaries, "sorted_sequence": boundaries, "sorter": boundaries}
+    names = {
+        "self": loops.result_shapes[0],
+        "boundaries": boundaries,
+        "sorted_sequence": boundaries,
+        "sorter": boundaries,
+    }
 
     def dims(name: str, shape: Sequence[int]) -> Dims:
-        own = "n" if name != "self" else "d"
+        prefix = "n" if name != "self" else "d"
         return tuple(
-            loops.dim(f"d{i}" if i < shared else f"{own}{i}", size, FREE if i < shared or own == "d" else WHOLE)
+            loops.dim(f"d{i}" if i < shared else f"{prefix}{i}", size, FREE if i < shared or prefix == "d" else WHOLE)
             for i, size in enumerate(shape)
         )
 
     assert set(loops.names) <= set(names), loops.names
     return loops.spec(
-        [dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.made[0])]
+        [dims(n, s) for n, s in zip(loops.names, loops.shapes, strict=True)], [dims("self", loops.result_shapes[0])]
     )
 
 
-# --- among some elements
+# --- isin
 
 
 def _isin(call: Call) -> Spec:
-    """Each rank looks among the elements that it holds; one finds an element where any does."""
+    """Return the spec of ``isin``: each rank searches the test elements that it holds; the result is a partial "max"
+    ("min" if inverted).
+    """
     loops, kind = Loops(call), "min" if call["invert"] else "max"
-    made = loops.dims("d", loops.made[0])
+    elements = loops.dims("d", loops.result_shapes[0])
     tests = [
         loops.dims("t", shape, kind) for name, shape in zip(loops.names, loops.shapes, strict=True) if name[0] == "t"
     ]
-    return loops.spec([made, *tests] if "elements" in loops.names else tests, [made])
+    return loops.spec([elements, *tests] if "elements" in loops.names else tests, [elements])
 
 
 _ADDS = "v ..., k ..., k ... -> v ...    k: sum    linear in both"

@@ -1,4 +1,11 @@
-"""Loops: the factors of one call, collected while its rule names the dims."""
+"""`Loops` names the factors of one call and builds its `Spec`; rules in Python (not in notation) are written with it.
+
+A rule gives each dim of each operand and result its factors. Dims with the same factor are split together:
+
+    loops = Loops(call)  # aten.mm: operands [I, K] and [K, J], result [I, J]
+    i, k, j = loops.dim("i", I), loops.dim("k", K, "sum"), loops.dim("j", J)
+    return loops.spec([(i, k), (k, j)], [(i, j)], linear=[{0}, {1}])
+"""
 
 from __future__ import annotations
 
@@ -13,23 +20,27 @@ FREE = ""
 
 
 class Loops:
-    """Names factors and notes their sizes; `spec` makes the `Spec`.
+    """Collects the factors of one call: their names, sizes and kinds; `spec` builds the `Spec`.
 
-    A factor's kind is ``FREE`` (split it where every result carries it), ``WHOLE`` (never split) or the reduce
-    op of what its split leaves pending.
+    The kind of a factor is ``FREE`` (it may be split if every result carries it), ``WHOLE`` (never split), or the
+    reduce op of the partial results that its split leaves.
+
+    Attributes:
+        shapes, names: shape and argument name of each operand.
+        result_shapes: shape of each result that is a tensor.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.shapes = [v.shape for v in call.operands]
         self.names = [name for name, _ in call.named_operands()]
-        self.made = [v.shape for v in call.results if v is not None]
+        self.result_shapes = [v.shape for v in call.results if v is not None]
         self._sizes: dict[str, int] = {}
         self._kinds: dict[str, str] = {}
         self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """A dim that is the one factor ``name``; a size of 1 needs none."""
+        """Declare factor ``name`` and return the factors of a dim that is this factor alone; a dim of size 1 has none."""
         if size == 1:
             return ()
         before = self._sizes.setdefault(name, size)
@@ -39,19 +50,26 @@ class Loops:
         return (name,)
 
     def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """As `dim`, of a dim whose elements the op finds by their place."""
+        """Declare a factor as `dim` does, for a dim whose elements the op finds by index: padding may only be at its
+        end.
+        """
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
     def dims(
         self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
     ) -> Dims:
-        """One factor a dim: ``prefix0``, ``prefix1``, ...; dims in ``but`` have those there."""
-        given = but or {}
-        return tuple(given[i] if i in given else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape))
+        """Declare one factor per dim of ``shape``: ``prefix0``, ``prefix1``, ...; ``but`` gives the factors of some
+        dims.
+        """
+        return tuple(
+            but[i] if but and i in but else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape)
+        )
 
     def blocks(self, name: str, size: int, block: int, shared: str = "block") -> Factors:
-        """A dim of ``size`` cut into blocks: their count is whole and its own, the block is the ``shared`` factor."""
+        """Return the factors of a dim cut into blocks of ``block`` elements: the number of blocks (own factor, whole),
+        and factor ``shared`` within a block. With ``block`` 0 the dim is whole.
+        """
         if not block:
             return self.dim(name, size, WHOLE)
         return (*self.dim(f"{name}.count", size // block, WHOLE), *self.dim(shared, block))
@@ -63,9 +81,9 @@ class Loops:
         *,
         linear: Iterable[Iterable[int]] = (),
         moves: bool = False,
-        aside: Iterable[int] = (),
+        replicated: Iterable[int] = (),
     ) -> Spec:
-        """The `Spec`; raises RuleError where the factors do not make up the call's shapes."""
+        """Return the `Spec` with these factors; raises RuleError if they do not multiply up to the call's shapes."""
         spec = Spec(
             tuple(operands),
             tuple(results),
@@ -74,24 +92,27 @@ class Loops:
             frozenset(f for f, kind in self._kinds.items() if kind == WHOLE),
             tuple(frozenset(group) for group in linear),
             moves,
-            aside=frozenset(aside),
+            replicated=frozenset(replicated),
             indexed=frozenset(self._indexed),
         )
-        spec.check(self.shapes, self.made, self.call.name)
+        spec.check(self.shapes, self.result_shapes, self.call.name)
         return spec
 
     def broadcast(self, shape: Sequence[int], result: Sequence[int], prefix: str = "d") -> Dims:
-        """The dims of an operand of ``shape`` that broadcasts to ``result``, whose dims are ``prefix0``, ..."""
+        """Return the factors of an operand of ``shape`` that broadcasts to ``result``, whose factors are ``prefix0``,
+        ``prefix1``, ...
+        """
         lead = len(result) - len(shape)
         return tuple(
             () if size == 1 else self.dim(f"{prefix}{lead + i}", result[lead + i]) for i, size in enumerate(shape)
         )
 
     def regroup(self, before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims]:
-        """The dims of one run of elements seen at shape ``before`` and at shape ``after``.
+        """Return the factors of a tensor before and after a view from shape ``before`` to shape ``after``.
 
-        Both are cut from the major and from the minor end into the factors that they share; what lies
-        between (6 x 4 seen as 4 x 6 leaves 3 x 2 seen as 2 x 3) is whole on each side.
+        Common factors are taken off both shapes, first from the major end, then from the minor end. What remains is
+        whole on each side. Example: [6, 4] viewed as [4, 6] shares a major factor of 2 and a minor one of 2, which
+        leaves 3 x 2 viewed as 2 x 3.
         """
         assert prod(before) == prod(after), f"{list(before)} cannot be viewed as {list(after)}"
         if prod(before) == 0:
@@ -110,23 +131,26 @@ class Loops:
 
 
 def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """The spec of an op whose operands and results are alike but in ``dims``, which are whole and of any size."""
+    """Return the spec of an op that mixes elements along ``dims`` only, which must be whole and may change size. The
+    other dims are free.
+    """
     loops = Loops(call)
     ndim = len(loops.shapes[0])
     whole = {d % ndim for d in dims} if ndim else set()
 
-    def one(shape: Sequence[int]) -> Dims:
+    def factors(shape: Sequence[int]) -> Dims:
         return loops.dims("d", shape, but={i: loops.dim(f"x{i}.{shape[i]}", shape[i], WHOLE) for i in whole})
 
-    operands, results = [one(shape) for shape in loops.shapes], [one(shape) for shape in loops.made]
-    return loops.spec(operands, results, linear=linear, moves=moves)
+    return loops.spec(
+        list(map(factors, loops.shapes)), list(map(factors, loops.result_shapes)), linear=linear, moves=moves
+    )
 
 
 _MAJOR, _MINOR = 0, -1
 
 
 class _Run:
-    """The dims of one shape, eaten from both ends."""
+    """The dims of one shape, from which `Loops.regroup` takes factors at both ends."""
 
     def __init__(self, shape: Sequence[int]) -> None:
         self._left = [(at, size) for at, size in enumerate(shape) if size > 1]
@@ -134,9 +158,11 @@ class _Run:
         self._minor: list[Factors] = [()] * len(shape)
 
     def size(self, end: int) -> int:
+        """Return the size that is left of the outermost dim at ``end``; 1 if nothing is left."""
         return self._left[end][1] if self._left else 1
 
     def take(self, end: int, factor: Factors, size: int) -> None:
+        """Move ``factor`` from the outermost dim at ``end`` to the factors of that dim."""
         at, left = self._left[end]
         if end == _MAJOR:
             self._major[at] += factor
@@ -148,7 +174,7 @@ class _Run:
             self._left[end] = (at, left // size)
 
     def finish(self, name: Callable[[int, int], Factors]) -> None:
-        """What no end could take becomes one factor a dim."""
+        """Make what remains of each dim one factor, named by ``name(dim, size)``."""
         for at, size in self._left:
             self._major[at] += name(at, size)
 

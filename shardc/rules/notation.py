@@ -1,8 +1,11 @@
-"""The notation of a rule: ``"i k, k j -> i j"``.
+"""The notation of a rule, as in einops: ``"i k, k j -> i j"``.
 
 Operands are separated by commas, dims by spaces. A name is a factor, ``1`` a dim of size 1, ``(a b)`` a dim
-made of two factors major to minor, ``...`` the leading dims, aligned at the right and broadcast as in
-numpy. What a factor is when it is split stands beside the rule: a reduce op, or ``whole``.
+of two factors, major to minor, ``...`` any number of leading dims, aligned at the right and broadcast as in
+NumPy. The kind of a factor is given beside the text: a reduce op, or ``whole`` if it must not be split.
+
+    rule("mm", "i k, k j -> i j", k="sum", linear="0|1")  # k split: the result is a partial sum over k's axis
+    rule("view_as_real", "... -> ... parts", parts="whole", linear="0")
 """
 
 from __future__ import annotations
@@ -28,18 +31,18 @@ def rule(
     localize: Localize = Local.same,
     **factors: str,
 ) -> Rule:
-    """A rule in notation.
+    """Return the rule of an op from its notation.
 
     Args:
         op: the op, without ``aten.`` where it is aten's, ``mylib::scale`` otherwise.
         text: the notation.
-        linear: operand sets that carry a pending sum, by position: ``"0|1"`` either, ``"0&1"`` both together.
-        moves: the op only moves operand 0.
-        localize: how it is spelled on local tensors; without it a factor that only results have is whole.
-        factors: ``k="sum"``, ``d="whole"``.
+        linear: sets of operands, by position, that may be partial sums: ``"0|1"`` either, ``"0&1"`` both together.
+        moves: the op only moves the elements of operand 0.
+        localize: emits the op on local tensors; without it a factor that only results have is whole.
+        factors: kinds of factors: ``k="sum"``, ``d="whole"``.
 
     Raises:
-        RuleError: a text that cannot be read, a factor that is not in it; and at a call whose shapes do not fit.
+        RuleError: the text cannot be read, or a factor is not in it; later, a call's shapes do not fit.
     """
     name = op.replace("::", ".") if "::" in op else f"aten.{op.removeprefix('aten.')}"
     operands, results = parse(text)
@@ -54,8 +57,8 @@ def rule(
     def spec(call: Call) -> Spec:
         return bind(call, operands, results, kinds, sets, moves)
 
-    said = "; ".join(f"{f}: {kind}" for f, kind in factors.items())
-    return Rule(name, spec, f"{text}    {said}".rstrip(), localize)
+    kinds_text = "; ".join(f"{f}: {kind}" for f, kind in factors.items())
+    return Rule(name, spec, f"{text}    {kinds_text}".rstrip(), localize)
 
 
 def _check(op: str, text: str, sides: tuple[Dims, ...], factors: Mapping[str, str]) -> None:
@@ -71,7 +74,7 @@ def _names(sides: tuple[Dims, ...]) -> set[str]:
 
 
 def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-    """The operands and results of a notation; raises RuleError where it cannot be read."""
+    """Return the factors of the operands and of the results; raises RuleError if the text cannot be read."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise RuleError(f"rule {text!r} has no '->'", fix='write it as "i k, k j -> i j"')
@@ -80,8 +83,8 @@ def parse(text: str) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
 
 def _side(text: str) -> Dims:
     dims: list[tuple[str, ...]] = []
-    for group, one in re.findall(r"\(([^()]*)\)|([^\s()]+)", text.strip()):
-        names = group.split() if group else [one]
+    for group, single in re.findall(r"\(([^()]*)\)|([^\s()]+)", text.strip()):
+        names = group.split() if group else [single]
         if not all(re.fullmatch(r"[A-Za-z_]\w*|1|\.\.\.", name) for name in names):
             raise RuleError(f"{text.strip()!r} is not a list of factors")
         dims.append(() if names == ["1"] else tuple(names))
@@ -96,30 +99,32 @@ def bind(
     linear: tuple[frozenset[int], ...],
     moves: bool,
 ) -> Spec:
-    """The `Spec` of ``call`` under parsed notation; sizes are read off the shapes."""
+    """Return the `Spec` of ``call`` by parsed notation; sizes of factors are read from the shapes."""
     shapes = [v.shape for v in call.operands]
-    made = [v.shape for v in call.results if v is not None]
-    for kind, said, there in (("operands", operands, shapes), ("results", results, made)):
-        if len(said) != len(there):
+    result_shapes = [v.shape for v in call.results if v is not None]
+    for kind, sides, tensors in (("operands", operands, shapes), ("results", results, result_shapes)):
+        if len(sides) != len(tensors):
             raise RuleError(
-                f"the rule of {call.name} is for {len(said)} {kind}, the call has {len(there)}",
+                f"the rule of {call.name} is for {len(sides)} {kind}, the call has {len(tensors)}",
                 fix="separate the operands, and the results, by commas, one for each tensor",
             )
     sizes: dict[str, int] = {}
     left = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(operands, shapes, strict=True))
-    right = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(results, made, strict=True))
-    _complete(sizes, left + right, [*shapes, *made])
+    right = tuple(_expand(call, dims, shape, sizes) for dims, shape in zip(results, result_shapes, strict=True))
+    _complete(sizes, left + right, [*shapes, *result_shapes])
     sizes = {name: size for name, size in sizes.items() if size != 1}
-    left, right = (tuple(_only_sized(side, sizes) for side in sides) for sides in (left, right))
+    left, right = (tuple(_only_sized(dims, sizes) for dims in side) for side in (left, right))
     reduce = tuple((f, op) for f, op in factors.items() if op != WHOLE and f in sizes)
     whole = frozenset(f for f, op in factors.items() if op == WHOLE)
     spec = Spec(left, right, tuple(sorted(sizes.items())), reduce, whole, linear, moves)
-    spec.check(shapes, made, call.name)
+    spec.check(shapes, result_shapes, call.name)
     return spec
 
 
 def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int]) -> Dims:
-    """``dims`` with ``...`` written out as ``.1 .2`` counted from the right, and sizes noted."""
+    """Replace ``...`` by factors ``.1``, ``.2``, ... counted from the right, and note the sizes of factors in
+    ``sizes``.
+    """
     shape = tuple(shape)
     if ("...",) in dims:
         at = dims.index(("...",))
@@ -132,7 +137,7 @@ def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int])
         )
     out = []
     for names, size in zip(dims, shape, strict=True):
-        # A dim of size 1 broadcasts to what its factor is elsewhere.
+        # A dim of size 1 broadcasts, so another tensor decides the size of its factor.
         if len(names) == 1 and sizes.get(names[0], 1) == 1:
             sizes[names[0]] = size
         out.append(names if size != 1 else ())
@@ -144,13 +149,13 @@ def _shown(dims: Dims) -> str:
 
 
 def _complete(sizes: dict[str, int], sides: Iterable[Dims], shapes: Iterable[Iterable[int]]) -> None:
-    """The sizes of factors that stand in no dim of their own: what the others leave of a dim."""
+    """Infer the size of a factor that is nowhere a dim alone: what the other factors leave of its dim."""
     for dims, shape in zip(sides, shapes, strict=True):
         for names, size in zip(dims, shape, strict=True):
             unknown = [name for name in names if name not in sizes]
-            known = prod(sizes[name] for name in names if name in sizes)
-            if len(unknown) == 1 and known and size % known == 0:
-                sizes[unknown[0]] = size // known
+            product = prod(sizes[name] for name in names if name in sizes)
+            if len(unknown) == 1 and product and size % product == 0:
+                sizes[unknown[0]] = size // product
 
 
 def _only_sized(dims: Dims, sizes: Mapping[str, int]) -> Dims:

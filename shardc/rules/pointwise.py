@@ -1,41 +1,41 @@
-"""Pointwise ops: every dim is a factor, operands broadcast; some are linear in some operands."""
+"""Rules for pointwise ops: every dim is a factor and operands broadcast. A linear op also accepts partial sums."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from shardc.rules.loops import Loops
-from shardc.rules.rule import ANY, Call, Rule, each, table
+from shardc.rules.rule import ANY, Call, Rule, rules_for, table
 from shardc.rules.spec import Spec
 
 
 def pointwise(ops: str, linear: str = "", *, moves: bool = False) -> list[Rule]:
-    """One rule for each of ``ops``.
+    """Return one rule for each of ``ops``.
 
     Args:
-        linear: sets of arguments by name that carry a pending sum: ``"self|other"`` either, ``"self&other"`` both
-            together. A set that names an argument which is no tensor in the call is left out.
-        moves: the op hands its first operand on as it is.
+        linear: sets of arguments, by name, that may be partial sums: ``"self|other"`` either, ``"self&other"`` both
+            together. A set with an argument that is not a tensor in the call is dropped.
+        moves: the op returns the values of its first operand.
     """
 
     def spec(call: Call) -> Spec:
         return pointwise_spec(call, named_sets(call, linear), moves)
 
-    said = "... -> ..." if not linear else f"... -> ...    linear in {linear}"
-    return each(ops, spec, said)
+    text = "... -> ..." if not linear else f"... -> ...    linear in {linear}"
+    return rules_for(ops, spec, text)
 
 
 def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Every operand broadcast to the shape of the results (all of one shape)."""
+    """Return the spec of operands that broadcast to the results, all of which have one shape."""
     loops = Loops(call)
-    shape = loops.made[0]
-    operands = [loops.broadcast(one, shape) for one in loops.shapes]
-    results = [loops.broadcast(shape, shape) for _ in loops.made]
+    shape = loops.result_shapes[0]
+    operands = [loops.broadcast(operand, shape) for operand in loops.shapes]
+    results = [loops.broadcast(shape, shape) for _ in loops.result_shapes]
     return loops.spec(operands, results, linear=linear, moves=moves)
 
 
 def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
-    """The operand positions of ``"self&other|weight"``, without the sets that are not all tensors in ``call``."""
+    """Return the operand positions of ``"self&other|weight"``, without the sets that are not all tensors in ``call``."""
     named = [[call.position(name) for name in group.split("&")] for group in linear.split("|") if group]
     return tuple(frozenset(at for at in group if at is not None) for group in named if None not in group)
 
@@ -46,14 +46,14 @@ def _div(call: Call) -> Spec:
 
 
 def _cast(call: Call) -> Spec:
-    """A pending sum passes a cast that loses nothing: to a float at least as wide."""
+    """Return the spec of a cast. A partial sum passes through a cast that loses no precision."""
     before, after = call.operands[0].dtype, call.results[0].dtype  # type: ignore[union-attr]
     wider = after.is_floating_point and (not before.is_floating_point or after.itemsize >= before.itemsize)
     return pointwise_spec(call, [{0}] if wider or before == after else ())
 
 
 def _masked_fill(call: Call) -> Spec:
-    """Filling with zero is linear."""
+    """Return the spec of ``masked_fill``, which is linear if it fills with zero."""
     zero = not isinstance(call["value"], bool) and call["value"] == 0
     return pointwise_spec(call, [{0}] if zero else ())
 

@@ -1,4 +1,4 @@
-"""Global indices on shards: which element of a split dim a rank holds, and where a global index lies."""
+"""Global and local indices along a split dim, as ops: which elements this rank holds, and where a global index is."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ aten = torch.ops.aten
 
 
 def coordinate(local: Local, axis: str) -> Any:
-    """int64 []: this rank's index along ``axis``."""
+    """Return this rank's index along ``axis``: int64 []."""
     return local.builder.call(aten.squeeze.dim, local.builder.coordinate((axis,)), 0)
 
 
 def positions(
     local: Local, layout: Layout, dim: int, device: torch.device | None, at: Mapping[str, Any] | None = None
 ) -> Any:
-    """int64 [n]: the global index along ``dim`` of each of the n elements that this rank holds.
+    """Return the global index along ``dim`` of each of the n elements that a rank holds: int64 [n].
 
     Args:
-        at: axis -> a number or int64 [1], the index along it of the rank to ask for, where that is not this one.
+        at: axis -> index (int, or int64 [1]) of another rank; axes that are missing have this rank's index.
     """
     call = local.builder.call
     out = None
@@ -45,23 +45,23 @@ def positions(
 
 
 def split(layout: Layout, dim: int) -> bool:
-    """Whether ``layout`` splits ``dim`` over some axis; a tensor without dims is indexed along dim 0 too."""
+    """Return whether ``layout`` splits ``dim``; False for a tensor without dims, which torch indexes along dim 0."""
     return layout.ndim > 0 and bool(layout.dim_axes(dim))
 
 
 def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = False) -> Any:
-    """``index``; where the op itself would not notice, an entry that is out of the true range raises when this runs.
+    """Return ``index`` guarded by a range check against the true size, if the local op would not detect an invalid
+    entry itself.
 
     Args:
-        layout: of what is indexed, the call's first operand.
-        wraps: the op takes negative entries, which count from the end. Where this rank's end, or that of the
-            padded dim, is another, they are counted from the beginning in what is returned.
+        layout: that of the indexed tensor, the call's first operand.
+        wraps: the op accepts negative entries, which count from the end. They are made positive, because the end of
+            a shard or of a padded dim is not the end of the tensor.
     """
     if not layout.ndim:
         return index
     size = local.true_size(dim, layout.shape[dim])
-    known = size == layout.shape[dim] and not split(layout, dim)
-    if known:
+    if size == layout.shape[dim] and not split(layout, dim):
         return index
     call = local.builder.call
     if wraps:
@@ -70,45 +70,50 @@ def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = F
 
 
 def owned(local: Local, layout: Layout, dim: int, index: Any) -> tuple[Any, Any]:
-    """Where global indices along ``dim`` lie on this rank, which holds ``layout`` of the indexed tensor.
+    """Translate global indices along ``dim`` into local ones of this rank's shard, which has ``layout``.
 
     Args:
         index: an integer tensor of any shape, every entry in ``range(size of the dim)``.
 
     Returns:
-        (local index, bool mask) of that shape; the local index is 0 where the mask says that another rank holds it.
+        (local index, bool mask) of that shape; where the mask is false another rank holds the entry, and the index is
+        0.
     """
     call = local.builder.call
     digits = layout.dims[dim]
-    mask = found = None
+    mask = local_index = None
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         digit = index if stride == 1 else call(aten.div.Tensor_mode, index, stride, rounding_mode="floor")
         if radix * stride != layout.shape[dim]:
             digit = call(aten.remainder.Scalar, digit, radix)
         if axis is None:
-            found = digit if found is None else call(aten.add.Tensor, call(aten.mul.Tensor, found, radix), digit)
+            local_index = (
+                digit
+                if local_index is None
+                else call(aten.add.Tensor, call(aten.mul.Tensor, local_index, radix), digit)
+            )
         else:
-            here = call(aten.eq.Tensor, digit, coordinate(local, axis))
-            mask = here if mask is None else call(aten.logical_and.default, mask, here)
+            is_local = call(aten.eq.Tensor, digit, coordinate(local, axis))
+            mask = is_local if mask is None else call(aten.logical_and.default, mask, is_local)
     assert mask is not None, f"{layout} does not split dim {dim}"
-    if found is None:
+    if local_index is None:
         return call(aten.full_like.default, index, 0), mask
-    return zero_unless(local, mask, found), mask
+    return zero_unless(local, mask, local_index), mask
 
 
 def owned_at(local: Local, layout: Layout, dim: int, index: int) -> tuple[int, Any]:
-    """As `owned` for one index that is known: its local index on the rank that holds it, and a bool [] mask."""
-    mask, found = None, 0
+    """Translate one constant index as `owned` does: (its local index on the rank that holds it, bool [] mask)."""
+    mask, local_index = None, 0
     digits = layout.dims[dim]
     for (radix, axis), stride in zip(digits, strides(digits), strict=True):
         digit = index % layout.shape[dim] // stride % radix
         if axis is None:
-            found = found * radix + digit
+            local_index = local_index * radix + digit
             continue
-        here = local.builder.call(aten.eq.Scalar, coordinate(local, axis), digit)
-        mask = here if mask is None else local.builder.call(aten.logical_and.default, mask, here)
+        is_local = local.builder.call(aten.eq.Scalar, coordinate(local, axis), digit)
+        mask = is_local if mask is None else local.builder.call(aten.logical_and.default, mask, is_local)
     assert mask is not None, f"{layout} does not split dim {dim}"
-    return found, mask
+    return local_index, mask
 
 
 def zero_unless(local: Local, mask: Any, x: Any) -> Any:
@@ -117,14 +122,15 @@ def zero_unless(local: Local, mask: Any, x: Any) -> Any:
 
 
 def align(local: Local, mask: Any, dims: int) -> Any:
-    """``mask`` with ``dims`` dims of size 1 after its own, so that it broadcasts over what follows an index."""
+    """Append ``dims`` dims of size 1 to ``mask``, so that it broadcasts over the dims that follow an index."""
     return local.builder.call(aten.reshape.default, mask, [*local.builder.shape(mask), *[1] * dims]) if dims else mask
 
 
-def once(local: Local, x: Any) -> Any:
-    """``x``, which every rank holds and each would add its entries to, on the first of them only.
+def once_per_sum(local: Local, x: Any) -> Any:
+    """Return ``x`` on the first rank and zero on the others, along axes over which the result is partial and the
+    operand is not.
 
-    The axes are those over which the result is pending though the operand was not.
+    Every rank holds ``x`` and would add its entries to it, so the sum over ranks would count ``x`` once per rank.
     """
     for axis, _ in local.results[0].partial:
         if axis not in {a for a, _ in local.operands[0].partial}:
@@ -134,7 +140,7 @@ def once(local: Local, x: Any) -> Any:
 
 
 def past_end(local: Local, x: Any, layout: Layout, dim: int, index: Any, mask: Any) -> tuple[Any, Any]:
-    """``x`` with one more element along ``dim``, and ``index`` pointing there where ``mask`` does not hold."""
+    """Append one element to ``x`` along ``dim``, and point ``index`` at it where ``mask`` is false."""
     call, size = local.builder.call, layout.local_shape[dim]
     pad = [edge for i in reversed(range(layout.ndim)) for edge in (0, int(i == dim))]
     index = call(aten.where.self, mask, index, call(aten.full_like.default, index, size))

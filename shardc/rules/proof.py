@@ -1,4 +1,4 @@
-"""Rules proved by running: each strategy that a rule offers, on shards, against the dense op."""
+"""Checks rules by execution: runs every strategy that a rule offers on shards and compares with the dense op."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from shardc.rules.routed import Routed
 from shardc.rules.rule import Builder, Call, Local, Rule
 from shardc.rules.spec import Spec, Strategy, commute, infer, place, results_of
 
-MOVED, COMPUTED = 1e-12, 1e-9  # largest relative error of data movement and of arithmetic in float64
-COARSER = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # in other dtypes
+# Tolerated relative errors: of data movement and arithmetic in float64, and of arithmetic in other dtypes.
+MOVED, COMPUTED = 1e-12, 1e-9
+COARSER = {torch.float32: 1e-5, torch.complex64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Sample:
     Args:
         op: the op overload.
         args, kwargs: its arguments.
-        defined: whether its result's values are (those of ``empty`` are not).
+        defined: whether the values of its results are defined (those of ``empty`` are not).
         device: where its kernel runs; the arguments are moved there.
         tolerance: largest relative error, where the kernel does not compute in float64.
     """
@@ -42,18 +43,19 @@ class Sample:
     tolerance: float | None = None
 
     def on_device(self) -> Sample:
-        """The same with its tensors on its device."""
+        """Return the sample with its tensors on ``device``."""
         kwargs = {name: x.to(self.device) if isinstance(x, Tensor) else x for name, x in self.kwargs.items()}
         args = tuple(x.to(self.device) if isinstance(x, Tensor) else x for x in self.args)
         return replace(self, args=args, kwargs=kwargs)
 
     def dense(self) -> list[Tensor | None]:
-        """What the op makes of the whole tensors."""
-        made = self.op(*self.args, **self.kwargs)
-        many = isinstance(made, (tuple, list))
-        return [x if isinstance(x, Tensor) else None for x in (made if many else (made,))]
+        """Return the results of the op on the unsharded tensors; None for results that are not tensors."""
+        outputs = self.op(*self.args, **self.kwargs)
+        many = isinstance(outputs, (tuple, list))
+        return [x if isinstance(x, Tensor) else None for x in (outputs if many else (outputs,))]
 
     def call(self, results: Sequence[Tensor | None]) -> Call:
+        """Return the `Call` with the shapes of the arguments and of ``results``."""
         kwargs = tuple(sorted((name, _as_value(x)) for name, x in self.kwargs.items()))
         return Call(self.op, tuple(map(_as_value, self.args)), kwargs, tuple(map(_as_value, results)))
 
@@ -69,7 +71,7 @@ def _as_value(x: Any) -> Any:
 
 
 class Ranks(Builder, Protocol):
-    """Every rank of a mesh in one process, as `shardc.runtime.sim.lockstep.Lockstep`."""
+    """All ranks of a mesh, simulated in one process; implemented by `shardc.runtime.sim.lockstep.Lockstep`."""
 
     mesh: Mesh
 
@@ -80,7 +82,7 @@ class Ranks(Builder, Protocol):
 
 @dataclass(frozen=True)
 class Proof:
-    """How many strategies of a sample were tried, and what went wrong in each that failed."""
+    """The number of strategies tried for a sample, and one message for each that failed."""
 
     tried: int
     wrong: tuple[str, ...]
@@ -99,7 +101,7 @@ def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Se
             if not all(_can_be_pending(v, layout) for v, layout in zip(call.operands, strategy.operands, strict=True)):
                 continue
             if any(0 in layout.shape and layout.bound for layout in strategy.operands):
-                continue  # there is nothing to split, and `Layout.split` does not
+                continue  # an empty tensor has nothing to split, and `Layout.split` refuses
             if not finite and any(layout.partial for layout in strategy.operands):
                 continue  # terms of an infinity may be infinities of both signs
             tried += 1
@@ -111,7 +113,9 @@ def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Se
 
 
 def _can_be_pending(value: Value, layout: Layout) -> bool:
-    """Bools have no sum, and complex numbers no order."""
+    """Return whether ``value`` can have the partial reductions of ``layout``: bools have no sum, complex numbers no
+    order.
+    """
     orders = {op for _, op in layout.partial}
     return not (value.dtype == torch.bool and "sum" in orders) and not (value.dtype.is_complex and "max" in orders)
 
@@ -120,7 +124,9 @@ def _can_be_pending(value: Value, layout: Layout) -> bool:
 
 
 def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
-    """Every strategy that uses all axes of ``mesh``: factors split at either end, pending reductions carried."""
+    """Yield every strategy that uses all axes of ``mesh``: each axis splits a factor (at either end) or carries a
+    partial reduction.
+    """
     for uses in product(_uses(spec), repeat=len(mesh.axes)):
         carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
         split: dict[str, list[str]] = {}
@@ -140,7 +146,9 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
-    """What an axis can do: split a factor, or carry a (reduce op) that operands at (positions) have pending."""
+    """Return what one axis can do: split a factor, split both factors of a `Routed`, or carry (reduce op, operands that
+    are partial).
+    """
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
     if spec.moves:
         carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
@@ -149,7 +157,9 @@ def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
 
 
 def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
-    """The digits of a factor of ``size`` split over ``axes``, in each order, the local part at each place."""
+    """Return all digit sequences of a factor of ``size`` split over ``axes``: any order of axes, the local part
+    anywhere.
+    """
     split = prod(mesh.size(axis) for axis in axes)
     if size % split:
         return []
@@ -161,16 +171,16 @@ def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
     return sorted(cuts, key=str)
 
 
-# --- one of them, run
+# --- running one strategy
 
 
 def run(
     rule: Rule, sample: Sample, call: Call, spec: Spec, dense: Sequence[Tensor | None], strategy: Strategy, ranks: Ranks
 ) -> str | None:
-    """What is wrong with ``strategy``, or None."""
+    """Return what is wrong with ``strategy``, or None."""
     inferred = infer(spec, strategy.operands) if strategy.operands else strategy.results
-    known = {axis for layout in strategy.operands for axis in layout.axes}
-    if isinstance(inferred, str) or (known == set(ranks.mesh.axes) and inferred != strategy.results):
+    bound_axes = {axis for layout in strategy.operands for axis in layout.axes}
+    if isinstance(inferred, str) or (bound_axes == set(ranks.mesh.axes) and inferred != strategy.results):
         return f"inferred {inferred}"
     layouts = iter(strategy.operands)
     generator = torch.Generator().manual_seed(0)
@@ -178,7 +188,7 @@ def run(
     def shard(x: Any) -> Any:
         if isinstance(x, Tensor):
             return ranks.scatter_terms(x, next(layouts), generator)
-        return [shard(one) for one in x] if isinstance(x, (list, tuple)) else x
+        return [shard(item) for item in x] if isinstance(x, (list, tuple)) else x
 
     args, kwargs = {}, {}
     for at, argument in enumerate(sample.op._schema.arguments):
@@ -188,8 +198,8 @@ def run(
             kwargs[argument.name] = shard(sample.kwargs[argument.name])
     local = Local(ranks, call, spec, strategy.operands, strategy.results, tuple(args.values()), kwargs)
     try:
-        made = rule.localize(local)
-        return _difference(sample, call, spec, dense, made, strategy.results, ranks)
+        outputs = rule.localize(local)
+        return _difference(sample, call, spec, dense, outputs, strategy.results, ranks)
     except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -199,25 +209,25 @@ def _difference(
     call: Call,
     spec: Spec,
     dense: Sequence[Tensor | None],
-    made: Any,
+    outputs: Any,
     layouts: Sequence[Layout],
     ranks: Ranks,
 ) -> str | None:
-    """How the assembled results differ from the dense ones.
+    """Describe how the assembled results differ from the dense ones; None if they agree.
 
     Args:
-        made: for each rank a tensor or a list of them; or, in a plain list, each result for all ranks.
+        outputs: for each rank a tensor or a list of tensors; a plain ``list`` has per result the tensors of all ranks.
     """
-    if type(made) is list:
-        made = list(zip(*made, strict=True))
-    many = isinstance(made[0], (tuple, list))
+    if type(outputs) is list:
+        outputs = list(zip(*outputs, strict=True))
+    many = isinstance(outputs[0], (tuple, list))
     places = [i for i, x in enumerate(dense) if x is not None]
     for at, place_of, layout in zip(range(len(places)), places, layouts, strict=True):
         expected = dense[place_of]
         assert expected is not None
-        if at in spec.aside:
+        if at in spec.replicated:
             continue
-        got = ranks.assemble([one[place_of] if many else one for one in made], layout)
+        got = ranks.assemble([output[place_of] if many else output for output in outputs], layout)
         if got.dtype != expected.dtype or got.shape != expected.shape:
             return f"result {place_of} is {got.dtype} {list(got.shape)}, not {expected.dtype} {list(expected.shape)}"
         if sample.defined and not close(got, expected, _tolerance(sample, spec, call)):
@@ -232,7 +242,7 @@ def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Whether the largest difference is at most ``tolerance`` of the largest value (exactly equal for integers)."""
+    """Return whether the largest difference is at most ``tolerance`` times the largest value (integers: exactly equal)."""
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(got, expected)
     scale = max(expected.abs().nan_to_num(0, 0, 0).flatten().tolist(), default=0.0)

@@ -1,4 +1,8 @@
-"""Two factors that one axis may split at once, because what one needs of the other is sent."""
+"""Two factors that one axis may split at once because the op exchanges data between their ranks.
+
+Two ops do: routed experts (tokens and experts: expert parallelism) and attention (queries and keys: context
+parallelism).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +19,16 @@ Assignment = dict[str, Digits]  # factor -> its digits
 
 @dataclass(frozen=True)
 class Routed:
-    """Two factors that one axis may split at once, since elements of one are sent to where the other's lie.
+    """A pair of factors that one axis may split together: the op communicates between the ranks of that axis itself.
 
     Args:
-        rows, owners: the factors.
-        elements: how many elements each row's way there and back takes, where rows are sent to their owners.
-        moving: operands that all ranks of the axis get, where owners are sent to all rows.
+        rows, owners: the factors (tokens and experts; queries and keys).
+        elements: elements sent per row, there and back, if rows are sent to the rank of their owner.
+        moving: positions of the operands that every rank receives, if owners are sent to all rows.
         trips: how often each of these is sent.
-        around: they go from rank to rank, while what has come is computed with; else they are gathered.
-        way: "send": an axis that splits the owners splits the rows too; "gather": none does; "auto": as is cheapest.
-        held: by axis, the factors that it may split together: it splits some of these wherever it can.
+        around: they are passed from rank to rank during the computation (ring); else they are gathered first.
+        way: "send": an axis that splits the owners must split the rows; "gather": it must not; "auto": the cheaper.
+        required: (axis, sets of factors): by the plan the axis must split one of these sets, wherever it can.
     """
 
     rows: str
@@ -34,11 +38,11 @@ class Routed:
     trips: int = 1
     around: bool = False
     way: str = "auto"
-    held: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = ()
+    required: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = ()
 
 
 class Loops(Protocol):
-    """A `shardc.rules.spec.Spec`, as far as it is asked here."""
+    """The part of `shardc.rules.spec.Spec` that this module reads."""
 
     @property
     def routed(self) -> Routed | None: ...
@@ -48,7 +52,7 @@ class Loops(Protocol):
 
 
 def routed_axes(spec: Loops, assignment: Mapping[str, Digits]) -> frozenset[str]:
-    """The axes over which an op sends rows: they split both factors of its `Routed`."""
+    """Return the axes over which an op exchanges data: those that split both factors of its `Routed`."""
     if spec.routed is None:
         return frozenset()
     rows, owners = (
@@ -57,28 +61,31 @@ def routed_axes(spec: Loops, assignment: Mapping[str, Digits]) -> frozenset[str]
     return frozenset(rows & owners)
 
 
-def as_held(spec: Loops, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """How axes that are held may split factors, besides how operands have it."""
+def required_splits(spec: Loops, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
+    """Return assignments in which an axis splits what `Routed.required` asks for, to add to ``proposals`` (those of the
+    operands).
+    """
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
-    for held, form in ((axis, form) for axis, forms in routed.held for form in forms):
-        if form == frozenset(pair):
-            for one, other in (pair, pair[::-1]) if spec.size(pair[0]) == spec.size(pair[1]) else ():
-                out += [{other: p[one]} for p in proposals if any(d.axis == held for d in p.get(one, ()))]
+    for axis, factors in ((axis, factors) for axis, sets in routed.required for factors in sets):
+        if factors == frozenset(pair):
+            # Copy the digits from the factor that an operand splits to its partner.
+            for source, target in (pair, pair[::-1]) if spec.size(pair[0]) == spec.size(pair[1]) else ():
+                out += [{target: p[source]} for p in proposals if any(d.axis == axis for d in p.get(source, ()))]
             continue
-        left, fresh = held, {}
-        for factor in sorted(form & dict(spec.sizes).keys()):
+        left, fresh = axis, {}
+        for factor in sorted(factors & dict(spec.sizes).keys()):
             size = spec.size(factor)
             if (part := gcd(size, mesh.size(left))) > 1:
                 mine, left = mesh.cut(left, part)
                 fresh[factor] = canonical(mesh, [Digit(part, mine), Digit(size // part)])
-        if mesh.size(left) == 1 and fresh.keys() == form:
+        if mesh.size(left) == 1 and fresh.keys() == factors:
             out.append(fresh)
-    return list({str(one): one for one in out}.values())
+    return list({str(assignment): assignment for assignment in out}.values())
 
 
 def in_part(spec: Loops, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
-    """Whether an axis splits both factors of a `Routed`, and one of them by a part of it only."""
+    """Return whether axes of both factors of a `Routed` overlap without being equal (one is a part of the other)."""
     if spec.routed is None:
         return False
     sides = (spec.routed.rows, spec.routed.owners)
@@ -86,14 +93,14 @@ def in_part(spec: Loops, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     return any(a != b and mesh.overlap(a, b) for a in rows for b in owners)
 
 
-def as_said(spec: Loops, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
-    """Whether an op's rows travel as is asked for, and each of ``axes`` that is held splits what it should."""
+def meets_requirements(spec: Loops, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
+    """Return whether ``assignment`` agrees with `Routed.way`, and with `Routed.required` for each of ``axes``."""
     if (routed := spec.routed) is None:
         return True
     owners = {axis for _, axis in assignment.get(routed.owners, ()) if axis}
     sent = routed_axes(spec, assignment)
-    for held, forms in routed.held:
-        split = {f for f, digits in assignment.items() for _, axis in digits if axis and split_part(axis)[0] == held}
-        if held in axes and split not in forms:
+    for required, sets in routed.required:
+        split = {f for f, digits in assignment.items() for _, a in digits if a and split_part(a)[0] == required}
+        if required in axes and split not in sets:
             return False
     return not (routed.way == "gather" and sent) and not (routed.way == "send" and owners - sent)

@@ -1,4 +1,4 @@
-"""What a rule is: from an op's shapes to its `Spec`, and how the op is spelled on local tensors."""
+"""A rule: the function from a call's shapes to its `Spec`, and the function that emits the op on local tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardc.rules.spec import Spec
 
 @dataclass(frozen=True)
 class Call:
-    """One op call with `Value`s (global shapes, no layout) in place of tensors; hashable, so memoised on.
+    """One op call with `Value`s (global shapes, no layouts) in place of tensors. Hashable, so results are cached by it.
 
     Args:
         target: the op overload.
         args, kwargs: as in the graph, lists as tuples, kwargs sorted by name.
-        results: the tensors that it makes, one an output (None for results that are no tensors).
+        results: one per output; None for outputs that are not tensors.
     """
 
     target: Any
@@ -36,7 +36,7 @@ class Call:
         return out | dict(self.kwargs)
 
     def __getitem__(self, name: str) -> Any:
-        """The argument ``name`` of the op's schema, or its default."""
+        """Return argument ``name`` of the op's schema, or its default."""
         return self._bound[name]
 
     def __contains__(self, name: str) -> bool:
@@ -45,11 +45,11 @@ class Call:
 
     @cached_property
     def operands(self) -> tuple[Value, ...]:
-        """The tensor arguments in schema order, tensor lists flattened, None left out."""
+        """Return the tensor arguments in schema order: tensor lists are flattened, None is left out."""
         return tuple(v for _, v in self.named_operands())
 
     def named_operands(self) -> Iterator[tuple[str, Value]]:
-        """(argument name, value) of each operand."""
+        """Yield (argument name, value) of each operand."""
         for argument in self.target._schema.arguments:
             value = self._bound[argument.name]
             for item in value if isinstance(value, tuple) else (value,):
@@ -57,7 +57,7 @@ class Call:
                     yield argument.name, item
 
     def position(self, name: str) -> int | None:
-        """Where the (first) tensor given as argument ``name`` stands among the operands, or None."""
+        """Return the position among the operands of the (first) tensor of argument ``name``, or None."""
         return next((i for i, (n, _) in enumerate(self.named_operands()) if n == name), None)
 
     @property
@@ -66,36 +66,36 @@ class Call:
 
 
 class Builder(Protocol):
-    """Emits local ops: into an FX graph (`passes.localize`) or at once on every rank (`runtime.sim.lockstep`)."""
+    """Emits local ops: into an FX graph (`passes.localize`), or executes them on all ranks (`runtime.sim.lockstep`)."""
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
-        """One op on local tensors."""
+        """Emit one op on local tensors and return its result."""
         ...
 
     def coordinate(self, axes: tuple[str, ...]) -> Any:
-        """int64 [1]: this rank's index along ``axes``, the first slowest."""
+        """Return this rank's index along ``axes`` (the first is the slowest): int64 [1]."""
         ...
 
     def key(self) -> Any:
-        """int64 [1]: the key of this step's random draws, the same on every rank."""
+        """Return the key of this step's random draws, the same on every rank: int64 [1]."""
         ...
 
     def shape(self, x: Any) -> tuple[int, ...]:
-        """The local shape of ``x``."""
+        """Return the local shape of ``x``."""
         ...
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` made for this ``key`` before, or makes now."""
+        """Return ``make()``, or its earlier result for the same ``key``."""
         ...
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        """(ranks, name) of the process group along ``axes``."""
+        """Return (number of ranks, name) of the process group along ``axes``."""
         ...
 
 
 @dataclass(frozen=True)
 class Local:
-    """An op about to be spelled on local tensors.
+    """One op with the layouts of its operands and results: what a localize function needs to emit it on local tensors.
 
     Args:
         builder: where the local ops go.
@@ -104,7 +104,7 @@ class Local:
         operands: layouts of the operands (flattened as in `Call.operands`).
         results: layouts of the results.
         args, kwargs: the call's arguments with local tensors in place of `Value`s.
-        true_size: (dim, counted through all operands, its size) -> its size without what it was padded by.
+        true_size: (dim, counted through the dims of all operands; its size) -> its size without padding.
     """
 
     builder: Builder
@@ -117,7 +117,7 @@ class Local:
     true_size: Callable[[int, int], int] = lambda dim, size: size
 
     def same(self, /, **replaced: Any) -> Any:
-        """The same op, with the arguments named in ``replaced`` (by schema name) given anew."""
+        """Emit the same op, with the arguments in ``replaced`` (by schema name) replaced."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for at, argument in enumerate(self.call.target._schema.arguments):
             if argument.name not in replaced:
@@ -129,7 +129,7 @@ class Local:
         return self.builder.call(self.call.target, *args, **kwargs)
 
     def operand(self, name: str) -> Any:
-        """The local tensor given as argument ``name``."""
+        """Return the local tensor of argument ``name``."""
         for at, argument in enumerate(self.call.target._schema.arguments):
             if argument.name == name:
                 return self.args[at] if at < len(self.args) else self.kwargs[name]
@@ -141,9 +141,9 @@ class Local:
         return self.operands[position]
 
     def offset(self, layout: Layout, dim: int) -> Any:
-        """int64 [1]: the global index along ``dim`` of this rank's first element.
+        """Return the global index along ``dim`` of this rank's first element: int64 [1].
 
-        Only where the rank's elements are contiguous along ``dim``: every split digit is major to the local ones.
+        Requires that the rank's elements are contiguous along ``dim``: every split digit is major to the local ones.
         """
         digits = layout.dims[dim]
         axes = layout.dim_axes(dim)
@@ -152,8 +152,7 @@ class Local:
         return self.builder.call(torch.ops.aten.mul.Tensor, start, layout.local_shape[dim])
 
 
-# What an op may look at. It computes the same at any strides; or at those that were traced and of contiguous operands;
-# or it is only known that it takes those that were traced.
+# The strides that an op accepts: any; contiguous ones and those that were traced; or only those that were traced.
 ANY, CONTIGUOUS, TRACED = "any", "contiguous", "traced"
 
 SpecOf = Callable[[Call], Spec]
@@ -166,11 +165,11 @@ class Rule:
 
     Args:
         op: ``"aten.mm"`` for every overload, or ``"aten.sum.dim_IntList"`` for one.
-        spec: the factors of a call of it.
-        text: the rule as a person reads it.
-        localize: spells the op on local tensors; by default the same op with the same arguments.
-        opaque: at padded sizes it stays the one op that it is.
-        strides: how its operands may lie in memory on a rank: ``TRACED``, ``CONTIGUOUS`` (or as traced) or ``ANY``.
+        spec: returns the factors of a call.
+        text: the rule in notation, for people.
+        localize: emits the op on local tensors; by default the same op with the same arguments.
+        opaque: the op is kept as a single op at padded sizes.
+        strides: the strides that it accepts: ``TRACED``, ``CONTIGUOUS`` (or as traced) or ``ANY``.
     """
 
     op: str
@@ -182,7 +181,7 @@ class Rule:
 
 
 def sized(argument: str = "size") -> Localize:
-    """Localize for an op whose ``argument`` is the shape of its result."""
+    """Return a localize for an op whose ``argument`` is the shape of its result."""
 
     def localize(local: Local) -> Any:
         return local.same(**{argument: list(local.results[0].local_shape)})
@@ -190,13 +189,13 @@ def sized(argument: str = "size") -> Localize:
     return localize
 
 
-def each(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """The same rule for each of ``ops``, which are aten's."""
+def rules_for(ops: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
+    """Return the same rule for each of ``ops``, names of aten ops separated by spaces."""
     return [Rule(f"aten.{op}", spec, text, localize) for op in ops.split()]
 
 
 def table(*rules: Rule | Sequence[Rule], strides: str = "") -> dict[str, Rule]:
-    """Rules by op, all of ops that take ``strides`` if that is given; raises where one op has two."""
+    """Return rules by op; all accept ``strides`` if that is given. Asserts that no op has two rules."""
     out: dict[str, Rule] = {}
     for item in rules:
         for rule in [item] if isinstance(item, Rule) else item:

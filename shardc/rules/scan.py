@@ -1,4 +1,4 @@
-"""Scans, sorts and counts along a dim: the dim is whole, all others are free."""
+"""Rules for scans, sorts and counts along a dim: the dim must be whole, all others may be split."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from collections.abc import Callable
 import shardc.ir.recurrent  # noqa: F401  (the ops)
 from shardc.rules.loops import Loops, mixed
 from shardc.rules.notation import WHOLE, rule
-from shardc.rules.rule import CONTIGUOUS, Call, Rule, SpecOf, each, table
+from shardc.rules.rule import CONTIGUOUS, Call, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Spec
 
 
 def along(ops: str, *, linear: bool = False) -> list[Rule]:
-    """Rules for ops along argument ``dim``, which may be of another size in the results."""
+    """Return rules for ops along argument ``dim``, which must be whole and may have another size in the results."""
 
     def spec(call: Call) -> Spec:
         return mixed(call, [call["dim"]], linear=[{0}] if linear else ())
 
-    said = "... n -> ... m    n m: whole" + ("    linear in self" if linear else "")
-    return each(ops, spec, said)
+    text = "... n -> ... m    n m: whole" + ("    linear in self" if linear else "")
+    return rules_for(ops, spec, text)
 
 
 def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
-    """Elements counted into bins that are ``fixed`` beforehand: each rank counts its own."""
+    """Return the spec function of a histogram: if its bins are ``fixed`` in advance, each rank counts its own elements."""
 
     def spec(call: Call) -> Spec:
         loops = Loops(call)
         elements = "sum" if fixed(call) else WHOLE
         operands = [loops.dims("d", shape, elements) for shape in loops.shapes]
-        # With weights, a pending sum of the weights is one of the counts.
+        # Counts are linear in the weights (operand 1).
         return loops.spec(
-            operands, [loops.dims("bins", loops.made[0], WHOLE)], linear=[{1}] if len(operands) > 1 else ()
+            operands, [loops.dims("bins", loops.result_shapes[0], WHOLE)], linear=[{1}] if len(operands) > 1 else ()
         )
 
     return spec
 
 
 def _recurrent(op: str, text: str) -> Rule:
-    """All steps of a recurrent layer: rows are free."""
+    """Return the rule of a complete recurrent layer (all time steps): batch rows may be split, all else is whole."""
     names = {name for name in text.replace(",", " ").replace("->", " ").split() if name != "n"}
     return rule(f"shardc_recurrent::{op}", text, **dict.fromkeys(sorted(names), WHOLE))  # type: ignore[arg-type]
 

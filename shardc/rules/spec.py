@@ -1,9 +1,10 @@
-"""An op as loops over factors, and the strategies that follow from it.
+"""The factors of an op call (`Spec`), and the sharding strategies that follow from them.
 
-A *factor* names one loop of an op. Each dim of an operand or result is an ordered product of factors.
-Splitting a factor over a mesh axis splits every dim that carries it; a factor that a result lacks
-leaves the result partial over the axis. One `Spec` gives all strategies on all axes, forward and
-backward: nothing here knows an op by name.
+A *factor* is one loop of an op (an einsum letter). Each dim of an operand or result is an ordered product of factors.
+Splitting a factor over a mesh axis splits every dim that carries it; a result that lacks the factor becomes partial
+over the axis. One `Spec` gives all strategies on all axes, forward and backward: no op is treated by name here.
+
+An *assignment* maps each factor to its digits, the radices of its split (see `shardc.ir.layout`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from math import prod
 from shardc.errors import RuleError
 from shardc.ir.layout import Digit, Digits, Layout, canonical, cut_digits, refine, strides
 from shardc.ir.mesh import Mesh, split_part
-from shardc.rules.routed import Assignment, Routed, as_held, as_said, in_part, routed_axes
+from shardc.rules.routed import Assignment, Routed, in_part, meets_requirements, required_splits, routed_axes
 
 Factors = tuple[str, ...]
 Dims = tuple[Factors, ...]
@@ -25,20 +26,20 @@ Dims = tuple[Factors, ...]
 
 @dataclass(frozen=True)
 class Spec:
-    """One op at given shapes.
+    """The factors of one op at given shapes.
 
     Args:
         operands: per tensor operand, per dim, its factors major to minor; a dim of size 1 has none.
         results: the same per result.
         sizes: (factor, size) of every factor.
-        reduce: (factor, reduce op) of the factors whose split leaves a partial result.
+        reduce: (factor, reduce op) of the factors whose split makes results partial.
         whole: factors that must not be split.
-        linear: sets of operand positions; an op carries a pending sum over an axis through when exactly
-            the operands of one set are partial over it.
-        moves: the op only moves data, so it carries any pending reduction of operand 0.
+        linear: sets of operand positions; a partial sum over an axis passes through the op if exactly the operands of
+            one set are partial over it.
+        moves: the op only moves data, so any partial reduction of operand 0 passes through.
         flops: floating-point operations, at these sizes.
-        aside: results that no factor's split changes (a kernel's random state): the same on every rank.
-        indexed: factors whose elements the op finds by their place; what fills a dim up may stand at its end alone.
+        replicated: positions of results that are the same on every rank, whatever is split (a kernel's random state).
+        indexed: factors whose elements the op finds by index; such a dim may be padded at its end only.
         routed: two factors that an axis may split together.
     """
 
@@ -50,7 +51,7 @@ class Spec:
     linear: tuple[frozenset[int], ...] = ()
     moves: bool = False
     flops: int = 0
-    aside: frozenset[int] = frozenset()
+    replicated: frozenset[int] = frozenset()
     indexed: frozenset[str] = frozenset()
     routed: Routed | None = None
     _size: dict[str, int] = field(init=False, repr=False, compare=False, hash=False)
@@ -64,44 +65,44 @@ class Spec:
         return self._size[factor]
 
     def splittable(self, factor: str) -> bool:
-        """Whether ``factor`` may be split: every result carries it, or its reduction is known."""
+        """Return whether ``factor`` may be split: every result carries it, or it has a reduce op."""
         if factor in self.whole or not self._size[factor]:
             return False
         return factor in self._reduce or self.carried_by_all(factor)
 
     def carried_by_all(self, factor: str) -> bool:
-        """Whether every result (but those aside) has a dim with ``factor``."""
+        """Return whether every result has a dim with ``factor``; `replicated` ones are not counted."""
         return all(
-            any(factor in dim for dim in result) for at, result in enumerate(self.results) if at not in self.aside
+            any(factor in dim for dim in result) for at, result in enumerate(self.results) if at not in self.replicated
         )
 
     def check(self, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]], what: str) -> None:
-        """Raises RuleError where the factors do not make up the shapes."""
+        """Raise RuleError if the factors do not multiply up to the shapes."""
         for kind, dims, shapes in (("operand", self.operands, operands), ("result", self.results, results)):
             if len(dims) != len(shapes):
                 raise RuleError(f"the rule of {what} has {len(dims)} {kind}s, the op has {len(shapes)}")
-            for at, (one, shape) in enumerate(zip(dims, shapes, strict=True)):
-                said = tuple(prod(self.size(f) for f in factors) for factors in one)
-                if said != tuple(shape):
+            for at, (tensor_dims, shape) in enumerate(zip(dims, shapes, strict=True)):
+                rule_shape = tuple(prod(self.size(f) for f in factors) for factors in tensor_dims)
+                if rule_shape != tuple(shape):
                     raise RuleError(
-                        f"the rule of {what} gives {kind} {at} the shape {list(said)}, it is {list(shape)}",
+                        f"the rule of {what} gives {kind} {at} the shape {list(rule_shape)}, it is {list(shape)}",
                         fix="make the rule's factors multiply up to the op's shapes",
                     )
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an op on shards: the layouts its operands must have, and those its results get."""
+    """One way to run an op on shards: the layouts that its operands must have, and those of its results."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
 
 
 def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
-    """The digits of ``layout`` shared out to the factors of an operand with ``dims``.
+    """Split the digits of ``layout`` among the factors of an operand with factors ``dims``.
 
-    An axis that straddles two factors where no part of it fits, or that splits a factor which must
-    stay whole, is left out: its digits become local.
+    An axis is dropped (its digits become local) if it crosses the border of two factors and no part of it fits, or if
+    it splits a factor that must be whole.
     """
     out: Assignment = {}
     for factors, digits in zip(dims, layout.dims, strict=True):
@@ -113,6 +114,7 @@ def project(spec: Spec, dims: Dims, layout: Layout) -> Assignment:
 def _share_out(
     mesh: Mesh, factors: tuple[tuple[str, int, bool], ...], digits: Digits
 ) -> tuple[tuple[str, Digits], ...]:
+    """Split the digits of one dim among its ``factors``: (name, size, may be split), major to minor."""
     if any(size == 0 for _, size, _ in factors):
         return tuple((factor, (Digit(size),)) for factor, size, _ in factors)
     below, cuts = 1, []
@@ -135,7 +137,7 @@ def _share_out(
 
 
 def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
-    """``digits`` with one bound digit that no cut agrees with made local."""
+    """Make one split digit of ``digits`` local: one that prevents a refinement at ``cuts``."""
     for at, (radix, axis) in reversed(list(enumerate(digits))):
         trial = canonical(mesh, [*digits[:at], Digit(radix), *digits[at + 1 :]])
         if axis is not None and refine(mesh, trial, cuts) is not None:
@@ -147,17 +149,19 @@ def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
 
 
 def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
-    """The digits of an operand or result with ``dims`` when the factors have ``assignment``."""
+    """Return the digits of an operand or result with factors ``dims`` under ``assignment``; a factor without digits is
+    local.
+    """
     return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
 
 
 def results_of(
     spec: Spec, mesh: Mesh, assignment: Mapping[str, Digits], carried: Sequence[tuple[str, str]] = ()
 ) -> tuple[Layout, ...]:
-    """The layouts of the results when the factors have ``assignment`` and ``carried`` partials pass through."""
+    """Return the layouts of the results under ``assignment``; the partials in ``carried`` pass through."""
     out, routed = [], routed_axes(spec, assignment)
     for at, dims in enumerate(spec.results):
-        present = {f for factors in dims for f in factors} if at not in spec.aside else assignment.keys()
+        present = {f for factors in dims for f in factors} if at not in spec.replicated else assignment.keys()
         pending = list(carried)
         for factor, digits in assignment.items():
             if factor not in present:
@@ -167,32 +171,34 @@ def results_of(
 
 
 def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
-    """The strategy that computes result ``index`` at ``layout`` directly, without partials; or None."""
+    """Return the strategy that computes result ``index`` at ``layout`` directly and leaves nothing partial; None if
+    there is none.
+    """
     assignment = project(spec, spec.results[index], layout.without_partial())
     operands = tuple(Layout(mesh, place(spec, dims, assignment)) for dims in spec.operands)
     results = results_of(spec, mesh, assignment)
     if results[index] != layout or any(r.partial for r in results):
         return None
-    if spec.routed is not None and not as_said(spec, assignment, mesh.axes):
+    if spec.routed is not None and not meets_requirements(spec, assignment, mesh.axes):
         return None
     return Strategy(operands, results)
 
 
 def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()) -> tuple[Layout, ...] | str:
-    """The result layouts that ``operands`` give exactly, or the reason why they do not fit together.
+    """Return the result layouts that follow from ``operands`` as they are, or the reason why these do not fit together.
 
     Args:
-        results: where given, say how the factors lie that no operand carries; free otherwise, they stay whole.
+        results: layouts that decide the split of factors that no operand carries; by default these are not split.
     """
     if not operands:
         return "the op has no tensor operand"
     mesh = operands[0].mesh
     joint: Assignment = {}
     for at, (dims, layout) in enumerate(zip(spec.operands, operands, strict=True)):
-        mine = project(spec, dims, layout)
-        if Layout(mesh, place(spec, dims, mine)) != layout.without_partial():
+        digits_of = project(spec, dims, layout)
+        if Layout(mesh, place(spec, dims, digits_of)) != layout.without_partial():
             return f"operand {at} at {layout} splits a factor that must stay whole"
-        for factor, digits in mine.items():
+        for factor, digits in digits_of.items():
             if joint.setdefault(factor, digits) != digits:
                 return f"operand {at} at {layout} splits factor {factor} differently from an operand before it"
     for dims, layout in zip(spec.results, results, strict=False):
@@ -212,7 +218,7 @@ def infer(spec: Spec, operands: Sequence[Layout], results: Sequence[Layout] = ()
 
 
 def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tuple[str, str]]) -> bool:
-    """Whether the reductions that a strategy leaves pending, or lets through, can be done in any order."""
+    """Return whether the reductions that a strategy leaves partial, or passes through, may be done in any order."""
     ops = {op for _, op in carried}
     for factor, digits in assignment.items():
         if factor in spec._reduce and any(d.axis is not None for d in digits) and not spec.carried_by_all(factor):
@@ -221,7 +227,7 @@ def commute(spec: Spec, assignment: Mapping[str, Digits], carried: Iterable[tupl
 
 
 def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str, str], ...] | str:
-    """The pending reductions that pass through from ``operands``, or why they cannot."""
+    """Return the partials that pass through from ``operands``, or the reason why they cannot."""
     where: dict[tuple[str, str], set[int]] = {}
     for at, layout in enumerate(operands):
         for pair in layout.partial:
@@ -233,32 +239,30 @@ def carried_partials(spec: Spec, operands: Sequence[Layout]) -> tuple[tuple[str,
 
 
 def carries(spec: Spec, op: str, positions: frozenset[int]) -> bool:
-    """Whether a pending ``op`` reduction of exactly the operands at ``positions`` passes through."""
+    """Return whether a partial ``op`` of exactly the operands at ``positions`` passes through the op."""
     if spec.moves and positions == {0}:
         return True
     return op in ("sum", "avg") and positions in spec.linear
 
 
-# --- all strategies that some operand's layout suggests
+# --- enumerating strategies
 
 
 def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
-    """Every strategy whose splits come from the operands' own layouts, the most split first.
+    """Yield every strategy whose splits occur in the operands' layouts, the most split first.
 
-    For each axis the choices are: as some operand has it, not at all, or (where the operands are partial
-    over it and the op is linear in them) carried through. Where a dense op cannot keep an axis as any operand has
-    it, the axis may split another of its factors. Moving the operands there is the caller's cost.
+    The choices per axis: split the factor that some operand splits; split nothing; or pass through (if operands are
+    partial over it and the op is linear in them). If a dense op can use an axis as no operand has it, the axis may
+    split another of its factors. The caller adds the cost of redistributing the operands.
     """
     mesh = operands[0].mesh
     proposals = [project(spec, dims, layout) for dims, layout in zip(spec.operands, operands, strict=True)]
     if spec.routed is not None:
-        proposals += as_held(spec, mesh, spec.routed, proposals)
-    bound = [axis for one in proposals for digits in one.values() for _, axis in digits if axis is not None]
+        proposals += required_splits(spec, mesh, spec.routed, proposals)
+    bound = [axis for p in proposals for digits in p.values() for _, axis in digits if axis is not None]
     parts = atoms(mesh, [*bound, *(axis for layout in operands for axis, _ in layout.partial)])
     if any(len(cut) > 1 for cut in parts.values()):
-        proposals = [
-            {factor: cut_digits(mesh, digits, parts.__getitem__) for factor, digits in one.items()} for one in proposals
-        ]
+        proposals = [{f: cut_digits(mesh, digits, parts.__getitem__) for f, digits in p.items()} for p in proposals]
     options: dict[str, list[tuple[str, object]]] = {}
     for at, proposal in enumerate(proposals):
         for factor, digits in proposal.items():
@@ -272,13 +276,13 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             size = mesh.size(axis)
             fresh = [{f: canonical(mesh, [Digit(size, axis), Digit(n // size)])} for f, n in spec.sizes
                      if spec.splittable(f) and n % size == 0]  # fmt: skip
-            options[axis] = [("split", (next(iter(one)), len(proposals) + at)) for at, one in enumerate(fresh)]
+            options[axis] = [("split", (next(iter(p)), len(proposals) + at)) for at, p in enumerate(fresh)]
             proposals += fresh
     if spec.routed is not None:
-        for found in options.values():
-            by = {one[0]: one for kind, one in found if isinstance(one, tuple)}
-            if spec.routed.rows in by and spec.routed.owners in by:
-                found.append(("send", (by[spec.routed.rows], by[spec.routed.owners])))
+        for choices in options.values():
+            by_factor = {split[0]: split for _, split in choices if isinstance(split, tuple)}
+            if spec.routed.rows in by_factor and spec.routed.owners in by_factor:
+                choices.append(("send", (by_factor[spec.routed.rows], by_factor[spec.routed.owners])))
     pending: dict[str, dict[str, set[int]]] = {}
     for at, layout in enumerate(operands):
         for axis, op in layout.partial:
@@ -290,33 +294,35 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
             if len(ops) == 1 and carries(spec, op, frozenset(positions)):
                 options[axis].append(("carry", (op, frozenset(positions))))
     axes = sorted(options, key=mesh.order)
-    made: dict[Strategy, bool] = {}
+    meets: dict[Strategy, bool] = {}
     for choice in product(*([*options[axis], ("none", None)] for axis in axes)):
-        one = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
-        if one is not None:
-            made.setdefault(*one)
-    fitting = any(made.values())
-    yield from (strategy for strategy, fits in made.items() if fits or not fitting)
+        candidate = _strategy(spec, mesh, proposals, dict(zip(axes, choice, strict=True)))
+        if candidate is not None:
+            meets.setdefault(*candidate)
+    fitting = any(meets.values())
+    yield from (strategy for strategy, fits in meets.items() if fits or not fitting)
 
 
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
-    """A strategy, and whether its rows travel as is asked for; None where the choices clash."""
+    """Return the strategy of one choice per axis, and whether it meets the requirements of `Routed`; None if the
+    choices clash.
+    """
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
     for axis, (kind, detail) in choice.items():
         if kind == "split":
             wanted.setdefault(detail, set()).add(axis)  # type: ignore[arg-type]
         elif kind == "send":
-            for one in detail:  # type: ignore[attr-defined]
-                wanted.setdefault(one, set()).add(axis)
+            for split in detail:  # type: ignore[attr-defined]
+                wanted.setdefault(split, set()).add(axis)
         elif kind == "carry":
             carried[axis] = detail  # type: ignore[assignment]
     assignment: Assignment = {}
     for (factor, at), axes in wanted.items():
-        kept = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[at][factor])
-        merged = merge(mesh, assignment.get(factor), canonical(mesh, kept))
+        chosen = tuple(d if d.axis in axes else Digit(d.radix) for d in proposals[at][factor])
+        merged = merge(mesh, assignment.get(factor), canonical(mesh, chosen))
         if merged is None:
             return None
         assignment[factor] = merged
@@ -327,15 +333,15 @@ def _strategy(
     for at, dims in enumerate(spec.operands):
         partial = [(axis, op) for axis, (op, positions) in carried.items() if at in positions]
         layouts.append(Layout(mesh, place(spec, dims, assignment), partial))
-    made = Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
-    return made, as_said(spec, assignment, mesh.axes)
+    strategy = Strategy(tuple(layouts), results_of(spec, mesh, assignment, pairs))
+    return strategy, meets_requirements(spec, assignment, mesh.axes)
 
 
-def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:
-    """The digits that carry the bindings of both, or None where their radices clash."""
-    if one is None:
+def merge(mesh: Mesh, digits: Digits | None, other: Digits) -> Digits | None:
+    """Return the digits with the axes of both, or None if their radices clash or both bind a digit."""
+    if digits is None:
         return other
-    fine, fine_other = refine(mesh, one, strides(other)), refine(mesh, other, strides(one))
+    fine, fine_other = refine(mesh, digits, strides(other)), refine(mesh, other, strides(digits))
     if fine is None or fine_other is None:
         return None
     out = []
@@ -347,6 +353,6 @@ def merge(mesh: Mesh, one: Digits | None, other: Digits) -> Digits | None:
 
 
 def atoms(mesh: Mesh, axes: Sequence[str]) -> dict[str, list[str]]:
-    """Each of ``axes`` as parts of it, such that any two parts of any of them are equal or disjoint."""
+    """Cut each of ``axes`` into parts, such that any two parts of any axes are equal or disjoint."""
     edges = mesh.edges(axes)
     return {axis: mesh.parts(axis, edges) for axis in axes}

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shardc.rules import RULES
+from shardc.rules.operand_strides import lies_like
 from shardc.rules.proof import COARSER, COMPUTED, Sample, close
 from shardc.rules.rule import ANY
-from shardc.rules.strides import lies_like
 from tests.rules.samples import samples
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.rules import spec_of
-from shardc.rules.routed import Assignment, as_said
+from shardc.rules.routed import Assignment, meets_requirements
 from shardc.rules.spec import Spec, carries, place, project, results_of
 
 Slot = tuple[fx.Node, int]  # one of the tensors that a node makes
@@ -111,7 +111,7 @@ class Closure:
         """Those in which rows travel as is asked for, if there are any."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
-        return [way for way in ways if as_said(spec, dict(way.factors), (self.axis,))] or ways
+        return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
 
     def _major(self, length: int, size: int) -> Digits:
         return canonical(self.mesh, (Digit(size, self.axis), Digit(length // size)))

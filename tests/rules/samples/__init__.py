@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shardc.rules import contraction, convolution, reduction
-from shardc.rules.attention import TABLE as ATTENTION
+from shardc.rules.fused_attention import TABLE as ATTENTION
 from shardc.rules.pointwise import TABLE as POINTWISE
 from shardc.rules.proof import Sample
-from shardc.rules.sequence import TABLE as SEQUENCE
+from shardc.rules.sequence_attention import TABLE as SEQUENCE
 from tests.rules.samples import attention, elements, indexing, matrices, pointwise, structured, windows
 
 

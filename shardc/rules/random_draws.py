@@ -1,4 +1,4 @@
-"""Random draws: each rank computes the numbers of the elements that it holds, from their global positions."""
+"""Rules for shardc's random draws: each rank draws the numbers of its elements from their global positions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ aten = torch.ops.aten
 
 def _key(call: Call) -> Spec:
     loops = Loops(call)
-    return loops.spec([], [loops.dims("key", loops.made[0])])
+    return loops.spec([], [loops.dims("key", loops.result_shapes[0])])
 
 
 def _uniform(call: Call) -> Spec:
     loops = Loops(call)
-    return loops.spec([loops.dims("key", loops.shapes[0])], [loops.dims("d", loops.made[0])])
+    return loops.spec([loops.dims("key", loops.shapes[0])], [loops.dims("d", loops.result_shapes[0])])
 
 
 def _uniform_local(local: Local) -> Any:

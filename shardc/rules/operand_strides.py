@@ -1,8 +1,8 @@
-"""How the operands of an op lie in memory on one rank.
+"""The strides of an op's operands on one rank.
 
-A kernel is known to take the strides that were traced, at global shapes. A shard may have others, after a gather for
-instance. Ops whose rule says that they compute the same at any strides (`Rule.strides`) take it as it is. Other ops get
-their operands as they lay in the trace.
+A kernel accepts the strides that were traced, at global shapes. A shard may have others, after a gather for instance.
+Ops that accept any strides (`Rule.strides`) take the shard as it is; other ops get a copy with the dims in the traced
+memory order.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from math import gcd
 import torch
 from torch import Tensor
 
-_VECTOR = 16  # bytes that a kernel may load at a time where strides are multiples of that
+_VECTOR = 16  # bytes: the width of vectorized loads, which kernels use if strides are multiples of it
 
 
 def lies_like(x: Tensor, traced: Tensor | None) -> bool:
-    """Whether a kernel that takes ``traced`` also takes ``x``, of the same rank and of another size.
+    """Return whether a kernel that accepts ``traced`` also accepts ``x``, which has the same rank and maybe another
+    size.
 
-    Where ``traced`` is contiguous (or unknown: None) ``x`` is. Otherwise their dims follow each other in the same order
-    in memory, a dim of stride 1 keeps it, as do multiples of a vector, and no other dims are expanded.
+    If ``traced`` is contiguous (or None: unknown), ``x`` must be. Otherwise the dims must have the same memory order,
+    a dim of stride 1 must keep it, strides must stay as aligned to vectors as they were, and no further dim may be
+    expanded.
     """
     if traced is None or traced.is_contiguous() or not x.numel():
         return x.is_contiguous()
@@ -40,7 +42,7 @@ def lies_like(x: Tensor, traced: Tensor | None) -> bool:
 
 
 def memory_order(traced: Tensor | None) -> list[int]:
-    """The dims of ``traced`` as they lie in memory, the slowest first; expanded ones where a copy would have them."""
+    """Return the dims of ``traced`` in memory order, the slowest first; expanded dims are ordered as in a copy."""
     if traced is None:
         return []
     strides = torch.empty_like(torch.empty_strided(traced.shape, traced.stride(), device="meta")).stride()

@@ -1,4 +1,6 @@
-"""Experts: tokens are free and experts add up; or both lie on one axis, and rows are sent to their experts' ranks."""
+"""Rules for routed experts: tokens and experts may be split separately, or both over one axis (expert parallelism: rows
+are exchanged).
+"""
 
 from __future__ import annotations
 
@@ -37,27 +39,29 @@ def _params(loops: Loops, first: int) -> list[Dims]:
 
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
-    """``spec``, of which rows of ``width`` elements may be sent, so many for each token."""
+    """Return ``spec`` with permission to exchange rows (`Routed`): ``choices`` rows of ``width`` elements for each
+    token.
+    """
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
     way = "send" if call["way"] == "bounded" else call["way"]
     forms = (frozenset({_EXPERTS}), frozenset({_TOKENS, _EXPERTS}))
-    held = ((call["held"], forms),) if call["held"] else ()
-    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, held=held))
+    required = ((call["held"], forms),) if call["held"] else ()
+    return replace(spec, routed=Routed(_TOKENS, _EXPERTS, choices * width, way=way, required=required))
 
 
 def _call(call: Call) -> Spec:
     loops = Loops(call)
-    choices, made = loops.shapes[1][1], loops.made[0][1]
+    choices, out_width = loops.shapes[1][1], loops.result_shapes[0][1]
     operands = [
         _tokens(loops, 0, "d"),
         _tokens(loops, 1, "k"),
         _tokens(loops, 2, "k"),
         *_params(loops, 3),
     ]
-    spec = loops.spec(operands, [(operands[0][0], loops.dim("o", made, WHOLE))], linear=[{2}])
-    return _routed(call, spec, choices, loops.shapes[0][1] + made + 1)
+    spec = loops.spec(operands, [(operands[0][0], loops.dim("o", out_width, WHOLE))], linear=[{2}])
+    return _routed(call, spec, choices, loops.shapes[0][1] + out_width + 1)
 
 
 def _gradient(call: Call) -> Spec:
@@ -73,14 +77,14 @@ def _gradient(call: Call) -> Spec:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of one call on one rank.
+    """The rows (token, expert) of one call on one rank, ready for `shardc.ir.experts.RUN`.
 
     Args:
-        order: int64 [s]: the rank's choices (token by token) sorted by where they go; back: the place of each there.
-        mine: bool [t, k]: which choices are for ranks that this one's rows can reach; None if all are.
-        x, take, scale, ends, expected: as `shardc.ir.experts.RUN` takes them.
-        sends, receives: int64 [ranks]: how many rows go to each rank and come from it; None if none are sent.
-        came_back: int64 [r]: where ``take`` has each row that came.
+        order: int64 [s]: permutation that sorts the rank's choices (token-major) by destination; back: its inverse.
+        mine: bool [t, k]: the choices whose expert this rank's rows can reach; None if all can be reached.
+        x, take, scale, ends, expected: arguments of `shardc.ir.experts.RUN`.
+        sends, receives: int64 [ranks]: rows sent to and received from each rank; None without an exchange.
+        came_back: int64 [r]: position in ``take`` of each received row.
     """
 
     order: Any
@@ -97,11 +101,11 @@ class _Rows:
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, int, int]:
-    """For each choice a number: by the rank that it goes to, then by its expert there; the last for those that go
-    nowhere.
+    """Return the sort key of each choice: first by destination rank, then by the expert's index there; unreachable
+    choices sort last.
 
     Returns:
-        the numbers, flat; which choices go somewhere; to how many ranks they go; how many experts each rank has.
+        the keys, flat; the mask of reachable choices (None: all); the number of destination ranks; experts per rank.
     """
     call = local.builder.call
     layout = local.operand_layout("params")
@@ -116,28 +120,29 @@ def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, in
         if axis is None or axis in sent:
             parts.append((axis, radix, digit))
             continue
-        here = call(aten.eq.Tensor, digit, coordinate(local, axis))
-        mine = here if mine is None else call(aten.logical_and.default, mine, here)
+        is_local = call(aten.eq.Tensor, digit, coordinate(local, axis))
+        mine = is_local if mine is None else call(aten.logical_and.default, mine, is_local)
     order = sorted(parts, key=lambda part: (part[0] is None, mesh.order(part[0]) if part[0] else ()))
-    key = flat if mine is None and order == parts else None  # they lie as they are numbered
+    key = flat if mine is None and order == parts else None  # the layout of the experts is already sorted by rank
     for _, radix, digit in order if key is None else ():
         key = digit if key is None else call(aten.add.Tensor, call(aten.mul.Tensor, key, radix), digit)
     if key is None:
         key = call(aten.full_like.default, flat, 0)
-    ranks, own = prod(mesh.size(axis) for axis in sent), layout.local_shape[0]
+    ranks, experts_per_rank = prod(mesh.size(axis) for axis in sent), layout.local_shape[0]
     if mine is not None:
-        key = call(aten.where.self, mine, key, call(aten.full_like.default, key, ranks * own))
-    return key, mine, ranks, own
+        key = call(aten.where.self, mine, key, call(aten.full_like.default, key, ranks * experts_per_rank))
+    return key, mine, ranks, experts_per_rank
 
 
 def _sent(local: Local) -> tuple[str, ...]:
-    """The axes over which rows are sent: those that split tokens and experts both."""
+    """Return the axes over which rows are exchanged: those that split tokens and experts both."""
     split = local.operand_layout("params").dim_axes(0)
     mesh = local.operands[0].mesh
     return tuple(sorted((a for a in local.operand_layout("index").dim_axes(0) if a in split), key=mesh.order))
 
 
 def _rows(local: Local) -> _Rows:
+    """Emit the ops that sort this rank's rows by expert and, if axes split tokens and experts both, exchange them."""
     call = local.builder.call
     x, index, weight = (local.operand(name) for name in ("x", "index", "weight"))
     sent = _sent(local)
@@ -148,56 +153,66 @@ def _rows(local: Local) -> _Rows:
     dims = sum(len(operand.shape) for operand in local.call.operands[:first])
     experts_in_all = local.true_size(dims, local.call.operands[first].shape[0])
     index = call(experts.NOTED, index, experts_in_all, over)
-    key, mine, ranks, own = _keys(local, sent, index)
+    key, mine, ranks, experts_per_rank = _keys(local, sent, index)
     tokens, choices = local.builder.shape(index)
-    order, back, ends = _each(local, call(experts.ORDER, key, ranks * own), 3)
+    order, back, ends = _unpack(local, call(experts.ORDER, key, ranks * experts_per_rank), 3)
     if mine is not None:
         mine = call(aten.reshape.default, mine, [tokens, choices])
     take = call(aten.div.Tensor_mode, order, choices, rounding_mode="floor")
     scale = call(aten.reshape.default, weight, [-1, 1])
     scale = call(aten.index_select.default, scale, 0, order)
-    away = [a for a in local.operand_layout("params").dim_axes(0) if a not in sent]
-    expected = -(-tokens * choices // prod(mesh.size(axis) for axis in away))
+    unsent_axes = [a for a in local.operand_layout("params").dim_axes(0) if a not in sent]
+    expected = -(-tokens * choices // prod(mesh.size(axis) for axis in unsent_axes))
     if not sent:
         return _Rows(order, back, mine, x, take, scale, ends, expected)
     size, group = local.builder.group(sent)
-    goes = call(experts.COUNTS, ends)
-    came = call(torch.ops._c10d_functional.all_to_all_single.default, goes, [own] * size, [own] * size, group)
-    came = call(WAIT, came)
-    sends, receives = (
-        call(aten.sum.dim_IntList, call(aten.reshape.default, n, [ranks, own]), [1]) for n in (goes, came)
+    send_counts = call(experts.COUNTS, ends)
+    receive_counts = call(
+        torch.ops._c10d_functional.all_to_all_single.default,
+        send_counts,
+        [experts_per_rank] * size,
+        [experts_per_rank] * size,
+        group,
     )
-    rows = ranks * tokens * min(choices, own)
+    receive_counts = call(WAIT, receive_counts)
+    sends, receives = (
+        call(aten.sum.dim_IntList, call(aten.reshape.default, n, [ranks, experts_per_rank]), [1])
+        for n in (send_counts, receive_counts)
+    )
+    rows = ranks * tokens * min(choices, experts_per_rank)
     if (bound := local.call["bound"]) != 0:
         rows = min(rows, ceil(bound * tokens * choices))
         _, everywhere = local.builder.group(mesh.axes)
-        most = call(torch.ops._c10d_functional.all_reduce.default, call(aten.sum.dim_IntList, came, [0], True), "max",
-                    everywhere)  # fmt: skip
+        received = call(aten.sum.dim_IntList, receive_counts, [0], True)
+        most = call(torch.ops._c10d_functional.all_reduce.default, received, "max", everywhere)
         sends = call(experts.WITHIN, sends, call(WAIT, most), rows)
     x = call(aten.index_select.default, x, 0, take)
     x, scale = _send(local, [x, scale], sends, receives, rows, sent)
-    take, came_back, ends = _each(local, call(experts.ARRIVED, came, ranks, rows), 3)
+    take, came_back, ends = _unpack(local, call(experts.ARRIVED, receive_counts, ranks, rows), 3)
     scale = call(aten.index_select.default, scale, 0, take)
     return _Rows(order, back, mine, x, take, scale, ends, expected, sends, receives, came_back)
 
 
-def _each(local: Local, made: Any, count: int) -> list[Any]:
-    return [local.builder.call(getitem, made, at) for at in range(count)]
+def _unpack(local: Local, outputs: Any, count: int) -> list[Any]:
+    """Emit the getitems of an op with ``count`` outputs."""
+    return [local.builder.call(getitem, outputs, at) for at in range(count)]
 
 
-def _send(local: Local, rows: list[Any], sends: Any, receives: Any, made: int, axes: tuple[str, ...]) -> list[Any]:
-    """Rows sorted by where they go, at their ranks: sorted by where they come from."""
+def _send(local: Local, rows: list[Any], sends: Any, receives: Any, received: int, axes: tuple[str, ...]) -> list[Any]:
+    """Emit an all-to-all of rows that are sorted by destination; the received rows are sorted by source."""
     _, group = local.builder.group(axes)
-    out = local.builder.call(SEND_ROWS, rows, sends, receives, made, group)
-    return [local.builder.call(WAIT, one) for one in _each(local, out, len(rows))]
+    out = local.builder.call(SEND_ROWS, rows, sends, receives, received, group)
+    return [local.builder.call(WAIT, tensor) for tensor in _unpack(local, out, len(rows))]
 
 
-def _by_token(local: Local, rows: _Rows, made: Any, added: bool) -> Any:
-    """What came back for each choice, token by token: [t, k, ...], or their sum."""
+def _by_token(local: Local, rows: _Rows, returned: Any, added: bool) -> Any:
+    """Return the returned rows in token order: their sum over a token's choices [t, width], or (not ``added``) one
+    number each [t, k].
+    """
     call = local.builder.call
     tokens, choices = local.builder.shape(local.operand("index"))
-    width = local.builder.shape(made)[1]
-    out = call(aten.index_select.default, made, 0, rows.back)
+    width = local.builder.shape(returned)[1]
+    out = call(aten.index_select.default, returned, 0, rows.back)
     out = call(aten.reshape.default, out, [tokens, choices, width])
     if rows.mine is not None:
         mask = call(aten.unsqueeze.default, rows.mine, 2)
@@ -206,26 +221,26 @@ def _by_token(local: Local, rows: _Rows, made: Any, added: bool) -> Any:
 
 
 def _forward(local: Local) -> tuple[_Rows, list[Any]]:
-    """The rows, and what the experts make of them; what a forward made already its gradient finds."""
+    """Emit the routing and the experts of a forward; the backward op of the same call reuses both."""
     body = local.call["body"]
     x, index, weight, params = (local.operand(name) for name in ("x", "index", "weight", "params"))
 
     def make() -> tuple[_Rows, list[Any]]:
         rows = _rows(local)
-        made = local.builder.call(
+        outputs = local.builder.call(
             experts.RUN, rows.x, rows.take, rows.scale, rows.ends, list(params), rows.expected, body
         )
-        return rows, _each(local, made, 1 + len(body_of(body).saved))
+        return rows, _unpack(local, outputs, 1 + len(body_of(body).saved))
 
     return local.builder.once((experts.RUN, x, index, weight, tuple(params), body), make)  # type: ignore[no-any-return]
 
 
 def _call_local(local: Local) -> Any:
-    rows, (made, *_) = _forward(local)
+    rows, (result, *_) = _forward(local)
     if rows.sends is None:
-        return made
+        return result
     tokens, choices = local.builder.shape(local.operand("index"))
-    (back,) = _send(local, [made], rows.receives, rows.sends, tokens * choices, _sent(local))
+    (back,) = _send(local, [result], rows.receives, rows.sends, tokens * choices, _sent(local))
     return _by_token(local, rows, back, added=True)
 
 
@@ -238,10 +253,10 @@ def _gradient_local(local: Local) -> Any:
         sent = call(aten.div.Tensor_mode, rows.order, choices, rounding_mode="floor")
         grad = call(aten.index_select.default, grad, 0, sent)
         (grad,) = _send(local, [grad], rows.sends, rows.receives, local.builder.shape(rows.x)[0], _sent(local))
-    made = call(
+    grads = call(
         experts.RUN_GRADIENT, grad, rows.x, rows.take, rows.scale, rows.ends, list(params), saved, rows.expected, body
     )
-    dx, scale, *rest = _each(local, made, 2 + len(params))
+    dx, scale, *rest = _unpack(local, grads, 2 + len(params))
     if rows.sends is None:
         return [dx, call(aten.reshape.default, call(aten.index_select.default, scale, 0, rows.back),
                          [tokens, choices]), *rest]  # fmt: skip

@@ -1,4 +1,6 @@
-"""Fused attention: batch and heads are free, queries too where nothing masks by position; keys stay whole."""
+"""Rules for fused attention kernels (SDPA): batch and heads may be split, queries too if no mask depends on their
+position. Keys must be whole: see `shardc.rules.sequence_attention` for the op that splits them.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,16 @@ from shardc.rules.spec import Dims, Spec
 
 
 class _Heads:
-    """The dims of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` heads."""
+    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f``, with ``h = g * r`` heads
+    (grouped-query attention).
+    """
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         self.loops = loops
         call = loops.call
         query, key, value = (loops.shapes[loops.names.index(name)] for name in ("query", "key", "value"))
-        # Backward sums over queries and over the heads that share a key, and over whatever a bias was broadcast to.
-        # A kernel that drops out draws by position in the whole tensor.
+        # Backward sums over queries, over the heads that share a key, and over the dims that a bias was broadcast to.
+        # A kernel with dropout draws by position in the unsharded tensor, so it must not be split.
         kind = WHOLE if call["dropout_p"] else "sum" if backward else FREE
         self.queries = query[2]
         self.b, g = loops.dim("b", query[0], kind), loops.dim("g", key[1], kind)
@@ -29,17 +33,19 @@ class _Heads:
         self.output, self.scores = (self.b, h, q, f), (self.b, h, q, k)
 
     def _pads_rows(self) -> bool:
-        """Whether the kernel's log-sum-exp has more rows than there are queries."""
+        """Return whether the kernel's log-sum-exp has more rows than there are queries (some kernels pad it)."""
         lse = [s for n, s in zip(self.loops.names, self.loops.shapes, strict=True) if n == "logsumexp"]
-        return any(shape[2] != self.queries for shape in lse or self.loops.made[1:2] if len(shape) > 2)
+        return any(shape[2] != self.queries for shape in lse or self.loops.result_shapes[1:2] if len(shape) > 2)
 
     def row(self, shape: Sequence[int]) -> Dims:
-        """One number a query; some kernels add a dim of size 1, pad the rows, or give none at all."""
+        """Return the factors of a tensor with one number per query (log-sum-exp). Some kernels append a dim of size 1,
+        pad the rows or return an empty tensor.
+        """
         q = self.output[2] if shape[2] == self.queries else self.loops.dim("rows", shape[2], WHOLE)
         return (*self.output[:2], q, *[()] * (len(shape) - 3))
 
     def bias(self, shape: Sequence[int]) -> Dims:
-        """A mask or bias that broadcasts to the scores."""
+        """Return the factors of a mask or bias that broadcasts to the scores."""
         full = self.scores[len(self.scores) - len(shape) :]
         return tuple(() if size == 1 else factors for size, factors in zip(shape, full, strict=True))
 
@@ -50,8 +56,8 @@ class _Heads:
             return self.row(shape)
         if name in ("out", "grad_out", "grad_out_"):
             return self.output
-        known = {"query": self.query, "key": self.key, "value": self.value}
-        return known[name] if name in known else self.loops.dims(name, shape, WHOLE)
+        inputs = {"query": self.query, "key": self.key, "value": self.value}
+        return inputs[name] if name in inputs else self.loops.dims(name, shape, WHOLE)
 
     def operands(self) -> list[Dims]:
         return [self.operand(n, shape) for n, shape in zip(self.loops.names, self.loops.shapes, strict=True)]
@@ -60,18 +66,18 @@ class _Heads:
 def _forward(call: Call) -> Spec:
     loops = Loops(call)
     heads = _Heads(loops, backward=False)
-    state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.made[2:])]
-    results = [heads.output, heads.row(loops.made[1]), *state]
-    return loops.spec(heads.operands(), results, aside=range(2, len(results)))
+    state = [loops.dims(f"state{i}.", shape, WHOLE) for i, shape in enumerate(loops.result_shapes[2:])]
+    results = [heads.output, heads.row(loops.result_shapes[1]), *state]
+    return loops.spec(heads.operands(), results, replicated=range(2, len(results)))
 
 
 def _backward(call: Call) -> Spec:
     loops = Loops(call)
     heads = _Heads(loops, backward=True)
-    known = [heads.query, heads.key, heads.value]
-    given = [dims for dims, result in zip(known, call.results, strict=False) if result is not None]
+    inputs = [heads.query, heads.key, heads.value]
+    grads = [dims for dims, result in zip(inputs, call.results, strict=False) if result is not None]
     bias = [heads.bias(v.shape) for v in call.results[3:] if v is not None]
-    return loops.spec(heads.operands(), [*given, *bias])
+    return loops.spec(heads.operands(), [*grads, *bias])
 
 
 _KERNELS = ("flash_attention_for_cpu", "efficient_attention", "flash_attention", "cudnn_attention")

@@ -1,4 +1,6 @@
-"""Pieces: slices, splits and joins of dims. A dim is cut into blocks that all edges respect, and the block is free."""
+"""Rules for slices, splits, concatenation and padding along a dim. A dim is cut into blocks such that every edge is a
+block edge; the position within a block may be split.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +16,31 @@ from shardc.ir.layout import Layout
 from shardc.rules.loops import FREE, Loops, mixed
 from shardc.rules.notation import WHOLE
 from shardc.rules.positions import owned_at, split, zero_unless
-from shardc.rules.rule import ANY, Call, Local, Rule, SpecOf, each, table
+from shardc.rules.rule import ANY, Call, Local, Rule, SpecOf, rules_for, table
 from shardc.rules.spec import Dims, Spec
 
 aten = torch.ops.aten
 
 
-# --- some elements of a dim
+# --- slice, split, select
 
 
 def _taken(call: Call, dim: int, starts: Sequence[int]) -> Spec:
-    """Results that are consecutive runs of ``dim``, beginning at ``starts``: cut into blocks that all edges respect."""
+    """Return the spec of results that are consecutive ranges of ``dim``, beginning at ``starts``."""
     loops = Loops(call)
     shape = loops.shapes[0]
-    block = reduce(gcd, [*starts, *(made[dim] for made in loops.made)], shape[dim])
+    block = reduce(gcd, [*starts, *(out[dim] for out in loops.result_shapes)], shape[dim])
 
     def dims(name: str, size: int) -> Dims:
         return loops.dims("d", shape, but={dim: loops.blocks(name, size, block)})
 
     return loops.spec(
-        [dims("x", shape[dim])], [dims(f"y{i}", made[dim]) for i, made in enumerate(loops.made)], moves=True
+        [dims("x", shape[dim])], [dims(f"y{i}", out[dim]) for i, out in enumerate(loops.result_shapes)], moves=True
     )
 
 
 def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) with every default and negative index resolved."""
+    """Return (dim, start, end, step) with defaults and negative indices resolved."""
     shape = call.operands[0].shape
     dim = call["dim"] % len(shape)
     size = shape[dim]
@@ -51,15 +53,15 @@ def _slice(call: Call) -> Spec:
     dim, start, _, step = _slice_bounds(call)
     if step == 1:
         return _taken(call, dim, [start])
-    # Every step-th element: whole steps are a factor where they fill the dim, the place within a step is whole.
+    # x[::step] with the dim viewed as (steps, step): the steps may be split, the position within a step is whole.
     loops = Loops(call)
-    size, taken = loops.shapes[0][dim], loops.made[0][dim]
-    kept = loops.dims("d", [1 if i == dim else n for i, n in enumerate(loops.shapes[0])])
-    before, after = loops.dim("x", size, WHOLE), loops.dim("y", taken, WHOLE)
-    if start < step and taken * step == size:
-        after = loops.dim("steps", taken)
+    size, count = loops.shapes[0][dim], loops.result_shapes[0][dim]
+    others = loops.dims("d", [1 if i == dim else n for i, n in enumerate(loops.shapes[0])])
+    before, after = loops.dim("x", size, WHOLE), loops.dim("y", count, WHOLE)
+    if start < step and count * step == size:
+        after = loops.dim("steps", count)
         before = after + loops.dim("step", step, WHOLE)
-    x, y = ((*kept[:dim], factors, *kept[dim + 1 :]) for factors in (before, after))
+    x, y = ((*others[:dim], factors, *others[dim + 1 :]) for factors in (before, after))
     return loops.spec([x], [y], moves=True)
 
 
@@ -73,7 +75,7 @@ def _slice_local(local: Local) -> Any:
 
 
 def _to_local(layout: Layout, dim: int, edge: int) -> int:
-    """Where an edge between blocks lies in the local dim."""
+    """Return the position of a block edge in the local dim."""
     return edge * layout.local_shape[dim] // layout.shape[dim] if layout.dim_axes(dim) else edge
 
 
@@ -90,7 +92,7 @@ def _split_local(local: Local) -> Any:
 
 
 def _one_of(call: Call, kind: str) -> tuple[Loops, Dims, Dims]:
-    """The dims of operand 0, where ``dim`` is the factor ``n`` of ``kind``, and those without it."""
+    """Return (loops, factors of operand 0 with ``n`` of ``kind`` along ``dim``, those factors without ``dim``)."""
     loops = Loops(call)
     dim = call["dim"] % len(loops.shapes[0])
     x = loops.dims("d", loops.shapes[0], but={dim: loops.indexed("n", loops.shapes[0][dim], kind)})
@@ -103,14 +105,14 @@ def _select(call: Call) -> Spec:
 
 
 def _index(call: Call) -> int:
-    """What is selected, counted from the beginning: the end of a padded dim is not that of its elements."""
+    """Return the selected index counted from 0: the end of a padded dim is not the end of its elements."""
     shape = call.operands[0].shape
     index, dim = int(call["index"]), int(call["dim"])
     return index % shape[dim % len(shape)]
 
 
 def _select_local(local: Local) -> Any:
-    """Zero where another rank holds it."""
+    """Emit the selection on every rank; those that do not hold the element return zero."""
     dim = local.call["dim"] % len(local.call.operands[0].shape)
     if not split(local.operands[0], dim):
         return local.same(index=_index(local.call))
@@ -120,10 +122,10 @@ def _select_local(local: Local) -> Any:
 
 def _unbind(call: Call) -> Spec:
     loops, x, rest = _one_of(call, WHOLE)
-    return loops.spec([x], [rest for _ in loops.made], moves=True)
+    return loops.spec([x], [rest for _ in loops.result_shapes], moves=True)
 
 
-# --- written over
+# --- slice_scatter, select_scatter
 
 
 def _slice_scatter(call: Call) -> Spec:
@@ -160,28 +162,28 @@ def _select_scatter_local(local: Local) -> Any:
     return local.builder.call(aten.where.self, mask, local.same(index=index), local.operand("self"))
 
 
-# --- joined, grown, moved within a dim
+# --- cat, pad, stack
 
 
 def _cat(call: Call) -> Spec:
     loops = Loops(call)
-    shape = loops.made[0]
+    shape = loops.result_shapes[0]
     dim = call["dim"] % len(shape)
-    # A one-dim tensor without elements may stand among tensors of any rank.
-    block = reduce(gcd, [one[dim] for one in loops.shapes if len(one) == len(shape)])
+    # torch.cat accepts an empty one-dim tensor among tensors of any rank.
+    block = reduce(gcd, [x[dim] for x in loops.shapes if len(x) == len(shape)])
 
     def dims(name: str, size: int) -> Dims:
         return loops.dims("d", shape, but={dim: loops.blocks(name, size, block if size else 0)})
 
     operands = [
-        dims(f"x{i}", one[dim]) if len(one) == len(shape) else loops.dims(f"x{i}.", one, WHOLE)
-        for i, one in enumerate(loops.shapes)
+        dims(f"x{i}", x[dim]) if len(x) == len(shape) else loops.dims(f"x{i}.", x, WHOLE)
+        for i, x in enumerate(loops.shapes)
     ]
     return loops.spec(operands, [dims("y", shape[dim])], linear=[range(len(operands))])
 
 
 def _pads(call: Call) -> list[tuple[int, int]]:
-    """(before, after) of every dim; the op's ``pad`` lists them from the last dim."""
+    """Return (before, after) per dim; the op's ``pad`` lists them from the last dim."""
     ndim, pad = len(call.operands[0].shape), call["pad"]
     pairs = list(zip(pad[::2], pad[1::2], strict=True))
     return [(0, 0)] * (ndim - len(pairs)) + pairs[::-1]
@@ -190,10 +192,12 @@ def _pads(call: Call) -> list[tuple[int, int]]:
 def _pad(call: Call) -> Spec:
     loops = Loops(call)
     before, after = [], []
-    for i, (size, made, (left, right)) in enumerate(zip(loops.shapes[0], loops.made[0], _pads(call), strict=True)):
+    for i, (size, size_after, (left, right)) in enumerate(
+        zip(loops.shapes[0], loops.result_shapes[0], _pads(call), strict=True)
+    ):
         block = gcd(size, left, right)
         before.append(loops.blocks(f"x{i}", size, block, f"d{i}"))
-        after.append(loops.blocks(f"y{i}", made, block, f"d{i}"))
+        after.append(loops.blocks(f"y{i}", size_after, block, f"d{i}"))
     zero = not call["value"]
     return loops.spec([tuple(before)], [tuple(after)], linear=[{0}] if zero else ())
 
@@ -206,17 +210,19 @@ def _pad_local(local: Local) -> Any:
 
 def _stack(call: Call) -> Spec:
     loops = Loops(call)
-    shape = loops.made[0]
+    shape = loops.result_shapes[0]
     dim = call["dim"] % len(shape)
-    made = loops.dims("d", shape, but={dim: loops.dim(f"d{dim}", shape[dim], WHOLE)})
-    one = (*made[:dim], *made[dim + 1 :])
-    return loops.spec([one for _ in loops.shapes], [made], linear=[range(len(loops.shapes))])
+    result = loops.dims("d", shape, but={dim: loops.dim(f"d{dim}", shape[dim], WHOLE)})
+    operand = (*result[:dim], *result[dim + 1 :])
+    return loops.spec([operand for _ in loops.shapes], [result], linear=[range(len(loops.shapes))])
 
 
-# --- moved within dims
+# --- flip, roll, tril
 
 
 def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> SpecOf:
+    """Return the spec function of an op that rearranges elements along ``dims_of(call, ndim)``, which must be whole."""
+
     def spec(call: Call) -> Spec:
         return mixed(call, dims_of(call, len(call.operands[0].shape)), linear=[{0}], moves=moves)
 
@@ -226,15 +232,15 @@ def _moved(dims_of: Callable[[Call, int], Sequence[int]], *, moves: bool) -> Spe
 _BLOCKS = "(m r) -> (n r)    m n: whole"
 
 TABLE = table(
-    each("slice.Tensor slice_copy.Tensor", _slice, _BLOCKS, _slice_local),
-    each(
+    rules_for("slice.Tensor slice_copy.Tensor", _slice, _BLOCKS, _slice_local),
+    rules_for(
         "split split_copy split_with_sizes split_with_sizes_copy chunk",
         _split,
         "(m r) -> (n r), ...    m n: whole",
         _split_local,
     ),
-    each("select.int select_copy.int", _select, "n ... -> ...    n: sum", _select_local),
-    each("unbind unbind_copy", _unbind, "n ... -> ..., ...    n: whole"),
+    rules_for("select.int select_copy.int", _select, "n ... -> ...    n: sum", _select_local),
+    rules_for("unbind unbind_copy", _unbind, "n ... -> ..., ...    n: whole"),
     Rule(
         "aten.slice_scatter",
         _slice_scatter,
@@ -249,7 +255,7 @@ TABLE = table(
     Rule(
         "aten.roll", _moved(lambda call, ndim: call["dims"] or range(ndim), moves=True), "rolled dims: whole    linear"
     ),
-    each(
+    rules_for(
         "tril triu",
         _moved(lambda _, ndim: (ndim - 2, ndim - 1), moves=False),
         "... a b -> ... a b    a b: whole    linear",

@@ -1,4 +1,4 @@
-"""Views and transposes: all elements under another shape. Their factors follow from the shapes."""
+"""Rules for views and permutations: the same elements under another shape. Their factors follow from the shapes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
-from shardc.rules.rule import ANY, Call, Local, Localize, Rule, SpecOf, each, sized, table
+from shardc.rules.rule import ANY, Call, Local, Localize, Rule, SpecOf, rules_for, sized, table
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
 
 
-# --- the same elements in the same order
+# --- view, squeeze, unsqueeze
 
 
 def _view(call: Call) -> Spec:
     loops = Loops(call)
-    before, after = loops.regroup(loops.shapes[0], loops.made[0])
+    before, after = loops.regroup(loops.shapes[0], loops.result_shapes[0])
     return loops.spec([before], [after], moves=True)
 
 
@@ -30,21 +30,21 @@ def _reshape_local(local: Local) -> Any:
 
 
 def _squeezed(local: Local) -> Any:
-    """Drops the dims that are 1 in the global shape: a shard may be of size 1 in others too."""
+    """Emit a squeeze of the dims that have size 1 in the global shape: on a shard other dims may have size 1 too."""
     shape = local.call.operands[0].shape
-    asked = range(len(shape)) if local.call.name.endswith("default") else as_dims(local.call["dim"], len(shape))
-    return local.builder.call(aten.squeeze.dims, local.args[0], [d for d in asked if shape[d] == 1])
+    dims = range(len(shape)) if local.call.name.endswith("default") else as_dims(local.call["dim"], len(shape))
+    return local.builder.call(aten.squeeze.dims, local.args[0], [d for d in dims if shape[d] == 1])
 
 
 def as_dims(dims: int | Sequence[int], ndim: int) -> list[int]:
     return [d % ndim for d in ((dims,) if isinstance(dims, int) else dims)] if ndim else []
 
 
-# --- dims in another order
+# --- transpose, permute
 
 
 def _reordered(order: Callable[[Call, int], Sequence[int]]) -> SpecOf:
-    """The spec of an op whose result dim ``i`` is operand dim ``order(call, ndim)[i]``."""
+    """Return the spec function of an op whose result dim ``i`` is operand dim ``order(call, ndim)[i]``."""
 
     def spec(call: Call) -> Spec:
         loops = Loops(call)
@@ -57,8 +57,8 @@ def _reordered(order: Callable[[Call, int], Sequence[int]]) -> SpecOf:
 def _swapped(call: Call, ndim: int) -> list[int]:
     order = list(range(ndim))
     if ndim:
-        one, other = call["dim0"], call["dim1"]
-        order[one], order[other] = order[other], order[one]
+        first, second = call["dim0"], call["dim1"]
+        order[first], order[second] = order[second], order[first]
     return order
 
 
@@ -66,62 +66,63 @@ def _permutation(call: Call, ndim: int) -> Sequence[int]:
     return [d % ndim for d in call["dims"]]
 
 
-# --- elements repeated
+# --- expand, repeat
 
 
 def _expand(call: Call) -> Spec:
     loops = Loops(call)
-    shape = loops.made[0]
+    shape = loops.result_shapes[0]
     return loops.spec([loops.broadcast(loops.shapes[0], shape)], [loops.broadcast(shape, shape)], moves=True)
 
 
 def _repeat(call: Call) -> Spec:
-    """Each dim is repeated as a whole: times the major factor, its own the minor one."""
+    """Return the spec of ``repeat``: each result dim is the number of repeats (major) times the dim (minor)."""
     loops = Loops(call)
-    shape, made = loops.shapes[0], loops.made[0]
-    lead = len(made) - len(shape)
-    before = loops.dims("d", [1] * lead + list(shape))
+    lead = len(loops.result_shapes[0]) - len(loops.shapes[0])
+    before = loops.dims("d", [1] * lead + list(loops.shapes[0]))
     times = [loops.dim(f"times{i}", n) for i, n in enumerate(call["repeats"])]
     after = [major + minor for major, minor in zip(times, before, strict=True)]
     return loops.spec([before[lead:]], [tuple(after)], moves=True)
 
 
 def _repeat_local(local: Local) -> Any:
-    made = local.results[0].local_shape
-    own = [1] * (len(made) - local.operands[0].ndim) + list(local.operands[0].local_shape)
-    # Where there is nothing to repeat, any number of times will do.
-    return local.same(repeats=[n // size if size else 1 for n, size in zip(made, own, strict=True)])
+    result_shape = local.results[0].local_shape
+    operand_shape = [1] * (len(result_shape) - local.operands[0].ndim) + list(local.operands[0].local_shape)
+    # An empty dim can be repeated any number of times.
+    return local.same(repeats=[n // size if size else 1 for n, size in zip(result_shape, operand_shape, strict=True)])
 
 
-# --- dims that meet each other
+# --- diagonal, unfold, pixel_shuffle
 
 
 def _diagonal(call: Call) -> Spec:
-    """Two dims become one, at the end."""
+    """Return the spec of ``diagonal``: two dims become one, at the end."""
     loops = Loops(call)
-    shape, made = loops.shapes[0], loops.made[0]
+    shape, result_shape = loops.shapes[0], loops.result_shapes[0]
     met = {call["dim1"] % len(shape), call["dim2"] % len(shape)}
     x = tuple(loops.dim(f"d{i}", n, WHOLE if i in met else FREE) for i, n in enumerate(shape))
-    kept = tuple(factors for i, factors in enumerate(x) if i not in met)
-    return loops.spec([x], [(*kept, loops.dim("diagonal", made[-1], WHOLE))], moves=True)
+    others = tuple(factors for i, factors in enumerate(x) if i not in met)
+    return loops.spec([x], [(*others, loops.dim("diagonal", result_shape[-1], WHOLE))], moves=True)
 
 
 def _unfold(call: Call) -> Spec:
-    """One dim becomes its windows, whose elements stand at the end."""
+    """Return the spec of ``unfold``: a dim becomes its windows; the elements of a window become a last dim."""
     loops = Loops(call)
-    shape, made = loops.shapes[0], loops.made[0]
+    shape, result_shape = loops.shapes[0], loops.result_shapes[0]
     if not shape:
         return loops.spec([()], [((),)], moves=True)
     dim = call["dimension"] % len(shape)
     x = tuple(loops.dim(f"d{i}", n, WHOLE if i == dim else FREE) for i, n in enumerate(shape))
-    windows, window = (loops.dim(name, n, WHOLE) for name, n in (("windows", made[dim]), ("window", made[-1])))
+    windows, window = (
+        loops.dim(name, n, WHOLE) for name, n in (("windows", result_shape[dim]), ("window", result_shape[-1]))
+    )
     return loops.spec([x], [(*x[:dim], windows, *x[dim + 1 :], window)], moves=True)
 
 
 def _shuffle(call: Call, *, shrink: bool) -> Spec:
-    """``(c a b) h w -> c (h a) (w b)`` where the image grows, the other way round where it shrinks."""
+    """Return the spec of pixel_shuffle ``(c a b) h w -> c (h a) (w b)``, or of its inverse (``shrink``)."""
     loops = Loops(call)
-    few, many = (loops.made[0], loops.shapes[0]) if shrink else (loops.shapes[0], loops.made[0])
+    few, many = (loops.result_shapes[0], loops.shapes[0]) if shrink else (loops.shapes[0], loops.result_shapes[0])
     lead = loops.dims("n", few[:-3])
     factor = call["downscale_factor" if shrink else "upscale_factor"]
     c, h, w = loops.dim("c", many[-3]), loops.dim("h", few[-2]), loops.dim("w", few[-1])
@@ -131,12 +132,14 @@ def _shuffle(call: Call, *, shrink: bool) -> Spec:
 
 
 def _copies(op: str, spec: SpecOf, text: str, localize: Localize = Local.same) -> list[Rule]:
-    """The rule of a view and of its form that copies."""
-    return each(f"{op} {op}_copy", spec, text, localize)
+    """Return the rules of a view op and of its copying form."""
+    return rules_for(f"{op} {op}_copy", spec, text, localize)
 
 
 TABLE = table(
-    each("view.default view_copy.default reshape _unsafe_view", _view, "factors shared by both shapes", _reshape_local),
+    rules_for(
+        "view.default view_copy.default reshape _unsafe_view", _view, "factors shared by both shapes", _reshape_local
+    ),
     _copies("squeeze", _view, "dims of size 1 go", _squeezed),
     _copies("unsqueeze", _view, "... -> ... 1"),
     _copies("t", _reordered(lambda _, ndim: range(ndim)[::-1]), "a b -> b a"),

@@ -1,4 +1,4 @@
-"""The keys that one rank's queries see, piece by piece: where each comes from, and what masks it."""
+"""The blocks of keys that one rank's queries attend to, in order: where each block comes from, and its mask."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Keys that a rank's queries see at once.
+class KeyBlock:
+    """A block of keys (and values) that a rank's queries attend to in one kernel call.
 
     Args:
-        take: of keys or values, those of the piece.
-        back: the gradient of the piece, as one of all that the rank holds from which they came.
-        source: where that rank stands among those whose keys are gathered; else 0.
+        take: selects the block from keys or values as `KeyBlocks.reached` returns them.
+        back: turns a gradient of the block into one of the shard that the block was taken from.
+        source: index of that shard's rank, if keys are gathered; else 0.
         bias: added to the scores; None for nothing.
-        causal: query i sees the keys up to i of the piece.
-        later: bool [], whether it sees the keys before i alone; None: it never is so.
-        blind: bool [..., q], which queries see none of it; None: all see some.
+        causal: query i sees keys 0 to i of the block.
+        later: bool [], true if query i must not see key i itself (the block's keys are one position later than the
+            queries); None if that never holds.
+        blind: bool [..., q], the queries that see no key of the block; None if every query sees one.
     """
 
     take: Callable[[Any], Any]
@@ -43,11 +44,16 @@ class Piece:
 
     @property
     def when(self) -> dict[str, Any]:
+        """Return the keyword ``later`` for the kernel, if it is needed."""
         return {} if self.later is None else {"later": self.later}
 
 
-class Pieces:
-    """The pieces of the keys, as one rank sees them."""
+class KeyBlocks:
+    """Enumerates the blocks of keys that one rank's queries attend to, and emits the communication that brings them.
+
+    Axes that split queries and keys (``sent``) move keys between ranks: gathered, or passed around a ring. Axes that
+    split keys only (``pending``) leave partial results, which the caller combines by their log-sum-exp.
+    """
 
     def __init__(self, local: Local) -> None:
         self.local, self.run = local, local.builder.call
@@ -59,23 +65,24 @@ class Pieces:
         self.pending = tuple(sorted((axis for axis in split if axis not in both), key=self.mesh.order))
         self.ranks, self.group = local.builder.group(self.sent) if self.sent else (1, "")
         self.gathers = bool(self.sent) and not local.call["around"]
-        self.packed: Any = None  # what lies as messages do
+        self.packed: Any = None  # key and value as one contiguous tensor, ready to send
         self.keys: int = local.call["keys"]
         seen = local.true_size(2, self.query.shape[2])
-        # What fills the keys up stands behind all of them, where no causal query of the sequence sees it.
+        # Padding is behind all keys; with a causal mask no query of the sequence sees it, so it needs no mask.
         hides = local.call["causal"] and seen <= self.keys
         self.whole = not split
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
-    def each(self) -> Iterator[Piece]:
+    def blocks(self) -> Iterator[KeyBlock]:
+        """Yield the blocks: all keys at once if one mask serves them, else one per rank, or one per stripe of a rank."""
         causal = self.local.call["causal"]
         if self.whole and not self.query.dim_axes(2):
-            yield Piece(_same, _same, bias=self.local.operand("bias"), causal=causal)
+            yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
             return
         stripes = self._stripes() if causal and not self.filled else None
         if self.gathers and stripes is None:
             bias, blind = self._bias([self._coordinates(source) for source in range(self.ranks)])
-            yield Piece(self._in_a_row, self._by_source, 0, bias, blind=blind)
+            yield KeyBlock(self._in_a_row, self._by_source, 0, bias, blind=blind)
             return
         for number in range(self.ranks):
             at = self._coordinates(number)
@@ -85,12 +92,14 @@ class Pieces:
                 come, go = partial(self._sent, shift=number), partial(self._sent, shift=-number)
             if stripes is None:
                 bias, blind = self._bias([at])
-                yield Piece(come, go, number, bias, blind=blind)
+                yield KeyBlock(come, go, number, bias, blind=blind)
             else:
                 yield from self._striped(stripes, number, at, come, go)
 
     def joined(self, key: Any, value: Any) -> list[Any]:
-        """Both as one tensor, [2 b, g, k, e], where they are sent and can be: one message for two."""
+        """Return key and value as one tensor [2 b, g, k, e] if they are sent and have equal shapes, to send one message
+        instead of two.
+        """
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:
             return [key, value]
@@ -98,14 +107,16 @@ class Pieces:
         return [self.packed]
 
     def parted(self, tensors: list[Any]) -> list[Any]:
-        """Key and value of what `joined` made, or of pieces of it."""
+        """Split the result of `joined` (or a block of it) into key and value."""
         if len(tensors) == 2:
             return tensors
         half = self.local.builder.shape(tensors[0])[0] // 2
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
     def reached(self, tensors: list[Any]) -> list[Any]:
-        """What pieces are taken of: where keys are gathered, [ranks, b, g, k, e]."""
+        """Return the tensors that blocks are taken from: gathered as [ranks, b, g, k, e], or this rank's own if keys go
+        around.
+        """
         out = []
         for x in tensors if self.gathers else ():
             started = self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
@@ -114,18 +125,20 @@ class Pieces:
         return out or tensors
 
     def total(self, parts: list[tuple[int, Any]]) -> Any:
-        """The gradient of this rank's keys or values, of those of pieces by where these came from."""
+        """Return the gradient of this rank's keys or values from (source, gradient of a block) pairs."""
         if not self.gathers:
             return added(self.local, [x for _, x in parts])
         if len(parts) == 1:
-            every = parts[0][1]
+            gathered = parts[0][1]
         else:
             sums = [added(self.local, [x for at, x in parts if at == source]) for source in range(self.ranks)]
-            every = self.run(aten.stack.default, [narrow(self.local, x) for x in sums])
-        shape = self.local.builder.shape(every)
-        every = self.run(aten.reshape.default, every, [shape[0] * shape[1], *shape[2:]])
-        every = self._packed(every)
-        return self.run(WAIT, self.run(functional.reduce_scatter_tensor.default, every, "sum", self.ranks, self.group))
+            gathered = self.run(aten.stack.default, [narrow(self.local, x) for x in sums])
+        shape = self.local.builder.shape(gathered)
+        gathered = self.run(aten.reshape.default, gathered, [shape[0] * shape[1], *shape[2:]])
+        gathered = self._packed(gathered)
+        return self.run(
+            WAIT, self.run(functional.reduce_scatter_tensor.default, gathered, "sum", self.ranks, self.group)
+        )
 
     def _packed(self, x: Any) -> Any:
         if x is self.packed:
@@ -136,7 +149,7 @@ class Pieces:
         return self.run(aten.select.int, x, 0, source)
 
     def _in_a_row(self, x: Any) -> Any:
-        """What ranks hold, one behind the other: [b, g, ranks * k, e]."""
+        """Concatenate the shards of all ranks along the sequence: [b, g, ranks * k, e]."""
         n, b, g, k, e = self.local.builder.shape(x)
         return self.run(aten.reshape.default, self.run(aten.permute.default, x, [1, 2, 0, 3, 4]), [b, g, n * k, e])
 
@@ -146,7 +159,7 @@ class Pieces:
         return self.run(aten.permute.default, x, [2, 0, 1, 3, 4])
 
     def _sent(self, x: Any, shift: int) -> Any:
-        """``x`` of the rank that is ``shift`` before this one on the axes over which keys go round."""
+        """Return ``x`` of the rank ``shift`` places earlier in the ring over ``sent``."""
         if shift == 0:
             return x
         to = [(rank + shift) % self.ranks for rank in range(self.ranks)]
@@ -154,7 +167,8 @@ class Pieces:
         return self.run(WAIT, self.run(torch.ops.shardc.permute_ranks.default, x, to, self.group))
 
     def _coordinates(self, number: int) -> dict[str, Any]:
-        """By axis, the index of a rank: by its number where keys are gathered, else of that ``number`` before this one.
+        """Return axis -> index of another rank: of rank ``number`` if keys are gathered, else of the rank ``number``
+        places earlier in the ring. Axes that are missing have this rank's index.
 
         None for this rank.
         """
@@ -176,13 +190,16 @@ class Pieces:
             out[axis] = last
         return out
 
-    # --- a causal mask that every piece has by itself
+    # --- a causal mask that every block has by itself
 
     def _stripes(self) -> Digits | None:
-        """The digits of the keys in front of those that split the queries and behind; None if there are no stripes.
+        """Return the minor digits of the keys that correspond to the digits that split the queries; None if there are
+        no stripes.
 
-        Where the queries' axes are the minor digits, the elements that differ in these alone stand side by side. A
-        piece of the keys that is alike in them has one key in each such run, as the queries have.
+        With stripes a causal mask is causal within each block, so that the kernel's own causal mode can be used.
+        Requires that the queries' axes are the minor digits of the sequence: then the elements of a run of
+        ``prod(radices)`` neighbours are on different ranks, and a block of keys with the same minor digits has exactly
+        one key in each run, as the queries have.
         """
         digits = self.query.dims[2]
         axes = [digit for digit in digits if digit.axis is not None]
@@ -190,7 +207,7 @@ class Pieces:
             return None
         cuts = [prod(d.radix for d in axes[at:]) for at in range(len(axes) + 1)]
         if self.key.shape[2] % cuts[0] and self.whole:
-            return tuple(Digit(d.radix) for d in axes)  # of keys that are whole, the last run may be shorter
+            return tuple(Digit(d.radix) for d in axes)  # keys are not split: the last run may be shorter
         fine = refine(self.mesh, self.key.dims[2], cuts)
         if fine is None:
             return None
@@ -204,59 +221,66 @@ class Pieces:
 
     def _striped(
         self, minor: Digits, source: int, at: dict[str, Any], come: Callable[[Any], Any], go: Callable[[Any], Any]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[KeyBlock]:
         axes = [digit.axis for digit in self.query.dims[2] if digit.axis is not None]
-        held = prod(d.radix for d in minor if d.axis is None)  # stripes of one rank
+        stripes_per_rank = prod(d.radix for d in minor if d.axis is None)
         length = min(self.keys, self.key.shape[2]) if self.whole else self.key.local_shape[2]
         for choice in product(*(range(d.radix) if d.axis is None else (None,) for d in minor)):
             number = sum(
                 index * stride
                 for index, stride in zip((i for i in choice if i is not None), _below(minor), strict=True)
             )  # fmt: skip
-            here, there, stride = None, None, prod(d.radix for d in minor)
+            query_offset, key_offset, stride = None, None, prod(d.radix for d in minor)
             for axis, index, digit in zip(axes, choice, minor, strict=True):
                 stride //= digit.radix
-                own = _times(self.run, self.local.builder.coordinate((axis,)), stride)
+                axis_offset = _times(self.run, self.local.builder.coordinate((axis,)), stride)
                 if index is None:
-                    term = _times(self.run, at[axis], stride) if axis in at else own
+                    term = _times(self.run, at[axis], stride) if axis in at else axis_offset
                 else:
                     term = index * stride
-                here = own if here is None else self.run(aten.add.Tensor, here, own)
-                there = term if there is None else _add(self.run, there, term)
+                query_offset = (
+                    axis_offset if query_offset is None else self.run(aten.add.Tensor, query_offset, axis_offset)
+                )
+                key_offset = term if key_offset is None else _add(self.run, key_offset, term)
             later = None
-            own_piece = not self.gathers and source == 0 and held == 1
-            if not own_piece and not (isinstance(there, int) and there == 0):
-                later = self.run(aten.squeeze.dim, self._before(here, there), 0)
-            take, back = partial(self._stripe, number, held, length), partial(self._unstripe, number, held, length)
-            if held == 1:
-                yield Piece(come, go, source, None, True, later)
+            own_piece = not self.gathers and source == 0 and stripes_per_rank == 1
+            if not own_piece and not (isinstance(key_offset, int) and key_offset == 0):
+                later = self.run(aten.squeeze.dim, self._before(query_offset, key_offset), 0)
+            take, back = (
+                partial(self._stripe, number, stripes_per_rank, length),
+                partial(self._unstripe, number, stripes_per_rank, length),
+            )
+            if stripes_per_rank == 1:
+                yield KeyBlock(come, go, source, None, True, later)
             else:
-                yield Piece(_then(come, take), _then(back, go), source, None, True, later)
+                yield KeyBlock(_then(come, take), _then(back, go), source, None, True, later)
 
-    def _before(self, here: Any, there: Any) -> Any:
-        compare = aten.lt.Scalar if isinstance(there, int) else aten.lt.Tensor
-        return self.run(compare, here, there)
+    def _before(self, query: Any, key: Any) -> Any:
+        compare = aten.lt.Scalar if isinstance(key, int) else aten.lt.Tensor
+        return self.run(compare, query, key)
 
-    def _stripe(self, number: int, held: int, length: int, x: Any) -> Any:
-        return self.run(aten.slice.Tensor, x, 2, number, length, held)
+    def _stripe(self, number: int, step: int, length: int, x: Any) -> Any:
+        return self.run(aten.slice.Tensor, x, 2, number, length, step)
 
-    def _unstripe(self, number: int, held: int, length: int, x: Any) -> Any:
-        """``x``, of which element i goes to ``number + i * held``; zero elsewhere."""
+    def _unstripe(self, number: int, step: int, length: int, x: Any) -> Any:
+        """Scatter element i of ``x`` to position ``number + i * step``, with zeros elsewhere: the gradient of
+        `_stripe`.
+        """
         b, g, n, e = self.local.builder.shape(x)
         full = self.key.local_shape[2]
         x = self.run(aten.unsqueeze.default, x, 3)
-        x = self.run(aten.constant_pad_nd.default, x, [0, 0, number, held - number - 1], 0.0)
-        x = self.run(aten.reshape.default, x, [b, g, n * held, e])
-        if n * held == full:
+        x = self.run(aten.constant_pad_nd.default, x, [0, 0, number, step - number - 1], 0.0)
+        x = self.run(aten.reshape.default, x, [b, g, n * step, e])
+        if n * step == full:
             return x
-        if n * held > full:
+        if n * step > full:
             return self.run(aten.slice.Tensor, x, 2, 0, full)
-        return self.run(aten.constant_pad_nd.default, x, [0, 0, 0, full - n * held], 0.0)
+        return self.run(aten.constant_pad_nd.default, x, [0, 0, 0, full - n * step], 0.0)
 
-    # --- a mask of places in the whole sequence
+    # --- masks by position in the unsharded sequence
 
     def _bias(self, ranks: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        """What is added to the scores of a piece that ``ranks`` hold, and which queries see none of it."""
+        """Return what is added to the scores of a block held by ``ranks``, and the mask of queries that see none of it."""
         call, run = self.local.call, self.run
         causal = call["causal"]
         bias = self.local.operand("bias")
@@ -285,24 +309,24 @@ class Pieces:
         return bias, run(aten.eq.Scalar, run(aten.amax.default, bias, [-1]), -inf)
 
     def _places(self, ranks: Sequence[dict[str, Any]]) -> Any:
-        every = [positions(self.local, self.key, 2, None, at) for at in ranks]
-        return every[0] if len(every) == 1 else self.run(aten.cat.default, every)
+        per_rank = [positions(self.local, self.key, 2, None, at) for at in ranks]
+        return per_rank[0] if len(per_rank) == 1 else self.run(aten.cat.default, per_rank)
 
 
 def _below(minor: Digits) -> list[int]:
-    """For each local digit, how many elements of the minor local ones it counts."""
+    """Return for each local digit of ``minor`` its stride, counted in local digits only."""
     sizes = [d.radix for d in minor if d.axis is None]
     return [prod(sizes[at + 1 :]) for at in range(len(sizes))]
 
 
-def _add(run: Callable[..., Any], one: Any, other: Any) -> Any:
-    if isinstance(one, int) and isinstance(other, int):
-        return one + other
-    return run(aten.add.Tensor, *((other, one) if isinstance(one, int) else (one, other)))
+def _add(run: Callable[..., Any], left: Any, right: Any) -> Any:
+    if isinstance(left, int) and isinstance(right, int):
+        return left + right
+    return run(aten.add.Tensor, *((right, left) if isinstance(left, int) else (left, right)))
 
 
-def _times(run: Callable[..., Any], one: Any, by: int) -> Any:
-    return one * by if isinstance(one, int) else one if by == 1 else run(aten.mul.Tensor, one, by)
+def _times(run: Callable[..., Any], x: Any, by: int) -> Any:
+    return x * by if isinstance(x, int) else x if by == 1 else run(aten.mul.Tensor, x, by)
 
 
 def _same(x: Any) -> Any:
@@ -310,7 +334,7 @@ def _same(x: Any) -> Any:
 
 
 def added(local: Local, parts: list[Any]) -> Any:
-    """The sum, in a dtype to add up in if there are several."""
+    """Return the sum of ``parts``, in float32 if there are several of a 16-bit dtype."""
     if len(parts) == 1:
         return parts[0]
     total = wide(local, parts[0])
@@ -324,13 +348,14 @@ def _then(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> Callable
 
 
 def wide(local: Local, x: Any) -> Any:
-    """``x`` in a dtype to add up in."""
+    """Cast ``x`` to float32 if the call computes in a 16-bit dtype."""
     dtype = local.call.operands[0].dtype
     few = dtype in (torch.float16, torch.bfloat16)
     return local.builder.call(aten._to_copy.default, x, dtype=torch.float32) if few else x
 
 
 def narrow(local: Local, x: Any) -> Any:
+    """Cast ``x`` back to the call's dtype, if it is a 16-bit one."""
     dtype = local.call.operands[0].dtype
     few = dtype in (torch.float16, torch.bfloat16)
     return local.builder.call(aten._to_copy.default, x, dtype=dtype) if few else x

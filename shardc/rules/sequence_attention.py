@@ -1,12 +1,14 @@
-"""Attention of a split sequence: queries are free, keys add up; or both lie on one axis, and keys go round.
+"""Rules for attention of a split sequence: queries and keys may be split separately, or both over one axis (context
+parallelism).
 
-A rank's queries see the keys piece by piece. The results of two pieces are put together by the log-sum-exp of their
-scores, so what a piece alone gives is pending over the axes that split keys and not queries.
+A rank's queries attend to the keys block by block. Results of two blocks are combined by the log-sum-exp of their
+scores, so over an axis that splits keys and not queries the result of one rank is partial.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from operator import getitem
 from typing import Any
@@ -15,7 +17,7 @@ import torch
 
 from shardc.ir.attention import CALL, GRADIENT
 from shardc.ir.comm import WAIT
-from shardc.rules.key_pieces import Pieces, added, narrow, wide
+from shardc.rules.key_blocks import KeyBlocks, added, narrow, wide
 from shardc.rules.loops import FREE, Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.routed import Routed
@@ -29,7 +31,9 @@ _SPLITS = {"gather": _BOTH, "ring": _BOTH, "heads": _HEADS, "auto": _BOTH + _HEA
 
 
 class _Heads:
-    """The dims of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` heads."""
+    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f``, with ``h = g * r`` heads
+    (grouped-query attention).
+    """
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         shapes = dict(zip(loops.names, loops.shapes, strict=True))
@@ -41,36 +45,35 @@ class _Heads:
         e, f = loops.dim("e", query[3], WHOLE), loops.dim("f", value[3], WHOLE)
         self.query, self.key, self.value = (b, h, q, e), (b, g, k, e), (b, g, k, f)
         self.out, self.row = (b, h, q, f), (b, h, q)
-        # A piece of the keys takes its columns of a bias by itself.
-        every = (b, h, q, loops.dim("columns", shapes["bias"][-1], WHOLE) if "bias" in shapes else ())
+        # The columns of a bias are whole: each block of keys selects its own columns.
+        scores = (b, h, q, loops.dim("columns", shapes["bias"][-1], WHOLE) if "bias" in shapes else ())
         self.bias: Dims = ()
         if "bias" in shapes:
             sizes = shapes["bias"]
-            self.bias = tuple(() if n == 1 else dims for n, dims in zip(sizes, every[-len(sizes) :], strict=True))
+            self.bias = tuple(() if n == 1 else dims for n, dims in zip(sizes, scores[-len(sizes) :], strict=True))
 
     def operands(self, names: Sequence[str]) -> list[Dims]:
-        known = {"query": self.query, "key": self.key, "value": self.value, "logsumexp": self.row, "bias": self.bias}
-        known["later"] = ()
-        return [known.get(name, self.out) for name in names]
+        by_name = {"query": self.query, "key": self.key, "value": self.value, "logsumexp": self.row, "bias": self.bias}
+        by_name["later"] = ()
+        return [by_name.get(name, self.out) for name in names]
 
 
 def _routed(call: Call, spec: Spec, moving: tuple[int, ...], trips: int) -> Spec:
-    """``spec``, in which keys and values may go round the ranks that have the queries."""
+    """Return ``spec`` with permission to move keys and values between the ranks that split the queries (`Routed`)."""
     sizes = dict(spec.sizes)
     if _QUERIES not in sizes or _KEYS not in sizes:
         return spec
     methods = zip(call["axis"].split(","), call["method"].split(","), strict=True)
-    held = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
-    routed = Routed(_QUERIES, _KEYS, moving=moving, trips=trips, around=call["around"], held=held)
-    return Spec(spec.operands, spec.results, spec.sizes, spec.reduce, spec.whole, spec.linear, aside=spec.aside,
-                indexed=spec.indexed, routed=routed)  # fmt: skip
+    required = tuple((axis, _SPLITS[method]) for axis, method in methods if axis)
+    routed = Routed(_QUERIES, _KEYS, moving=moving, trips=trips, around=call["around"], required=required)
+    return replace(spec, routed=routed)
 
 
 def _call(call: Call) -> Spec:
     loops = Loops(call)
     heads = _Heads(loops, backward=False)
-    # What is pending of the output is a sum, because each piece's share is known: the log-sum-exp never is.
-    spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], aside=[1])
+    # With keys split the output is a partial sum, already weighted by each rank's share; the log-sum-exp is complete.
+    spec = loops.spec(heads.operands(loops.names), [heads.out, heads.row], linear=[{2}], replicated=[1])
     return _routed(call, spec, (1, 2), 1)
 
 
@@ -85,33 +88,33 @@ def _gradient(call: Call) -> Spec:
 
 
 def _call_local(local: Local) -> Any:
-    run, sequence = local.builder.call, Pieces(local)
+    run, sequence = local.builder.call, KeyBlocks(local)
     scale, out, sums, blind, many = local.call["scale"], None, None, False, False
     query = local.operand("query")
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
-    for piece in sequence.each():
-        k, v = sequence.parted([piece.take(x) for x in reached])
+    for block in sequence.blocks():
+        k, v = sequence.parted([block.take(x) for x in reached])
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
-        made = run(CALL, query, k, v, piece.bias, piece.causal, scale, keys, **piece.when)
-        o, s = run(getitem, made, 0), run(getitem, made, 1)
-        if piece.blind is not None:
+        outputs = run(CALL, query, k, v, block.bias, block.causal, scale, keys, **block.when)
+        o, s = run(getitem, outputs, 0), run(getitem, outputs, 1)
+        if block.blind is not None:
             blind = True
-            s = run(aten.where.self, piece.blind, run(aten.full_like.default, s, -inf), s)
+            s = run(aten.where.self, block.blind, run(aten.full_like.default, s, -inf), s)
         if out is None:
             out, sums = o, s
             continue
         many = True
-        together = run(aten.logaddexp.default, sums, s)
-        base = _seen(local, together) if blind else together
+        combined = run(aten.logaddexp.default, sums, s)
+        base = _seen(local, combined) if blind else combined
         first, second = (
             run(aten.mul.Tensor, wide(local, x), run(aten.unsqueeze.default, _share(local, n, base), 3))
             for x, n in ((out, sums), (o, s))
         )
-        out, sums = run(aten.add.Tensor, first, second), together
+        out, sums = run(aten.add.Tensor, first, second), combined
     if sequence.pending:
-        own, sums = sums, _all_sums(local, sums, sequence.pending)
+        rank_sums, sums = sums, _all_sums(local, sums, sequence.pending)
         base = _seen(local, sums) if blind else sums
-        share = run(aten.unsqueeze.default, _share(local, own, base), 3)
+        share = run(aten.unsqueeze.default, _share(local, rank_sums, base), 3)
         out, many = run(aten.mul.Tensor, wide(local, out), share), True
     if blind:
         sums = _seen(local, sums)
@@ -123,40 +126,40 @@ def _share(local: Local, part: Any, whole: Any) -> Any:
 
 
 def _seen(local: Local, sums: Any) -> Any:
-    """``sums`` with 0 for what sees nothing, as kernels have it."""
+    """Replace -inf by 0 in ``sums`` (rows that see no key), as the kernels return it."""
     run = local.builder.call
     nothing = run(aten.eq.Scalar, sums, -inf)
     return run(aten.where.self, nothing, run(aten.full_like.default, sums, 0.0), sums)
 
 
 def _all_sums(local: Local, sums: Any, axes: tuple[str, ...]) -> Any:
-    """The log-sum-exp over the ranks of ``axes``."""
+    """Return the log-sum-exp over the ranks of ``axes``."""
     run, shape = local.builder.call, local.builder.shape(sums)
     ranks, group = local.builder.group(axes)
     sums = run(aten.clone.default, sums, memory_format=torch.contiguous_format)
-    every = run(WAIT, run(functional.all_gather_into_tensor.default, sums, ranks, group))
-    return run(aten.logsumexp.default, run(aten.reshape.default, every, [ranks, *shape]), [0])
+    gathered = run(WAIT, run(functional.all_gather_into_tensor.default, sums, ranks, group))
+    return run(aten.logsumexp.default, run(aten.reshape.default, gathered, [ranks, *shape]), [0])
 
 
 def _gradient_local(local: Local) -> Any:
-    run, sequence = local.builder.call, Pieces(local)
+    run, sequence = local.builder.call, KeyBlocks(local)
     scale = local.call["scale"]
     grad, query, out, sums = (local.operand(name) for name in ("grad", "query", "out", "logsumexp"))
     reached = sequence.reached(sequence.joined(local.operand("key"), local.operand("value")))
     rows_total: list[Any] = []
     sources: list[int] = []
     keys_total: list[list[Any]] = []
-    for piece in sequence.each():
-        k, v = sequence.parted([piece.take(x) for x in reached])
+    for block in sequence.blocks():
+        k, v = sequence.parted([block.take(x) for x in reached])
         keys = min(local.call["keys"], local.builder.shape(k)[2]) if sequence.whole else local.builder.shape(k)[2]
-        made = run(GRADIENT, grad, query, k, v, out, sums, piece.bias, piece.causal, scale, keys, **piece.when)
-        dq, dk, dv = (run(getitem, made, at) for at in range(3))
+        grads = run(GRADIENT, grad, query, k, v, out, sums, block.bias, block.causal, scale, keys, **block.when)
+        dq, dk, dv = (run(getitem, grads, at) for at in range(3))
         rows_total.append(dq)
-        sources.append(piece.source)
-        keys_total.append([piece.back(x) for x in sequence.joined(dk, dv)])
-    each = [sequence.total(list(zip(sources, parts, strict=True))) for parts in zip(*keys_total, strict=True)]
-    made = [added(local, rows_total), *sequence.parted(each)]
-    return [narrow(local, x) for x in made] if len(rows_total) > 1 else made
+        sources.append(block.source)
+        keys_total.append([block.back(x) for x in sequence.joined(dk, dv)])
+    key_grads = [sequence.total(list(zip(sources, parts, strict=True))) for parts in zip(*keys_total, strict=True)]
+    grads = [added(local, rows_total), *sequence.parted(key_grads)]
+    return [narrow(local, x) for x in grads] if len(rows_total) > 1 else grads
 
 
 TABLE = table(
