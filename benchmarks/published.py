@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 import shardc  # noqa: E402
 from examples.models import llama  # noqa: E402
-from shardc.report.schedule import Schedule  # noqa: E402
+from shardc.report.predicted_schedule import Schedule  # noqa: E402
 
 LLAMA3_8B = llama.LlamaConfig(128256, 4096, 32, 32, 8, 14336, 500000.0)
 LLAMA3_70B = llama.LlamaConfig(128256, 8192, 80, 64, 8, 28672, 500000.0)

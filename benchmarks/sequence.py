@@ -155,7 +155,7 @@ def predicted(module: nn.Module, name: str, ranks: int, options: argparse.Namesp
     sharing = ranks // gcd(ranks, config.kv_heads)
     page = {"heads": 2 * (ranks - 1) * (2 * queries + sharing * keys) // ranks}.get(method, 3 * (ranks - 1) * keys)
     memory = program.schedule("cpu").memory
-    held = max(sample.held[4] for sample in memory.samples)
+    held = max(sample.sizes[4] for sample in memory.samples)
     said = "" if method == "auto" else f"{options.layers * page / 1024:,.0f}"
     return [f"{counted / 1024:,.0f}", said, f"{held / 2**20:.0f}"]
 

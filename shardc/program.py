@@ -33,8 +33,8 @@ from shardc.precompiled.unused import backward_for
 from shardc.report.causes import Cause, cause_of
 from shardc.report.derive import Dims, derive
 from shardc.report.formulas import Costs
-from shardc.report.lint import Finding, in_pieces, lint
-from shardc.report.schedule import Schedule, build, room_of_rows
+from shardc.report.lint_rules import Finding, in_pieces, lint
+from shardc.report.predicted_schedule import Schedule, build, room_of_rows
 from shardc.report.tiles import Tiles
 from shardc.validate import near, typed
 

@@ -6,7 +6,7 @@ import argparse
 
 from shardc.cli import schedule
 from shardc.report.export import milliseconds, plain
-from shardc.report.lint import SEVERITIES, merged
+from shardc.report.lint_rules import SEVERITIES, merged
 
 HELP = "find communication that a plan could avoid"
 

@@ -18,8 +18,8 @@ from shardc._compat import pytree
 from shardc.cli import target
 from shardc.cost.hardware import Hardware
 from shardc.ir.tally import wire_elements
+from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective
-from shardc.report.schedule import Schedule
 from shardc.runtime.profile import Profiled, Ran, profile_step
 
 WARM_UP = 2  # steps before those that count; the first compiles

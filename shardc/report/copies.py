@@ -1,12 +1,12 @@
-"""The copies that communication costs in a step: bytes that are moved on a rank only to be sent, or to be used.
+"""Lists the copies that communication causes in a step: bytes moved within a rank only to be sent, or after they
+arrive.
 
-A gather writes each shard to its place in the result, which its users read as it is, and reads its own shard where the
-parameter lies; so the one copy that it needs is that of the own shard. More are there where a layout splits a dim that
-is not the leading one: its digits are brought to the front to be sent, and back behind the wait. And small tensors that
-share a message (`shardc.ir.packing`) are copied into it and, gathered, out of it, which takes less than messages.
+An all-gather receives each shard at its place in the result, so its only copy is that of the rank's own shard. More
+copies occur if a layout splits a dim other than the leading one: the split dim is moved to the front before sending,
+and back after the wait. Small tensors that share a message (`shardc.ir.packing`) are copied into it and out of it.
 
-Casts and arithmetic are not counted, nor what a library copies inside of a collective of its own. Inductor may fuse a
-copy with what makes its value, so that there are at most these.
+Casts and arithmetic are not counted, nor copies inside a library's collective. The list is an upper bound: Inductor may
+fuse a copy into the op that produces its value.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shardc.ir.tally import collective_kind, group_of
 
 aten = torch.ops.aten
 
+# Values of `Copy.reason`.
 OWN_SHARD = "own shard to its place in the gathered result"
 TOGETHER = "terms of an all-reduce into one buffer"
 INTO_MESSAGE = "small tensors into the message that they share"
@@ -43,12 +44,12 @@ _MOVES = {
 
 @dataclass(frozen=True)
 class Copy:
-    """One copy.
+    """One copy within a rank.
 
     Args:
-        name: of the value in the graph's text.
-        reason: one of the constants of this module.
-        bytes: written.
+        name: the value, as named in the graph's text.
+        reason: one of the constants above.
+        bytes: bytes written.
     """
 
     name: str
@@ -57,43 +58,43 @@ class Copy:
 
 
 def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
-    """The copies of a local graph, a half of a step, in its order."""
-    found: list[Copy] = []
-    sent = _reached(graph, backward=True)
-    came = _reached(graph, backward=False)
+    """Return the copies of a local forward or backward graph, in its order."""
+    result: list[Copy] = []
+    feeds_collective = _reached(graph, backward=True)
+    follows_wait = _reached(graph, backward=False)
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if collective_kind(node) is not None:
-            found += _of_collective(node, mesh)
-        elif node.target in _MOVES and not _is_view(node) and (node in sent or node in came):
-            reason = RECEIVED if node in came else TO_SEND
-            found.append(Copy(ir.info(node).name, reason, tensor_bytes(node.meta["val"])))
-    return found
+            result += _of_collective(node, mesh)
+        elif node.target in _MOVES and not _is_view(node) and (node in feeds_collective or node in follows_wait):
+            reason = RECEIVED if node in follows_wait else TO_SEND
+            result.append(Copy(ir.info(node).name, reason, tensor_bytes(node.meta["val"])))
+    return result
 
 
-def table(found: list[Copy]) -> str:
-    """How many copies there are for each reason, and of how many bytes."""
+def table(copied: list[Copy]) -> str:
+    """Return a text table: count and bytes of the copies for each reason, and in total."""
     rows: dict[str, tuple[int, int]] = {}
-    for one in found:
-        count, size = rows.get(one.reason, (0, 0))
-        rows[one.reason] = count + 1, size + one.bytes
+    for copy in copied:
+        count, size = rows.get(copy.reason, (0, 0))
+        rows[copy.reason] = count + 1, size + copy.bytes
     lines = [f"{reason}: x{count} {size} B/rank" for reason, (count, size) in sorted(rows.items())]
-    return "\n".join([*lines, f"copies: x{len(found)} {sum(one.bytes for one in found)} B/rank"]) + "\n"
+    return "\n".join([*lines, f"copies: x{len(copied)} {sum(copy.bytes for copy in copied)} B/rank"]) + "\n"
 
 
 def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
-    kind, name, made = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
+    kind, name, outputs = collective_kind(node), ir.info(node).name, _tensors(node.meta["val"])
     _, ranks = group_of(node, mesh)
     for read in node.all_input_nodes:
         val = read.meta["val"]
         if isinstance(val, Tensor) and not val.is_contiguous():
             yield Copy(ir.info(read).name, CONTIGUOUS, tensor_bytes(val))
     if kind == "all_gather":
-        for user, x in _named(node, made):
+        for user, x in _named(node, outputs):
             yield Copy(user, OWN_SHARD, tensor_bytes(x) // ranks)
     elif node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
-        yield Copy(name, TOGETHER, sum(map(tensor_bytes, made)))
+        yield Copy(name, TOGETHER, sum(map(tensor_bytes, outputs)))
         return
     if node.target not in IN_MESSAGES or ranks == 1:
         return
@@ -103,27 +104,29 @@ def _of_collective(node: fx.Node, mesh: Mesh) -> Iterator[Copy]:
             yield Copy(name, OUT_OF_MESSAGE, size * (ranks - 1))
 
 
-def _named(node: fx.Node, made: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     items: dict[Any, str] = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
-    for at, x in enumerate(made):
+    for at, x in enumerate(outputs):
         yield items.get(at, ir.info(node).name), x
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """The nodes that only moves stand between and a collective's start (``backward``) or its wait."""
+    """Return the nodes that are connected to the start of a collective (``backward``), or to its wait, by data movement
+    only.
+    """
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Any] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()
     for node in nodes:
         if node.op != "call_function" or not (node.target in _MOVES or aliased(node) is not None):
             continue
-        if any(one in out or _ends(one, backward) for one in next_to(node)):
+        if any(neighbour in out or _ends(neighbour, backward) for neighbour in next_to(node)):
             out.add(node)
     return out
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a move lies in its operand's memory: a reshape may or may not."""
+    """Return whether the node's result shares memory with its operand (a reshape may or may not)."""
     storages = [x.untyped_storage()._cdata for x in (node.meta["val"], node.all_input_nodes[0].meta["val"])]
     return storages[0] == storages[1]
 

@@ -1,12 +1,13 @@
-"""Derive: the formulas of a program's costs, from captures, each compared with captures that it was not made from.
+"""Derives formulas of a program's communication costs in batch, sequence and mesh axis sizes, and verifies them.
 
-Nothing is traced with symbols. In axis sizes the formulas are read off the program: how many ranks a group has, which
-axes cut the tensor that moves, and how a collective's wire bytes follow. In batch and sequence the sizes of the tensors
-are polynomials (of degree 1 in the batch, 2 in the sequence), whose coefficients are solved exactly, in rationals, from
-captures at 2 batches and 3 sequences. Then bytes and seconds are compared with a capture at another batch and sequence,
-and with one on another size of each axis; where one differs there is an error, not a formula.
+No symbolic tracing is used. How costs depend on axis sizes follows from the program: the ranks of each group, the axes
+that split the tensor that moves, and the wire bytes of each kind of collective. How tensor sizes depend on batch and
+sequence is fitted: they are polynomials of degree 1 in the batch and 2 in the sequence, whose coefficients are solved
+exactly (in rationals) from captures at 2 batches and 3 sequence lengths.
 
-A formula holds while the program keeps its form: sizes divide over the axes, and the same collectives are chosen.
+The formulas are then compared with captures that were not used for the fit: at another batch and sequence, and with
+another size of each mesh axis. If one differs, an error is raised. A formula holds while sizes divide over the axes and
+the compiler chooses the same collectives.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from shardc.ir import tally
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.report.formulas import BATCH, SEQUENCE, Costs, Moves
+from shardc.report.predicted_schedule import Schedule
 from shardc.report.repeated import model_flops
-from shardc.report.schedule import Schedule
 
 DEGREES = {BATCH: 1, SEQUENCE: 2}
 Dims = Mapping[str, Sequence[Any]]  # input -> the symbol (or None) of each of its dims
 
 
-class Again(Protocol):
-    """A program that can be made again at other sizes."""
+class Recompilable(Protocol):
+    """A program that can be compiled again for another mesh and other input shapes."""
 
     mesh: Mesh
     inputs: tuple[tuple[str, Layout], ...]
@@ -48,13 +49,13 @@ class Again(Protocol):
     again: Any  # (mesh, shapes of the inputs) -> the program there
 
 
-# Name and phase, kind, group, the axes that cut what is handed in, bytes of an element; of each collective.
+# Per collective: name and phase, kind, group, the axes that split its input, bytes per element.
 Form = tuple[tuple[str, str, tuple[str, ...], tuple[str, ...], int], ...]
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """One capture: its collectives, bytes of the whole tensor that each moves a part of, operations."""
+    """The measurements of one capture: form and global tensor bytes of its collectives, and operations."""
 
     form: Form
     sizes: tuple[int, ...]
@@ -62,21 +63,21 @@ class _Sample:
     schedule: Schedule
 
 
-def derive(program: Again, hardware: Hardware, dims: Dims | None = None) -> Costs:
-    """The formulas of a program.
+def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) -> Costs:
+    """Return the cost formulas of a program.
 
     Args:
-        hardware: whose numbers `Costs.values` has by default, and whose times the formulas are checked against.
+        hardware: the default of `Costs.values`; the formulas' times are verified against its numbers.
         dims: for each input the symbol of each dim, "batch", "sequence" or None. By default dim 0 of every input is
             the batch, and dim 1 of inputs of integers (tokens) the sequence.
 
     Raises:
-        PlanError: a formula does not hold at a size that it was not made from, or the program cannot be described so.
+        PlanError: a formula fails at a size that it was not fitted to, or the program has no such formula.
     """
     if program.again is None:
         raise PlanError("no formula: a program that was loaded cannot be made again", fix="compile the model")
-    known = _named(program, dims)
-    base = {symbol: _size(program, known, symbol) for symbol in (BATCH, SEQUENCE)}
+    symbols_of = _named(program, dims)
+    base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}
     has = {symbol: size is not None for symbol, size in base.items()}
     batch, sequence = base[BATCH] or 1, base[SEQUENCE] or 1
     degrees = [DEGREES[symbol] if has[symbol] else 0 for symbol in (BATCH, SEQUENCE)]
@@ -88,46 +89,48 @@ def derive(program: Again, hardware: Hardware, dims: Dims | None = None) -> Cost
             return _sample(program, hardware)
         numbers = {"batch": at[0], "sequence": at[1]}
         shapes = [
-            [numbers.get(str(said), size) for said, size in zip(known[name], layout.shape, strict=True)]
+            [numbers.get(str(symbol), size) for symbol, size in zip(symbols_of[name], layout.shape, strict=True)]
             for name, layout in program.inputs
         ]
         try:
             return _sample(program.again(mesh, shapes), hardware)
         except ShardcError as error:
-            raise PlanError(f"no formula: {mesh} at {_said(at, has)} fails: {error.what}", fix=error.fix) from error
+            raise PlanError(
+                f"no formula: {mesh} at {_point_text(at, has)} fails: {error.what}", fix=error.fix
+            ) from error
 
     samples = [sample(program.mesh, at) for at in points]
     first = samples[0]
     for point, other in zip(points, samples, strict=True):
-        _same_form(first, other, f"{program.mesh} at {_said(point, has)}")
+        _same_form(first, other, f"{program.mesh} at {_point_text(point, has)}")
     solve = sympy.Matrix([[b**i * s**j for i, j in powers] for b, s in points]).inv()
 
     def fitted(values: Sequence[int]) -> sympy.Expr:
         factors = solve * sympy.Matrix(values)
         return sympy.Add(*(c * BATCH**i * SEQUENCE**j for c, (i, j) in zip(factors, powers, strict=True)))
 
-    alike: dict[tuple[Any, ...], int] = {}
+    counts: dict[tuple[Any, ...], int] = {}
     for row, (_, kind, group, cut, itemsize) in enumerate(first.form):
-        key = kind, group, cut, itemsize, tuple(each.sizes[row] for each in samples)
-        alike[key] = alike.get(key, 0) + 1
+        key = kind, group, cut, itemsize, tuple(x.sizes[row] for x in samples)
+        counts[key] = counts.get(key, 0) + 1
     moves = tuple(
         Moves(kind, group, cut, count, itemsize, fitted(sizes))
-        for (kind, group, cut, itemsize, sizes), count in alike.items()
+        for (kind, group, cut, itemsize, sizes), count in counts.items()
     )
     costs = Costs(
         program.mesh, hardware, batch, sequence, moves, fitted([s.flops for s in samples]), first.schedule.dtype
     )
-    elsewhere = (batch * (3 if has[BATCH] else 1), sequence * (4 if has[SEQUENCE] else 1))
-    held_out = sample(program.mesh, elsewhere)
-    _same_form(first, held_out, f"{program.mesh} at {_said(elsewhere, has)}")
-    verify(costs, held_out.schedule, elsewhere)
+    validation_point = (batch * (3 if has[BATCH] else 1), sequence * (4 if has[SEQUENCE] else 1))
+    validation = sample(program.mesh, validation_point)
+    _same_form(first, validation, f"{program.mesh} at {_point_text(validation_point, has)}")
+    verify(costs, validation.schedule, validation_point)
     for axis in program.mesh.axes:
         _verify_axis(costs, axis, first, sample, (batch, sequence))
     return costs
 
 
 def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
-    """Compares formulas with the schedule of a capture at ``at`` (batch, sequence), before bucketing.
+    """Compare the formulas with the schedule of a capture at ``at`` (batch, sequence), before bucketing.
 
     Raises:
         PlanError: a number differs.
@@ -137,8 +140,8 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
     totals = schedule.totals("axis")
     for axis in dict.fromkeys([*costs.axes, *totals]):
         total = totals.get(axis)
-        said = costs.cost(axis) if axis in costs.axes else None
-        wire, seconds = (int(said.wire.subs(values)), float(said.seconds.subs(values))) if said else (0, 0.0)
+        cost = costs.cost(axis) if axis in costs.axes else None
+        wire, seconds = (int(cost.wire.subs(values)), float(cost.seconds.subs(values))) if cost else (0, 0.0)
         real = (total.wire, total.seconds) if total else (0, 0.0)
         if wire != real[0] or abs(seconds - real[1]) > 1e-9 * max(real[1], 1e-30):
             raise PlanError(
@@ -151,7 +154,7 @@ def verify(costs: Costs, schedule: Schedule, at: tuple[int, int]) -> None:
 def _verify_axis(
     costs: Costs, axis: str, first: _Sample, sample: Callable[[Mesh, tuple[int, int]], _Sample], at: tuple[int, int]
 ) -> None:
-    """Compares the formulas with a capture on another size of ``axis`` on which the program keeps its form."""
+    """Compare the formulas with a capture on another size of ``axis`` on which the program has the same collectives."""
     size = costs.mesh.size(axis)
     if size == 1:
         return
@@ -161,12 +164,12 @@ def _verify_axis(
         mesh = Mesh({a: other if a == axis else costs.mesh.size(a) for a in costs.mesh.axes})
         sizes = (at[0] * max(other // size, 1), at[1] * (max(other // size, 1) if at[1] > 1 else 1))
         try:
-            made = sample(mesh, sizes)
-            _same_form(first, made, str(mesh))
+            other_sample = sample(mesh, sizes)
+            _same_form(first, other_sample, str(mesh))
         except PlanError as error:
             problems.append(error.what.removeprefix("no formula: "))
             continue
-        verify(costs, made.schedule, sizes)
+        verify(costs, other_sample.schedule, sizes)
         return
     raise PlanError(
         f"no formula: on no other size of {axis} has the program the same form: {'; '.join(problems)}",
@@ -174,7 +177,7 @@ def _verify_axis(
     )
 
 
-def _sample(program: Again, hardware: Hardware) -> _Sample:
+def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
     schedule, graph = program.schedule(hardware, stage="localize"), program.whole("collectives")
     operands = {
         ir.info(node).name: node.all_input_nodes[0]
@@ -203,40 +206,40 @@ def _sample(program: Again, hardware: Hardware) -> _Sample:
 def _same_form(first: _Sample, other: _Sample, where: str) -> None:
     if first.form == other.form:
         return
-    for one, two in zip((*first.form, None), (*other.form, None), strict=False):
-        if one != two:
-            told = [f"{x[1]} over {','.join(x[2])} ({x[0]})" if x is not None else "none" for x in (one, two)]
-            raise PlanError(f"no formula: {where} has other collectives: {told[1]} where there was {told[0]}")
+    for expected, actual in zip((*first.form, None), (*other.form, None), strict=False):
+        if expected != actual:
+            texts = [f"{x[1]} over {','.join(x[2])} ({x[0]})" if x is not None else "none" for x in (expected, actual)]
+            raise PlanError(f"no formula: {where} has other collectives: {texts[1]} where there was {texts[0]}")
 
 
-def _named(program: Again, dims: Dims | None) -> dict[str, tuple[Any, ...]]:
-    """The symbol of each dim of each input."""
+def _named(program: Recompilable, dims: Dims | None) -> dict[str, tuple[Any, ...]]:
+    """Return the symbol (batch, sequence or None) of each dim of each input."""
     integers = {
         ir.role(node).name
         for node in ir.placeholders(program.graph("capture"), "input")
-        if isinstance(made := ir.info(node).value, ir.Value) and not made.dtype.is_floating_point
+        if isinstance(value := ir.info(node).value, ir.Value) and not value.dtype.is_floating_point
     }
     out = {}
     for name, layout in program.inputs:
-        said: Sequence[Any] = () if dims is None else dims.get(name, ())
+        symbols: Sequence[Any] = () if dims is None else dims.get(name, ())
         if dims is None:
-            said = ("batch", *(["sequence"] if name in integers else []))
-        out[name] = (*said, *[None] * layout.ndim)[: layout.ndim]
+            symbols = ("batch", *(["sequence"] if name in integers else []))
+        out[name] = (*symbols, *[None] * layout.ndim)[: layout.ndim]
     return out
 
 
-def _size(program: Again, known: Mapping[str, Sequence[Any]], symbol: sympy.Symbol) -> int | None:
+def _size(program: Recompilable, symbols_of: Mapping[str, Sequence[Any]], symbol: sympy.Symbol) -> int | None:
     sizes = {
         size
         for name, layout in program.inputs
-        for said, size in zip(known[name], layout.shape, strict=True)
-        if said == str(symbol)
+        for dim_symbol, size in zip(symbols_of[name], layout.shape, strict=True)
+        if dim_symbol == str(symbol)
     }
     if len(sizes) > 1:
         raise PlanError(f"no formula: inputs disagree on {symbol}: {sorted(sizes)}", fix="name the dims of the inputs")
     return next(iter(sizes), None)
 
 
-def _said(at: tuple[int, int], has: Mapping[Any, bool]) -> str:
+def _point_text(at: tuple[int, int], has: Mapping[Any, bool]) -> str:
     parts: Iterator[str] = (f"{s} {n}" for s, n in zip((BATCH, SEQUENCE), at, strict=True) if has[s])
     return ", ".join(parts) or "its size"

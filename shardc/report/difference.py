@@ -1,4 +1,4 @@
-"""Two saved schedules compared: what became slower, larger or chattier, and whether it is more than is allowed."""
+"""Compares two saved schedules: which numbers grew, and whether they exceed given limits (for CI)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ _LIMIT = re.compile(r"\s*([\w.()/, ]+?)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%?)\s
 
 @dataclass(frozen=True)
 class Change:
-    """One number in both schedules: ``seconds``, ``wire``, ``wire.dp`` ... (bytes, seconds or shares)."""
+    """One number in both schedules, by its metric: ``seconds``, ``wire``, ``wire.dp``, ... (seconds, bytes or
+    shares).
+    """
 
     metric: str
     before: float
@@ -26,7 +28,7 @@ class Change:
 
     @property
     def relative(self) -> float:
-        """The change as a share of what it was."""
+        """Return the change as a share of the value before."""
         if self.before == self.after:
             return 0.0
         return (self.after - self.before) / self.before if self.before else float("inf")
@@ -34,9 +36,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition that fails a comparison: ``exposed>+5%`` (grows by more than), ``mfu<0.4`` (is below, after).
+    """A condition that fails a comparison: ``exposed>+5%`` (it grows by more than 5 %), ``mfu<0.4`` (its new value is
+    below).
 
-    A number with a sign or a percent sign is a change, another one a value.
+    A number with a sign or a percent sign is compared with the change, any other number with the new value.
     """
 
     metric: str
@@ -47,22 +50,23 @@ class Limit:
 
     @staticmethod
     def parse(text: str) -> Limit:
-        """
+        """Parse a condition.
+
         >>> Limit.parse("exposed>+5%")
         Limit(metric='exposed', above=True, number=0.05, relative=True, change=True)
 
         Raises:
             InputError: ``text`` is no such condition.
         """
-        found = _LIMIT.fullmatch(text)
-        if found is None:
+        match = _LIMIT.fullmatch(text)
+        if match is None:
             raise InputError(f"--fail-if {text!r} is no condition", fix="write it as 'exposed>+5%' or 'mfu<0.4'")
-        metric, sign, number, percent = found.groups()
+        metric, sign, number, percent = match.groups()
         value = float(number) / (100 if percent else 1)
         return Limit(metric, sign == ">", value, bool(percent), bool(percent) or number[0] in "+-")
 
     def broken(self, change: Change) -> bool:
-        """Whether ``change`` is beyond the limit."""
+        """Return whether ``change`` exceeds the limit."""
         value = change.after
         if self.change:
             value = change.relative if self.relative else change.after - change.before
@@ -70,10 +74,10 @@ class Limit:
 
 
 def load(path: str) -> dict[str, Any]:
-    """A schedule as ``Schedule.to_json`` wrote it.
+    """Read a schedule that ``Schedule.to_json`` wrote.
 
     Raises:
-        InputError: there is no such file, or it is no schedule.
+        InputError: the file does not exist, or is not a schedule.
     """
     try:
         record = json.loads(Path(path).read_text())
@@ -87,7 +91,9 @@ def load(path: str) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a saved schedule by metric: of the step, then ``wire`` and ``exposed`` by axis and by kind."""
+    """Return the numbers of a saved schedule by metric: those of the step, then ``wire`` and ``exposed`` by axis and by
+    kind.
+    """
     out = {name: record["memory"]["peak"] if name == "memory" else record[name] for name in METRICS}
     out |= {f"memory.{owner}": size for owner, size in record["memory"]["by_owner"].items()}
     for by in ("axis", "kind"):
@@ -97,18 +103,18 @@ def numbers(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Every number of either schedule; one that the other lacks is 0 there."""
+    """Return every number of both schedules; a number that one of them lacks counts as 0."""
     old, new = numbers(before), numbers(after)
     changes = [Change(name, old.get(name, 0), new.get(name, 0)) for name in dict.fromkeys((*old, *new))]
-    # Sums of the same seconds in another order differ in their last bits.
+    # Sums of the same seconds in another order differ in their last bits: treat them as equal.
     return [replace(c, after=c.before) if isclose(c.before, c.after, rel_tol=1e-9) else c for c in changes]
 
 
 def broken(changes: list[Change], limits: list[Limit]) -> list[tuple[Limit, Change]]:
-    """The limits that the changes break.
+    """Return the limits that the changes exceed, with the change.
 
     Raises:
-        InputError: a limit is on a number that there is not.
+        InputError: a limit names an unknown metric.
     """
     by_name = {change.metric: change for change in changes}
     for limit in limits:

@@ -1,4 +1,4 @@
-"""A schedule as text, as data and as a trace."""
+"""Exports a schedule as text tables, as JSON data and as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TOTALS = ("axis", "kind", "phase", "entry")
 
 
 def table(schedule: Prediction, rows: int | None) -> str:
-    """Three tables and two lines: collectives, totals, memory; the step; whether it fits."""
-    alike = grouped(schedule.transfers, _alike)
-    shown = sorted(alike.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
+    """Return the schedule as text: tables of collectives, totals and memory, then the step time and whether it fits."""
+    groups = grouped(schedule.transfers, _group_key)
+    shown = sorted(groups.values(), key=lambda of: (-sum(c.exposed for c in of), -sum(c.wire for c in of)))
     body = [_row(of) for of in (shown if rows is None else shown[:rows])]
     parts = [
         "\n".join([f"mesh {schedule.mesh} on {schedule.hardware.name}, {schedule.order} order", *schedule.notes]),
@@ -30,8 +30,8 @@ def table(schedule: Prediction, rows: int | None) -> str:
         parts[-1] += f"\n... and {len(shown) - rows} more rows"
     for by in TOTALS:
         parts.append(_totals(by, schedule.totals(by)))
-    held = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
-    parts.append(plain([*held, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
+    owners = [(owner, gigabytes(size)) for owner, size in schedule.memory.by_owner().items() if size]
+    parts.append(plain([*owners, ("total", gigabytes(schedule.memory.peak.total))], ("at the peak", "GB")))
     if schedule.memory.host:
         parts.append(plain([(owner, gigabytes(size)) for owner, size in schedule.memory.host], ("on the host", "GB")))
     parts.append(summary(schedule))
@@ -39,7 +39,7 @@ def table(schedule: Prediction, rows: int | None) -> str:
 
 
 def summary(schedule: Prediction) -> str:
-    """Time and memory in two lines."""
+    """Return step time and memory in two lines."""
     fits = "fits" if schedule.fits() else "does not fit"
     return (
         f"step {milliseconds(schedule.seconds)} ms = compute {milliseconds(schedule.compute_seconds)} + exposed "
@@ -50,7 +50,7 @@ def summary(schedule: Prediction) -> str:
 
 
 def write(path: str | Path, text: str) -> None:
-    """Writes ``text`` to a file; makes its folder."""
+    """Write ``text`` to a file, and create its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text)
 
@@ -64,11 +64,11 @@ def gigabytes(size: float) -> str:
 
 
 def layers_of(name: str) -> str:
-    """``name`` with the number of a repeated layer left open: ``layers.*.mlp.up``."""
+    """Replace the numbers of repeated layers in ``name`` by ``*``: ``layers.*.mlp.up``."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _alike(c: Collective) -> tuple[Any, ...]:
+def _group_key(c: Collective) -> tuple[Any, ...]:
     return c.kind, c.axis, c.dtype, c.wire, c.phase, layers_of(c.cause.tensor), c.cause.entry
 
 
@@ -95,12 +95,12 @@ def _totals(by: str, totals: dict[str, Total]) -> str:
 
 
 def plain(rows: Seq[Seq[str]], head: Seq[str]) -> str:
-    """A table without lines, its columns aligned at the left."""
+    """Return a table without rules, its columns aligned at the left."""
     return tabulate(rows, head, tablefmt="plain", disable_numparse=True)
 
 
 def record(schedule: Prediction) -> dict[str, Any]:
-    """All of a schedule as plain data; seconds and bytes."""
+    """Return all of a schedule as plain data, in seconds and bytes."""
     return {
         "mesh": dict(schedule.mesh.shape),
         "hardware": schedule.hardware.name,
@@ -129,9 +129,9 @@ def record(schedule: Prediction) -> dict[str, Any]:
 
 
 def trace(schedule: Prediction) -> dict[str, Any]:
-    """Chrome's trace events: microseconds; track 0 computes, then one track for each axis.
+    """Return Chrome trace events, in microseconds: track 0 is compute, then one track per axis.
 
-    An arrow goes from each collective to where the rank waits for it. Where the rank stands still, track 0 says so.
+    An arrow goes from each collective to the op that waits for it. Track 0 shows when the rank is idle.
     """
     axes = list(dict.fromkeys(c.axis for c in schedule.transfers))
     events: list[dict[str, Any]] = [_named("process_name", 0, schedule.title)]
@@ -159,21 +159,21 @@ def trace(schedule: Prediction) -> dict[str, Any]:
         ]  # fmt: skip
     for sample in schedule.memory.samples:
         now = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
-        held = dict(zip(OWNERS, sample.held, strict=True))
-        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": now * 1e6, "args": held})
+        sizes = dict(zip(OWNERS, sample.sizes, strict=True))
+        events.append({"name": "memory", "ph": "C", "pid": 0, "ts": now * 1e6, "args": sizes})
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _first_waits(step: Sequence) -> dict[int, int]:
-    """The position of each start -> that of the first wait for it."""
-    behind = {at: at for at in step.starts}  # a start, or what is made of its results without compute
-    found: dict[int, int] = {}
+    """Return position of each start -> position of the first wait for it."""
+    start_of = {at: at for at in step.starts}  # starts, and values derived from their results without compute
+    first: dict[int, int] = {}
     for at, op in enumerate(step.ops):
-        if op.kind in (MOVE, WAIT) and (known := [behind[read] for read in op.reads if read in behind]):
-            behind[at] = known[0]
+        if op.kind in (MOVE, WAIT) and (starts := [start_of[read] for read in op.reads if read in start_of]):
+            start_of[at] = starts[0]
             if op.kind == WAIT:
-                found.setdefault(known[0], at)
-    return found
+                first.setdefault(starts[0], at)
+    return first
 
 
 def _named(what: str, tid: int, name: str | int, key: str = "name") -> dict[str, Any]:

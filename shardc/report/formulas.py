@@ -1,9 +1,9 @@
-"""Costs as formulas: bytes and seconds of each mesh axis in batch, sequence, axis sizes, latencies and bandwidths.
+"""Cost formulas: bytes and seconds per mesh axis as functions of batch, sequence, axis sizes, latencies and bandwidths.
 
-`shardc.report.derive` makes them of a program, and says how. Each kind of collective over each group has a symbol for
-its latency, ``latency_all_gather_dp``, and each group one for its bandwidth, ``bandwidth_dp``; `Costs.values` has their
-numbers on a mesh and hardware, as `shardc.cost.hardware.price` has them. Times are those of the program before its
-collectives are bucketed; bytes hold for both.
+`shardc.report.derive` derives them from a program. Each kind of collective over each group has a latency symbol, such
+as ``latency_all_gather_dp``, and each group a bandwidth symbol, such as ``bandwidth_dp``. `Costs.values` returns their
+numbers for a mesh and hardware, the same as `shardc.cost.hardware.price` uses. Times are before bucketing; bytes are
+the same before and after.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from shardc.ir.mesh import Mesh
 BATCH, SEQUENCE = (sympy.Symbol(name, integer=True, positive=True) for name in ("batch", "sequence"))
 RATE = sympy.Symbol("flops_per_second", positive=True)
 Values = dict[sympy.Symbol, Any]
-DIRECT = ("all_to_all", "permute_ranks", "broadcast")  # kinds that go straight to their receivers, not round a ring
+DIRECT = ("all_to_all", "permute_ranks", "broadcast")  # kinds sent point to point, not around a ring
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Collectives of one kind over one group, of tensors that the same axes cut.
+    """Collectives of one kind over one group, with tensors split over the same axes.
 
     Args:
-        kind, group: as in `shardc.report.prediction.Collective`; the axes of the group.
-        cut: the axes that cut the tensor that a rank hands in.
-        count: of them.
-        itemsize: bytes of an element.
-        size: bytes of the tensor that each moves, all ranks' parts together, in batch and sequence.
+        kind: as in `shardc.report.prediction.Collective`.
+        group: the axes of the group.
+        cut: the axes that split the input of the collective.
+        count: the number of these collectives.
+        itemsize: bytes per element.
+        size: global bytes of the tensor that each moves, as a formula in batch and sequence.
     """
 
     kind: str
@@ -50,32 +51,32 @@ class Moves:
 
     @property
     def wire(self) -> sympy.Expr:
-        """Bytes that each rank sends, as `shardc.ir.tally` counts them."""
-        held = self.size / sympy.Mul(*(axis_symbol(axis) for axis in self.cut))
+        """Return the bytes that each rank sends, as `shardc.ir.tally` counts them."""
+        local = self.size / sympy.Mul(*(axis_symbol(axis) for axis in self.cut))
         n = self.ranks
-        if self.kind == "all_reduce":  # alone its parts need not be whole elements: the sum of one number over 4 ranks
-            return self.count * self.itemsize * sympy.ceiling(2 * (n - 1) * held / (self.itemsize * n))
+        if self.kind == "all_reduce":  # its chunks are rounded up to elements: the sum of one number over 4 ranks
+            return self.count * self.itemsize * sympy.ceiling(2 * (n - 1) * local / (self.itemsize * n))
         per = {"all_gather": n - 1, "permute_ranks": sympy.Integer(1), "broadcast": sympy.Integer(1)}
-        return self.count * held * per.get(self.kind, (n - 1) / n)
+        return self.count * local * per.get(self.kind, (n - 1) / n)
 
     @property
     def latency(self) -> sympy.Symbol:
-        """Seconds of one before its first byte."""
+        """Return the symbol for the seconds before the first byte of one collective."""
         return sympy.Symbol(f"latency_{self.kind}_{'_'.join(self.group)}", nonnegative=True)
 
     @property
     def bandwidth(self) -> sympy.Symbol:
-        """Bytes per second that a rank sends."""
+        """Return the symbol for the bytes per second that a rank sends."""
         how = f"{self.kind}_" if self.kind in DIRECT else ""
         return sympy.Symbol(f"bandwidth_{how}{'_'.join(self.group)}", positive=True)
 
     @property
     def seconds(self) -> sympy.Expr:
-        """Latency, then bytes over bandwidth."""
+        """Return the seconds of all of them: latency plus bytes over bandwidth."""
         return self.count * self.latency + self.wire / self.bandwidth
 
     def machine(self, mesh: Mesh, hardware: Hardware) -> Values:
-        """Numbers for latency and bandwidth, those of `shardc.cost.hardware.price`."""
+        """Return the numbers of latency and bandwidth on ``hardware``, those of `shardc.cost.hardware.price`."""
         where = route(mesh, self.group, hardware.node)
         ring = where.ring_bandwidth(hardware)
         return {
@@ -94,11 +95,11 @@ def unrounded(formula: sympy.Expr) -> sympy.Expr:
 
 @dataclass(frozen=True)
 class Cost:
-    """What the collectives over one group cost a rank in a training step.
+    """The cost of the collectives over one group, per rank and training step.
 
     Args:
         axis: the axes of the group, joined by commas.
-        moves: its collectives, alike ones together.
+        moves: its collectives, equal ones grouped.
     """
 
     axis: str
@@ -106,31 +107,31 @@ class Cost:
 
     @cached_property
     def count(self) -> int:
-        return sum(each.count for each in self.moves)
+        return sum(move.count for move in self.moves)
 
     @cached_property
     def wire(self) -> sympy.Expr:
-        """Bytes that each rank sends; of a reduction, its parts rounded up to whole elements."""
-        return sympy.Add(*(each.wire for each in self.moves))
+        """Return the bytes that each rank sends; the chunks of reductions are rounded up to elements."""
+        return sympy.Add(*(move.wire for move in self.moves))
 
     @cached_property
     def smooth(self) -> sympy.Expr:
-        """``wire`` without the rounding, as one fraction."""
+        """Return ``wire`` without the rounding, as a single fraction."""
         return sympy.factor(unrounded(self.wire))
 
     @cached_property
     def seconds(self) -> sympy.Expr:
-        """Seconds on the wire, hidden or not."""
-        return sympy.Add(*(each.seconds for each in self.moves))
+        """Return the seconds on the wire, whether hidden by compute or not."""
+        return sympy.Add(*(move.seconds for move in self.moves))
 
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where two meshes take equally long.
+    """The batch sizes at which two meshes are equally fast.
 
     Args:
-        at: the batches, ascending; none where one mesh is never slower.
-        faster: the mesh that is faster below the first of ``at``, between each two, and above the last.
+        at: the batch sizes, ascending; empty if one mesh is never slower.
+        faster: the faster mesh below the first of ``at``, between each two of them, and above the last.
     """
 
     at: tuple[float, ...]
@@ -147,15 +148,15 @@ class Crossover:
 
 @dataclass(frozen=True)
 class Costs:
-    """The formulas of one program.
+    """The cost formulas of one program.
 
     Args:
-        mesh: that it was made on.
-        hardware: that `values` takes its numbers from by default.
-        batch, sequence: at which it was made (sequence is 1 where no input has one).
-        moves: collectives, alike ones together.
-        flops: operations of the whole model's dense ops, in batch and sequence.
-        dtype: of most of them.
+        mesh: the mesh that the program is compiled for.
+        hardware: the default of `values`.
+        batch, sequence: sizes that the program is compiled for (sequence is 1 if no input has one).
+        moves: its collectives, equal ones grouped.
+        flops: operations of the dense ops of the unsharded model, in batch and sequence.
+        dtype: that of most of these ops.
     """
 
     mesh: Mesh
@@ -168,32 +169,36 @@ class Costs:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The groups over which something moves."""
-        return tuple(dict.fromkeys(",".join(each.group) for each in self.moves))
+        """Return the groups over which data moves."""
+        return tuple(dict.fromkeys(",".join(move.group) for move in self.moves))
 
     def cost(self, axis: str) -> Cost:
-        """Of the collectives over ``axis`` (axes joined by commas for a group over several).
+        """Return the cost of the collectives over ``axis`` (several axes joined by commas for a group over several).
 
         Raises:
             PlanError: nothing moves over it.
         """
-        found = tuple(each for each in self.moves if ",".join(each.group) == axis)
-        if not found:
+        moves = tuple(move for move in self.moves if ",".join(move.group) == axis)
+        if not moves:
             raise PlanError(f"nothing moves over {axis!r}", fix=f"use one of {', '.join(self.axes) or 'no axis'}")
-        return Cost(axis, found)
+        return Cost(axis, moves)
 
     @cached_property
     def compute_seconds(self) -> sympy.Expr:
-        """The dense operations shared out to all ranks at the rate that matrix products reach."""
+        """Return the seconds of the dense operations, divided evenly among ranks, at the rate that matrix products
+        reach.
+        """
         return self.flops / (sympy.Mul(*(axis_symbol(axis) for axis in self.mesh.axes)) * RATE)
 
     @cached_property
     def seconds(self) -> sympy.Expr:
-        """A step in which nothing hides: dense operations, then all collectives. An upper bound but for small ops."""
-        return self.compute_seconds + sympy.Add(*(each.seconds for each in self.moves))
+        """Return the seconds of a step without overlap: dense operations, then all collectives. An upper bound, small
+        ops aside.
+        """
+        return self.compute_seconds + sympy.Add(*(move.seconds for move in self.moves))
 
     def values(self, mesh: Mesh | None = None, hardware: Hardware | None = None, **sizes: int) -> Values:
-        """Numbers for every symbol: of ``mesh`` on ``hardware``, and ``batch`` and ``sequence`` where given.
+        """Return numbers for every symbol: those of ``mesh`` on ``hardware``, and ``batch`` and ``sequence`` if given.
 
         >>> from shardc.ir.mesh import Mesh
         >>> import shardc, torch
@@ -206,18 +211,18 @@ class Costs:
         out: Values = {axis_symbol(axis): mesh.size(axis) for axis in mesh.axes}
         out |= {BATCH: sizes.get("batch", self.batch), SEQUENCE: sizes.get("sequence", self.sequence)}
         out[RATE] = hardware.peak(self.dtype) * hardware.matmul
-        for each in self.moves:
-            out |= each.machine(mesh, hardware)
+        for move in self.moves:
+            out |= move.machine(mesh, hardware)
         return out
 
     def crossover(self, one: Mesh, other: Mesh, **sizes: int) -> Crossover:
-        """From which batch on ``one`` or ``other`` is faster for a step in which nothing hides.
+        """Return from which batch on mesh ``one`` or ``other`` is faster, for a step without overlap.
 
         Args:
             sizes: ``sequence``, by default the program's.
         """
         whole = unrounded(self.seconds)
-        steps = [whole.subs({**self.values(mesh, None, **sizes), BATCH: BATCH}) for mesh in (one, other)]
+        steps = [whole.subs({**self.values(m, None, **sizes), BATCH: BATCH}) for m in (one, other)]
         gap = sympy.Poly(sympy.expand(steps[0] - steps[1]), BATCH)
         roots = () if gap.is_zero or gap.is_ground else sympy.nroots(gap, n=15)
         at = sorted(float(sympy.re(r)) for r in roots if abs(sympy.im(r)) < 1e-9 and sympy.re(r) > 0)

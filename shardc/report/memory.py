@@ -1,8 +1,8 @@
-"""Memory of one rank over a step: who holds how much, and when most is held.
+"""Predicts the memory of one rank over a step: bytes by owner at every op, and the peak.
 
-A kernel's results are allocated before it runs and what it reads is freed after it, so both are held together.
-Where the results of collectives lie in an arena (on CPU ranks), it is counted for the whole step, as communication.
-Caching-allocator rounding, fragmentation, workspaces of libraries and the optimizer's own temporaries are not counted.
+A kernel's results are allocated before it runs and its inputs are freed after it, so both are counted while it runs.
+If results of collectives are in an arena (CPU ranks), the arena is counted for the whole step, as communication.
+Not counted: rounding and fragmentation of the caching allocator, library workspaces, temporaries of the optimizer.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ OWNERS = ("parameters", "optimizer", "inputs", "gradients", "activations", "gath
 
 @dataclass(frozen=True)
 class Sample:
-    """What is held while one op runs.
+    """The memory allocated while one op runs.
 
     Args:
         at: position of the op in the step's sequence.
-        held: bytes by owner, in the order of ``OWNERS``.
+        sizes: bytes by owner, in the order of ``OWNERS``.
     """
 
     at: int
-    held: tuple[int, ...]
+    sizes: tuple[int, ...]
 
     @property
     def total(self) -> int:
-        return sum(self.held)
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Memory:
     """A rank's memory, in bytes.
 
     Args:
-        samples: at every op that allocates or frees, in order.
-        peak: the sample that holds most.
-        peak_op: name of the op that runs then.
-        host: (owner, bytes) of what is kept in the host's memory instead, for the whole step.
+        samples: one for every op that allocates or frees, in order.
+        peak: the largest sample.
+        peak_op: name of the op at the peak.
+        host: (owner, bytes) kept in host memory instead, for the whole step.
     """
 
     samples: tuple[Sample, ...]
@@ -51,31 +51,32 @@ class Memory:
     host: tuple[tuple[str, int], ...] = ()
 
     def by_owner(self) -> dict[str, int]:
-        """Bytes at the peak by owner."""
-        return dict(zip(OWNERS, self.peak.held, strict=True))
+        """Return the bytes at the peak by owner."""
+        return dict(zip(OWNERS, self.peak.sizes, strict=True))
 
 
 def memory_of(
     step: Sequence,
-    made: list[tuple[Buffer | None, ...]],
+    outputs: list[tuple[Buffer | None, ...]],
     kernels: Mapping[int, Kernel],
     optimizer_copies: float,
 ) -> Memory:
-    """The memory of a step.
+    """Return the predicted memory of a step.
 
     Args:
-        optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
+        outputs: per op the buffers of its results.
+        optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
     """
-    turn = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
-    kept = {id(b) for _, at in step.outputs for b in made[at] if b is not None}
-    grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in made[at] if b is not None}
+    backward_start = next((at for at, op in enumerate(step.ops) if op.phase == "backward"), len(step.ops))
+    step_outputs = {id(b) for _, at in step.outputs for b in outputs[at] if b is not None}
+    grads = {id(b) for role, at in step.outputs if role.kind == "grad" for b in outputs[at] if b is not None}
     kernel_of = {at: kernel.ops for kernel in kernels.values() for at in kernel.ops}
     changes: dict[int, dict[str, int]] = {}
 
     def hold(owner: str, size: int, start: int, end: int) -> None:
         for at, change in ((start, size), (end + 1, -size)):
-            here = changes.setdefault(at, {})
-            here[owner] = here.get(owner, 0) + change
+            change_by_owner = changes.setdefault(at, {})
+            change_by_owner[owner] = change_by_owner.get(owner, 0) + change
 
     host: dict[str, int] = {}
 
@@ -87,11 +88,11 @@ def memory_of(
         hold("communication", step.arena, 0, whole_step)
     for at, op in enumerate(step.ops):
         placed = step.placed.get(at, ())
-        for number, buffer in enumerate(made[at]):
+        for number, buffer in enumerate(outputs[at]):
             if buffer is None or buffer.made != at or not buffer.size or number in placed:
                 continue
-            made_here = ir.info(op.node).value
-            if isinstance(made_here, ir.Value) and made_here.host:
+            value = ir.info(op.node).value
+            if isinstance(value, ir.Value) and value.host:
                 on_host("parameters" if op.kind == INPUT else "gradients", buffer.size)
                 if op.kind == INPUT:
                     on_host("optimizer", int(buffer.size * optimizer_copies))
@@ -105,10 +106,15 @@ def memory_of(
                     hold("inputs", buffer.size, 0, whole_step)
                 continue
             mine = kernel_of.get(at, (at,))
-            if at in kernel_of and is_inner(buffer, set(mine), kept):
+            if at in kernel_of and is_inner(buffer, set(mine), step_outputs):
                 continue
-            end = whole_step if id(buffer) in kept else kernel_of.get(buffer.last, (buffer.last,))[-1]
-            hold(_owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, turn), buffer.size, mine[0], end)
+            end = whole_step if id(buffer) in step_outputs else kernel_of.get(buffer.last, (buffer.last,))[-1]
+            hold(
+                _owner(op.gathered, id(buffer) in grads, op.kind == START, buffer, backward_start),
+                buffer.size,
+                mine[0],
+                end,
+            )
     samples = _samples(changes, whole_step)
     peak = max(samples, key=lambda sample: (sample.total, -sample.at))
     return Memory(samples, peak, ir.info(step.ops[min(peak.at, whole_step - 1)].node).name, tuple(sorted(host.items())))
@@ -125,11 +131,11 @@ def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn:
 
 
 def _samples(changes: Mapping[int, Mapping[str, int]], end: int) -> tuple[Sample, ...]:
-    held = dict.fromkeys(OWNERS, 0)
+    sizes = dict.fromkeys(OWNERS, 0)
     out = []
     for at in sorted(changes):
         for owner, change in changes[at].items():
-            held[owner] += change
+            sizes[owner] += change
         if at <= end:
-            out.append(Sample(at, tuple(held.values())))
+            out.append(Sample(at, tuple(sizes.values())))
     return tuple(out)

@@ -1,4 +1,4 @@
-"""A schedule as one HTML page that needs no network: `record` is what it shows, ``page.html`` how."""
+"""Renders a schedule as a self-contained HTML page: `record` is its data, ``page.html`` its code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TOTALS = ("axis", "kind", "phase", "entry", "module", "tensor")
 
 
 def page(schedule: Prediction) -> str:
-    """The page, the same to the byte for the same program."""
+    """Return the page; it is byte-identical for the same program."""
     data = json.dumps(record(schedule), separators=(",", ":"))
-    # In a script element only these three could end it or begin a comment.
+    # Only these three characters can end a script element or begin a comment in it.
     for sign in "<>&":
         data = data.replace(sign, f"\\u{ord(sign):04x}")
     text = resources.files("shardc.report").joinpath("page.html").read_text()
@@ -30,7 +30,7 @@ def page(schedule: Prediction) -> str:
 
 
 def record(schedule: Prediction) -> dict[str, Any]:
-    """What the page shows: microseconds and bytes; ops are named by their position in the step."""
+    """Return the data of the page, in microseconds and bytes; ops are numbered by their position in the step."""
     words: dict[str, int] = {}
     places = _Places(schedule.step)
     by_position = zip(schedule.step.starts, schedule.transfers, strict=True)
@@ -62,21 +62,23 @@ def record(schedule: Prediction) -> dict[str, Any]:
             "owners": OWNERS,
             "capacity": schedule.hardware.memory,
             "peak": schedule.memory.peak.total,
-            "at_peak": schedule.memory.peak.held,
-            "samples": [(_us(seconds), *held) for seconds, held in curve(schedule)],
+            "at_peak": schedule.memory.peak.sizes,
+            "samples": [(_us(seconds), *sizes) for seconds, sizes in curve(schedule)],
         },
     }  # fmt: skip
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """(seconds, bytes by owner) wherever the clock moves, and at the end: the most that is held, then what stays."""
+    """Return (seconds, bytes by owner) for each time at which memory changes: the largest sample then, and the last
+    one.
+    """
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0
 
     def close() -> None:
         most = max(moment, key=sum)
-        out.extend((now, held) for held in dict.fromkeys((most, moment[-1])))
+        out.extend((now, sizes) for sizes in dict.fromkeys((most, moment[-1])))
 
     for sample in schedule.memory.samples:
         seconds = schedule.clock[sample.at] if sample.at < len(schedule.clock) else schedule.seconds
@@ -84,7 +86,7 @@ def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
             close()
             moment.clear()
         now = seconds
-        moment.append(sample.held)
+        moment.append(sample.sizes)
     if moment:
         close()
         if now < schedule.seconds:
@@ -93,7 +95,7 @@ def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
 
 
 class _Places:
-    """Positions of a step's ops by name; a gather that runs twice has two."""
+    """Positions of a step's ops by name; a parameter that is gathered twice has two."""
 
     def __init__(self, step: Sequence) -> None:
         self._at: dict[str, list[int]] = {}
@@ -101,9 +103,11 @@ class _Places:
             self._at.setdefault(ir.info(op.node).name, []).append(at)
 
     def near(self, name: str, at: int) -> list[int]:
-        """The op called ``name`` next after position ``at``, or the last before it; none where there is none."""
-        known = self._at.get(name, [])
-        return known[min(bisect_left(known, at), len(known) - 1) :][:1]
+        """Return the position of op ``name`` next after ``at``, or else the last before it, in a list; empty if there
+        is none.
+        """
+        positions = self._at.get(name, [])
+        return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]
 
 
 def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
@@ -111,22 +115,24 @@ def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
     record, graph = ir.info(op.node), op.node.graph.owning_module
     assert graph is not None
     text = placeholder_text(record, "") if op.node.op == "placeholder" else op_line(graph, op.node)
-    said = [words.setdefault(x, len(words)) for x in (record.origin.module, record.origin.source, record.origin.cause)]
-    return [text, op.kind, op.phase, *said, op.reads, _us(schedule.clock[at])]
+    word_ids = [
+        words.setdefault(x, len(words)) for x in (record.origin.module, record.origin.source, record.origin.cause)
+    ]
+    return [text, op.kind, op.phase, *word_ids, op.reads, _us(schedule.clock[at])]
 
 
 def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, Any]:
-    """The row of the collective at position ``at``, with the positions of what causes it."""
+    """Return the row of the collective at position ``at``, with the positions of the ops that cause it."""
     causes = list(c.cause.tensors)
     if c.cause.reason.startswith(NEEDED_BY):
         causes.append(c.cause.reason.removeprefix(NEEDED_BY))
-    found = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
+    positions = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
     return {
         "op": at, "kind": c.kind, "axis": c.axis, "ranks": c.ranks, "dtype": c.dtype, "bytes": c.bytes, "wire": c.wire,
         "phase": c.phase, "start": _us(c.start), "end": _us(c.end), "exposed": _us(c.exposed), "hidden_by": c.hidden_by,
         "algorithm": c.algorithm, "link": c.link, "tensor": c.cause.tensor, "tensors": c.cause.tensors,
         "module": c.cause.module, "source": c.cause.source, "entry": c.cause.entry, "reason": c.cause.reason,
-        "from": list(found),
+        "from": list(positions),
     }  # fmt: skip
 
 

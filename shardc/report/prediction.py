@@ -1,4 +1,4 @@
-"""What is predicted of a training step: each collective and kernel, when it runs, and what the step takes."""
+"""The predicted step: each collective and kernel with its time, the memory, and the totals."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 K = TypeVar("K")
-HOST = "host"  # in the place of mesh axes, of copies between host and device
+HOST = "host"  # stands for the mesh axes in copies between host and device
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step, as every rank runs it, or one copy between a rank's host and its device.
+    """One collective of a step, as every rank runs it, or one copy between host and device.
 
     Args:
-        name: of the node.
-        kind: as in `shardc.ir.ops`; "to_device" or "to_host" of a copy.
-        axis: the mesh axes of its groups, joined by commas; "host" of a copy.
-        ranks: in each group; 1 of a copy.
-        dtype: of what moves.
-        bytes: that each rank hands in.
-        wire: bytes that each rank sends, as `shardc.ir.tally` counts them; all of a copy.
+        name: name of the node.
+        kind: as in `shardc.ir.ops`; "to_device" or "to_host" for a copy.
+        axis: the mesh axes of its group, joined by commas; "host" for a copy.
+        ranks: size of the group; 1 for a copy.
+        dtype: that of the tensors.
+        bytes: input bytes per rank.
+        wire: bytes that each rank sends, as `shardc.ir.tally` counts them; all bytes of a copy.
         phase: "forward" or "backward".
-        start, end: predicted seconds from the start of the step.
-        exposed: seconds that the rank stands still for it, or is busy starting it.
-        hidden_by: the module whose kernels run most of the time meanwhile; "" where none do.
-        cause: where it comes from.
+        start, end: predicted seconds since the start of the step.
+        exposed: seconds that the rank waits for it, or is busy starting it.
+        hidden_by: the module whose kernels overlap it most; "" if none does.
+        cause: why it exists.
         algorithm, link: what the prediction assumes.
     """
 
@@ -68,7 +68,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Run:
-    """One kernel of a step and when it runs (seconds from the start of the step)."""
+    """One kernel of a step and when it runs (seconds since the start of the step)."""
 
     kernel: Kernel
     start: float
@@ -81,13 +81,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Total:
-    """Collectives that have something in common.
+    """Sums over a group of collectives.
 
     Args:
-        count: how many.
+        count: their number.
         wire: bytes that each rank sends.
-        seconds: on the wire.
-        exposed: seconds of them that nothing hides.
+        seconds: seconds on the wire.
+        exposed: seconds not hidden by compute.
     """
 
     count: int
@@ -98,20 +98,20 @@ class Total:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What `shardc.report.schedule.Schedule` says of a step, without how it is shown.
+    """The numbers of `shardc.report.predicted_schedule.Schedule`, without its methods of display.
 
     Args:
-        mesh, hardware: what it is predicted for.
+        mesh, hardware: the target of the prediction.
         order: "graph" or "earliest" (`shardc.report.simulate`).
-        transfers, runs: in the order of the graph.
+        transfers, runs: collectives (and host copies) and kernels, in graph order.
         memory: bytes of a rank over the step.
-        clock: seconds at which each op of the step's sequence is reached.
-        seconds: of the step.
-        useful_flops: operations of the whole model's dense ops divided by the ranks, without replicated work.
-        dtype: that most dense operations are in.
-        step: the ops that it is of.
-        notes: what the prediction takes together, for people.
-        symbols: makes the formulas of its program's costs.
+        clock: seconds at which each op of the step is reached.
+        seconds: duration of the step.
+        useful_flops: operations of the model's dense ops divided by the number of ranks, without replicated work.
+        dtype: that of most dense operations.
+        step: the ops of the step.
+        notes: remarks for people, such as approximations.
+        symbols: returns the cost formulas of the program.
         model, plan: their names, for titles.
     """
 
@@ -133,29 +133,29 @@ class Prediction:
 
     @property
     def title(self) -> str:
-        """Mesh, hardware and order, behind model and plan where they are known."""
+        """Return mesh, hardware and order, after model and plan if these are known."""
         where = f"{self.mesh} on {self.hardware.name}, {self.order} order"
         return ", ".join(filter(None, (self.model, self.plan, where)))
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The transfers between ranks."""
-        return tuple(each for each in self.transfers if each.axis != HOST)
+        """Return the transfers between ranks."""
+        return tuple(transfer for transfer in self.transfers if transfer.axis != HOST)
 
     @property
     def moves(self) -> tuple[Collective, ...]:
-        """The transfers between host and device."""
-        return tuple(each for each in self.transfers if each.axis == HOST)
+        """Return the transfers between host and device."""
+        return tuple(transfer for transfer in self.transfers if transfer.axis == HOST)
 
     @cached_property
     def by_node(self) -> dict[str, list[Collective]]:
-        """The collectives by the name of their node in the global graph; level 3 gathers twice."""
-        return grouped(self.collectives, lambda each: each.name.rpartition(".")[0])
+        """Return the collectives by the name of their node in the global graph; FSDP level 3 gathers twice."""
+        return grouped(self.collectives, lambda c: c.name.rpartition(".")[0])
 
     @property
     def wire(self) -> int:
-        """Bytes that each rank sends to others."""
-        return sum(each.wire for each in self.collectives)
+        """Return the bytes that each rank sends to others."""
+        return sum(c.wire for c in self.collectives)
 
     @property
     def compute_seconds(self) -> float:
@@ -163,35 +163,37 @@ class Prediction:
 
     @property
     def exposed(self) -> float:
-        """Seconds that a rank stands still for collectives, and for copies between host and device."""
-        return sum(each.exposed for each in self.transfers)
+        """Return the seconds that a rank waits for collectives and host copies."""
+        return sum(transfer.exposed for transfer in self.transfers)
 
     @property
     def flops(self) -> int:
-        """Operations of the dense ops that a rank runs, replicated ones included."""
+        """Return the operations of a rank's dense ops, replicated work included."""
         return sum(run.kernel.flops for run in self.runs)
 
     @property
     def mfu(self) -> float:
-        """Model flops utilisation that the prediction allows: useful operations over the peak of the step's time."""
+        """Return the model FLOPs utilization that the prediction allows: useful operations over peak operations of the
+        step.
+        """
         return self.useful_flops / (self.seconds * self.hardware.peak(self.dtype)) if self.seconds else 0.0
 
     def totals(self, by: str) -> dict[str, Total]:
-        """Totals by "axis", "kind", "module", "tensor", "phase" or "entry", largest exposed time first."""
+        """Return totals by "axis", "kind", "module", "tensor", "phase" or "entry", largest exposed time first."""
         groups = grouped(self.transfers, attrgetter(f"cause.{by}" if by in ("module", "tensor", "entry") else by))
-        made = {
+        totals = {
             key: Total(len(of), sum(c.wire for c in of), sum(c.seconds for c in of), sum(c.exposed for c in of))
             for key, of in groups.items()
         }
-        return dict(sorted(made.items(), key=lambda item: (-item[1].exposed, -item[1].wire, item[0])))
+        return dict(sorted(totals.items(), key=lambda item: (-item[1].exposed, -item[1].wire, item[0])))
 
     def fits(self, gigabytes: float | None = None) -> bool:
-        """Whether the peak is within ``gigabytes`` (of 10^9 bytes; by default what the hardware has)."""
+        """Return whether the peak fits in ``gigabytes`` (of 10^9 bytes; by default the memory of the hardware)."""
         return self.memory.peak.total <= (self.hardware.memory if gigabytes is None else gigabytes * 1e9)
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """``items`` by their keys, in the order in which these come first."""
+    """Group ``items`` by key, in the order in which the keys first occur."""
     out: dict[K, list[T]] = {}
     for item in items:
         out.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""Repeated: dense ops that several ranks compute alike, by the mesh axes over which they do."""
+"""Finds dense ops that several ranks compute redundantly, by mesh axis, and words the warning of `shardc.compile`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.report.export import layers_of
 
-SHARE = 0.05  # of a rank's operations: from here on `shardc.compile` warns, as `lint` calls such a cost high
-LEAST = 10**9  # operations of a rank and step below which it says nothing: they take well under a second anywhere
-NAMED = 3  # modules in a warning
+SHARE = 0.05  # share of a rank's operations from which `shardc.compile` warns: a high cost by `lint`
+LEAST = 10**9  # wasted operations per rank and step below which there is no warning: well under a second anywhere
+NAMED = 3  # most modules named in a warning
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,10 @@ class Dense:
 
     Args:
         name, module: of the op.
-        flops: of a rank.
-        bytes: that a rank reads and writes.
-        times: by axis, how many ranks along it compute the same.
-        gathered: activations that were gathered over these axes for it: axis, name, bytes that a rank receives.
+        flops: operations of one rank.
+        bytes: bytes that one rank reads and writes.
+        times: axis -> number of ranks along it that compute the same.
+        gathered: (axis, name, bytes that a rank receives) of activations gathered for it over these axes.
     """
 
     name: str
@@ -42,51 +42,55 @@ class Dense:
 
 
 def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
-    """The dense ops of a global graph, and their operations on all ranks together if none is repeated."""
+    """Yield the dense ops of a global graph with their operations on all ranks together, without redundancy."""
     for node in graph.nodes:
         if node.op == "call_function" and (flops := flops_of(node)):
             yield node, flops
 
 
 def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
-    """The dense ops of a global graph whose layouts agree; what no operand or result is split over is repeated."""
-    for node, whole in model_flops(graph):
+    """Yield the dense ops of a global graph; an op is repeated over the axes that split none of its operands and
+    results.
+    """
+    for node, total in model_flops(graph):
         values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
         parts = {axis for value in values if value.layout for axis in value.layout.bound}
-        done = {axis: prod(mesh.size(p) for p in parts if split_part(p)[0] == axis) for axis in mesh.axes}
-        done = {axis: min(ranks, mesh.size(axis)) for axis, ranks in done.items()}
-        times = {axis: mesh.size(axis) // ranks for axis, ranks in done.items() if mesh.size(axis) > ranks}
-        gathered = [found for x in node.all_input_nodes for found in _gathers(x) if found[0] in times]
-        record, flops = ir.info(node), whole // prod(done.values())
+        workers = {axis: prod(mesh.size(p) for p in parts if split_part(p)[0] == axis) for axis in mesh.axes}
+        workers = {axis: min(ranks, mesh.size(axis)) for axis, ranks in workers.items()}
+        times = {axis: mesh.size(axis) // ranks for axis, ranks in workers.items() if mesh.size(axis) > ranks}
+        gathered = [gather for x in node.all_input_nodes for gather in _gathers(x) if gather[0] in times]
+        record, flops = ir.info(node), total // prod(workers.values())
         nbytes = sum(map(_local, values))
         yield node, Dense(record.name, record.origin.module, flops, nbytes, times, tuple(gathered))
 
 
 def _local(value: ir.Value) -> int:
-    """Bytes on one rank."""
+    """Return the bytes of ``value`` on one rank."""
     layout = value.layout
     return value.nbytes if layout is None else value.nbytes // prod(map(layout.mesh.size, layout.bound))
 
 
 def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
-    """The gathers by which ``node``, or what it is a view of, came to be whole; not those of parameters."""
-    found = []
+    """Yield the all-gathers that produced ``node``, or the value that it is a view of; those of parameters are left
+    out.
+    """
+    gathers = []
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not isinstance(ir.info(node).value, tuple):
         (source,) = node.all_input_nodes
         if node.target is ops.all_gather:
             received = _local(ir.value(node)) - _local(ir.value(source))
             over = str(node.kwargs["axis"])
             axes = {split_part(axis)[0] for axis in over.split(",")}
-            found += [(axis, ir.info(node).name, received) for axis in axes]
+            gathers += [(axis, ir.info(node).name, received) for axis in axes]
         node = source
     role = ir.info(node).role
     if role is None or role.kind == "input":
-        yield from found
+        yield from gathers
 
 
 @dataclass
 class _Axis:
-    """What is repeated over one axis, of a rank and step."""
+    """The redundant work over one axis, per rank and step."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -98,11 +102,11 @@ class _Axis:
 def wasted(
     ops: Iterable[Dense], mesh: Mesh, params: Mapping[str, Layout], counts: Callable[[str], int] = lambda name: 1
 ) -> PlanError | None:
-    """What to say of work that ranks repeat, where it is worth a word.
+    """Return the warning about redundant work, or None if there is too little of it.
 
     Args:
-        params: how the model's parameters lie where ops use them.
-        counts: how many ops one stands for, by its name.
+        params: compute layouts of the model's parameters.
+        counts: name of an op -> the number of ops that it represents (repeated layers).
     """
     axes: dict[str, _Axis] = {}
     total = 0
@@ -110,23 +114,23 @@ def wasted(
         count = counts(op.name)
         total += count * op.flops
         for axis, times in op.times.items():
-            found, extra = axes.setdefault(axis, _Axis()), count * (1 - 1 / times)
-            found.flops += extra * op.flops
-            found.bytes += extra * op.bytes
-            found.within += count * op.flops
+            work, extra = axes.setdefault(axis, _Axis()), count * (1 - 1 / times)
+            work.flops += extra * op.flops
+            work.bytes += extra * op.bytes
+            work.within += count * op.flops
             module = layers_of(op.module)
-            found.modules[module] = found.modules.get(module, 0.0) + extra * op.flops
-            found.gathered |= {name: count * received for over, name, received in op.gathered if over == axis}
-    kept = {axis: of for axis, of in axes.items() if of.flops >= max(SHARE * total, LEAST)}
-    if not kept:
+            work.modules[module] = work.modules.get(module, 0.0) + extra * op.flops
+            work.gathered |= {name: count * received for over, name, received in op.gathered if over == axis}
+    large = {axis: work for axis, work in axes.items() if work.flops >= max(SHARE * total, LEAST)}
+    if not large:
         return None
-    ordered = sorted(kept, key=lambda axis: -kept[axis].flops)
-    what = "; ".join(_said(axis, kept[axis], mesh, total) for axis in ordered)
-    mends = [_mend(axis, kept[axis], total, params) for axis in ordered]
+    ordered = sorted(large, key=lambda axis: -large[axis].flops)
+    what = "; ".join(_describe(axis, large[axis], mesh, total) for axis in ordered)
+    mends = [_mend(axis, large[axis], total, params) for axis in ordered]
     return PlanError(what, fix="; ".join(mends) + "; program.lint() lists the ops")
 
 
-def _said(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
+def _describe(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
     who = "no op is split over it" if of.within >= total else f"no axis splits {_names(of.modules)} there"
     gathered = f", for which {sum(of.gathered.values()):.2g} bytes are gathered over it" if of.gathered else ""
     return (
@@ -137,7 +141,7 @@ def _said(axis: str, of: _Axis, mesh: Mesh, total: int) -> str:
 
 
 def _mend(axis: str, of: _Axis, total: int, params: Mapping[str, Layout]) -> str:
-    """The entry that would split what is repeated."""
+    """Return the plan entry that would split the redundant work."""
     if of.within >= total:
         return f'add shardc.fsdp("{axis}"), which splits the batch over it, or leave the axis out of the mesh'
     whole = {

@@ -1,13 +1,13 @@
-"""Two streams in step: a rank's kernels in order, and on each mesh axis its collectives in order.
+"""Simulates a rank's step: one stream of kernels in order, and per mesh axis one stream of collectives in order.
 
-    graph       a collective starts where the graph starts it and stalls the rank where the graph waits for it
-    earliest    it starts as soon as what it reads is there and its axis is free, and stalls the rank only at the
-                first kernel that reads it: what scheduling alone could reach, memory aside
+    graph       a collective starts where the graph starts it, and stalls the rank where the graph waits for it
+    earliest    it starts as soon as its inputs are ready and its axis is free, and stalls the rank only at the first
+                kernel that reads it: a bound on what scheduling could reach, ignoring memory
 
-The order of the collectives of one axis is that of the graph either way. Links that two axes share are not contended.
+The collectives of one axis keep their graph order in both. Contention on links that two axes share is not modelled.
 
-Where the ranks' cores do the sending (`shardc.cost.hardware.Hardware.share`), a collective also takes time from the
-rank: at its start, and from the kernels beside it, which lose that share of the time that it is on its way.
+If the ranks' own cores do the sending (`shardc.cost.hardware.Hardware.share`), a collective also slows the rank down:
+it is busy at the start, and concurrent kernels lose that share of the transfer time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORDERS = ("graph", "earliest")
 
 @dataclass
 class Span:
-    """When something ran, and for how long the rank stood still for it (seconds)."""
+    """The time of one kernel or collective, and how long the rank waited for it (seconds)."""
 
     start: float
     end: float
@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans by position in the sequence: of kernels (at their last op) and of collectives; the clock before each op."""
+    """Spans by position in the step, of kernels (at their last op) and of collectives; and the clock before each op."""
 
     kernels: dict[int, Span]
     collectives: dict[int, Span]
@@ -50,21 +50,21 @@ def simulate(
     start_seconds: Mapping[int, float] | None = None,
     share: float = 0.0,
 ) -> Timeline:
-    """Runs a step.
+    """Simulate a step.
 
     Args:
-        streams: for each collective the mesh axes that it occupies.
-        wire_seconds: for each collective how long it takes.
+        streams: collective -> the mesh axes that it occupies.
+        wire_seconds: collective -> its duration.
         order: "graph" or "earliest".
-        start_seconds: for each collective the rank's own time that its start takes, which counts as exposed.
-        share: of the time that collectives are on their way, what kernels lose of it; below 1.
+        start_seconds: collective -> seconds that the rank is busy starting it, which count as exposed.
+        share: share of the transfer time that concurrent kernels lose; below 1.
     """
     eager = order == "earliest"
     clock = 0.0
     clocks: list[float] = []
     free: dict[str, float] = {}
     ready = [0.0] * len(step.ops)
-    owed: list[int | None] = [None] * len(step.ops)  # the collective that each value comes from, until it is awaited
+    owed: list[int | None] = [None] * len(step.ops)  # the pending collective that each value comes from
     spans: dict[int, Span] = {}
     runs: dict[int, Span] = {}
     began: dict[str, float] = {}
@@ -85,12 +85,12 @@ def simulate(
         if op.kind == INPUT:
             continue
         if op.kind == START:
-            known = ready[latest] if latest is not None else 0.0
-            start = max(known, began[op.phase]) if eager else clock
-            own = start_seconds[at] if start_seconds is not None else 0.0
-            clock += own
-            start = max([start + own, *(free.get(axis, 0.0) for axis in streams[at])])
-            spans[at] = Span(start, start + wire_seconds[at], own)
+            inputs_ready = ready[latest] if latest is not None else 0.0
+            start = max(inputs_ready, began[op.phase]) if eager else clock
+            busy = start_seconds[at] if start_seconds is not None else 0.0
+            clock += busy
+            start = max([start + busy, *(free.get(axis, 0.0) for axis in streams[at])])
+            spans[at] = Span(start, start + wire_seconds[at], busy)
             free.update(dict.fromkeys(streams[at], spans[at].end))
             ready[at], owed[at] = spans[at].end, at
             continue
@@ -115,11 +115,11 @@ def simulate(
 
 
 def beside(seconds: float, sending: float, share: float) -> float:
-    """How long a kernel of ``seconds`` takes that starts while for ``sending`` seconds yet something is on its way.
+    """Return the duration of a kernel of ``seconds`` that starts ``sending`` seconds before the current transfers end.
 
     >>> beside(1.0, 0.5, 0.4), beside(0.3, 1.0, 0.4)
     (1.2, 0.5)
     """
-    if seconds < (1 - share) * sending:  # it ends first
+    if seconds < (1 - share) * sending:  # it ends before the transfers do
         return seconds / (1 - share)
     return seconds + share * sending

@@ -1,4 +1,4 @@
-"""Which ranks hold which part of a tensor, as a table and as a picture."""
+"""Shows which ranks store which part of a tensor, as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tabulate import tabulate
 from shardc.ir.layout import Layout
 from shardc.report.picture import figure, save
 
-SHOWN = 8  # ranks in one tile; a larger group shows its first and last
+SHOWN = 8  # most ranks listed in a tile; of a larger group the first and last are shown
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive indices along a dim, ``start`` to ``stop`` (not held any more), that the same ranks hold."""
+    """Consecutive indices along a dim, ``start`` to ``stop`` (exclusive), that the same ranks store."""
 
     start: int
     stop: int
@@ -31,14 +31,14 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The parts of one tensor, and the ranks that hold each.
+    """The parts of one tensor, and the ranks that store each.
 
-    Two dims are shown: those that are split, else the last ones. A tile of a tensor that is split along others too
-    lists the ranks that hold some of it.
+    Two dims are shown: those that are split, or else the last ones. If further dims are split, a tile lists all ranks
+    that store some of it.
 
     Args:
-        name: of the tensor.
-        layout: how it lies on the mesh.
+        name: name of the tensor.
+        layout: its layout on the mesh.
     """
 
     name: str
@@ -46,27 +46,27 @@ class Tiles:
 
     @cached_property
     def dims(self) -> tuple[int, ...]:
-        """The dims that are shown, at most two, ascending."""
+        """Return the dims that are shown, at most two, ascending."""
         split = [dim for dim in range(self.layout.ndim) if self.layout.dim_axes(dim)]
         rest = [dim for dim in reversed(range(self.layout.ndim)) if dim not in split]
         return tuple(sorted([*split, *rest][:2]))
 
     def stretches(self, dim: int) -> list[Stretch]:
-        """``dim`` cut where other ranks hold it."""
+        """Return ``dim`` cut into the ranges that different ranks store."""
         owners: list[list[int]] = [[] for _ in range(self.layout.shape[dim])]
         for rank in range(self.layout.mesh.ranks):
             for at in self.layout.local_index(dim, rank):
                 owners[at].append(rank)
-        found, start = [], 0
-        for ranks, run in groupby(owners):
-            stop = start + sum(1 for _ in run)
-            found.append(Stretch(start, stop, frozenset(ranks)))
+        stretches, start = [], 0
+        for ranks, indices in groupby(owners):
+            stop = start + sum(1 for _ in indices)
+            stretches.append(Stretch(start, stop, frozenset(ranks)))
             start = stop
-        return found
+        return stretches
 
     @cached_property
     def grid(self) -> tuple[list[Stretch], list[Stretch]]:
-        """Rows and columns; of a tensor of fewer dims one that all ranks hold."""
+        """Return rows and columns; a missing dim is one stretch that all ranks store."""
         whole = [Stretch(0, 1, frozenset(range(self.layout.mesh.ranks)))]
         cut = [self.stretches(dim) for dim in self.dims]
         return cut[0] if len(cut) == 2 else whole, cut[-1] if cut else whole
@@ -88,13 +88,13 @@ class Tiles:
         return f"{self.title}; ranks that hold each part\n{table}"
 
     def figure(self) -> Any:
-        """The picture as a matplotlib figure: one colour for each group of ranks."""
+        """Return the picture as a matplotlib figure, with one colour per group of ranks."""
         from matplotlib import colormaps
         from matplotlib.patches import Rectangle
 
         rows, columns = self.grid
         title = self.title.replace(" on mesh ", "\non mesh ")
-        # As wide as the title, too: a letter of it takes a fifteenth of an inch.
+        # Wide enough for the title: a letter takes a fifteenth of an inch.
         wide = max(4, min(12, 1.2 * len(columns)), 0.8 + max(map(len, title.split("\n"))) / 15)
         drawn = figure(wide, max(2.4, min(9, 0.6 * len(rows) + 1.4)))
         axes = drawn.subplots()
@@ -119,10 +119,10 @@ class Tiles:
         return drawn
 
     def save(self, path: str | Path) -> None:
-        """Writes the picture; the ending of ``path`` says as what (png, svg, pdf).
+        """Write the picture; the suffix of ``path`` selects the format (png, svg, pdf).
 
         Raises:
-            InputError: matplotlib is not installed, or knows no such ending.
+            InputError: matplotlib is not installed, or does not support the suffix.
         """
         save(self.figure(), path)
 

@@ -90,7 +90,9 @@ def is_registered(target: Any) -> bool:
 
 
 def is_written_out(target: Any) -> bool:
-    """Return whether the user's rule for this overload has its own ``localize`` (user code that emits the local ops)."""
+    """Return whether the user's rule for this overload has its own ``localize`` (user code that emits the local
+    ops).
+    """
     op_rule = find_rule(target) if is_registered(target) else None
     return op_rule is not None and op_rule.localize is not Local.same
 

@@ -74,7 +74,9 @@ class KeyBlocks:
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
     def blocks(self) -> Iterator[KeyBlock]:
-        """Yield the blocks: all keys at once if one mask serves them, else one per rank, or one per stripe of a rank."""
+        """Yield the blocks: all keys at once if one mask serves them, else one per rank, or one per stripe of a
+        rank.
+        """
         causal = self.local.call["causal"]
         if self.whole and not self.query.dim_axes(2):
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
@@ -280,7 +282,9 @@ class KeyBlocks:
     # --- masks by position in the unsharded sequence
 
     def _bias(self, ranks: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        """Return what is added to the scores of a block held by ``ranks``, and the mask of queries that see none of it."""
+        """Return what is added to the scores of a block held by ``ranks``, and the mask of queries that see none of
+        it.
+        """
         call, run = self.local.call, self.run
         causal = call["causal"]
         bias = self.local.operand("bias")

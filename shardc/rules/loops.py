@@ -40,7 +40,9 @@ class Loops:
         self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare factor ``name`` and return the factors of a dim that is this factor alone; a dim of size 1 has none."""
+        """Declare factor ``name`` and return the factors of a dim that is this factor alone; a dim of size 1 has
+        none.
+        """
         if size == 1:
             return ()
         before = self._sizes.setdefault(name, size)

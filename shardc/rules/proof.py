@@ -242,7 +242,9 @@ def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether the largest difference is at most ``tolerance`` times the largest value (integers: exactly equal)."""
+    """Return whether the largest difference is at most ``tolerance`` times the largest value (integers: exactly
+    equal).
+    """
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(got, expected)
     scale = max(expected.abs().nan_to_num(0, 0, 0).flatten().tolist(), default=0.0)

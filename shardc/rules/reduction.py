@@ -1,4 +1,6 @@
-"""Rules for reductions over dims: if a reduced dim is split, the result is a partial sum, maximum, minimum or product."""
+"""Rules for reductions over dims: if a reduced dim is split, the result is a partial sum, maximum, minimum or
+product.
+"""
 
 from __future__ import annotations
 

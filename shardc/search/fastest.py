@@ -23,7 +23,7 @@ from shardc.plan.constructors import cp, ddp, fsdp
 from shardc.plan.entries import Fsdp
 from shardc.plan.placed import ParamPlan, Placed
 from shardc.plan.value import Plan
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 from shardc.search.fit import Fit, kept_whole
 from shardc.search.opened import Laid, Opened
 from shardc.search.pins import Pinner, borders

@@ -8,7 +8,7 @@ from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from shardc.plan.value import Plan
 from shardc.report.export import gigabytes, milliseconds, plain, shorten
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 from shardc.search.fastest import Tried
 
 HEAD = (

@@ -23,7 +23,7 @@ from shardc.ir.tally import collective_kind
 from shardc.passes.calls import call_of
 from shardc.passes.choose import Work, compute_seconds
 from shardc.passes.collectives import step_of
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Strategy
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardc
 from shardc.cost.hardware import KNOWN, find
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 
 WIDTH, LAYERS = 256, 4
 SHARD = LAYERS * (WIDTH * WIDTH + WIDTH) * 4 // 2  # bytes of a rank's parameters

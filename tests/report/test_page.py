@@ -23,7 +23,7 @@ from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.report.memory import OWNERS
 from shardc.report.page import curve, record
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 
 ROOT = Path(__file__).parents[2]
 VOID = {"meta", "input", "br", "link", "img"}
@@ -103,7 +103,7 @@ def test_ops_and_causes_are_the_programs(schedule: Schedule) -> None:
 def test_the_curve_ends_as_the_step_and_holds_the_peak(schedule: Schedule) -> None:
     points = curve(schedule)
     assert max(sum(held) for _, held in points) == schedule.memory.peak.total
-    assert points[-1] == (schedule.seconds, schedule.memory.samples[-1].held)
+    assert points[-1] == (schedule.seconds, schedule.memory.samples[-1].sizes)
     times = [seconds for seconds, _ in points]
     assert times == sorted(times) and max(times.count(t) for t in times) <= 2
 
@@ -200,7 +200,7 @@ def test_a_browser_shows_it(schedule: Schedule, tmp_path: Path) -> None:
     )  # fmt: skip
     shown = done.stdout
     assert "<title>Caused by (1): param %layers.0.mlp.up.weight: f32[32,64]</title>" in shown
-    owners = {owner for sample in schedule.memory.samples for owner, n in zip(OWNERS, sample.held, strict=True) if n}
+    owners = {owner for sample in schedule.memory.samples for owner, n in zip(OWNERS, sample.sizes, strict=True) if n}
     legend = re.search(r'<div class="legend" id="legend">(.*?)</div>', shown)
     assert legend and owners <= set(re.findall(r"</i>([^<]+)</span>", legend[1]))
     count = sum(c.kind == "all_gather" and "mlp.up" in c.cause.tensor for c in schedule.collectives)

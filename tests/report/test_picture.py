@@ -13,7 +13,7 @@ from shardc.__main__ import main
 from shardc.errors import InputError
 from shardc.report.memory import OWNERS
 from shardc.report.picture import draw
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 from tests.report.test_schedule import ROOT, stack_program
 
 
@@ -37,7 +37,7 @@ def test_a_lane_for_compute_and_each_axis(schedule: Schedule) -> None:
     assert drawn == {"compute": len(schedule.runs), **Counter(c.axis for c in schedule.collectives)}
     expected = [*(run.end for run in schedule.runs), *(c.end for c in schedule.collectives)]
     assert sorted(ends) == pytest.approx(sorted(end * 1e3 for end in expected))
-    held = {owner for sample in schedule.memory.samples for owner, n in zip(OWNERS, sample.held, strict=True) if n}
+    held = {owner for sample in schedule.memory.samples for owner, n in zip(OWNERS, sample.sizes, strict=True) if n}
     assert len(memory.collections) == len(held)
     top = memory.collections[-1].get_paths()[0].get_extents().y1
     assert top == pytest.approx(schedule.memory.peak.total / 1e6)

@@ -23,7 +23,7 @@ from shardc.errors import MeshError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import KINDS, wire_elements
 from shardc.report.memory import OWNERS
-from shardc.report.schedule import Schedule
+from shardc.report.predicted_schedule import Schedule
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 
 ROOT = Path(__file__).parents[2]
@@ -257,7 +257,7 @@ def test_memory_of_the_parts(composed: shardc.Program) -> None:
     sharded = held["parameters"]
     assert local * 4 // 4 <= sharded <= local * 4 // 2  # weights over both axes, norms over dp alone
     assert held["optimizer"] == 2 * sharded
-    last = dict(zip(OWNERS, schedule.memory.samples[-1].held, strict=True))
+    last = dict(zip(OWNERS, schedule.memory.samples[-1].sizes, strict=True))
     assert last["gradients"] == sharded and last["activations"] == last["gathered"] == last["communication"] == 0
 
 

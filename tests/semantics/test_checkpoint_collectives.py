@@ -101,7 +101,7 @@ def test_the_schedule_counts_both(stage: str) -> None:
     assert auto.wire - keep.wire == CONFIG.layers * 2 * SHARD
     turn = [next(at for at, op in enumerate(each.step.ops) if op.phase == "backward") for each in (auto, keep)]
     held = [
-        next(s for s in reversed(each.memory.samples) if s.at <= at).held[4]
+        next(s for s in reversed(each.memory.samples) if s.at <= at).sizes[4]
         for each, at in zip((auto, keep), turn, strict=True)
     ]
     assert held[1] - held[0] >= CONFIG.layers * 2 * 2 * SHARD, "gathered activations are held"

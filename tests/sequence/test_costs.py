@@ -53,7 +53,7 @@ def test_what_is_kept_for_backward_falls_with_the_ranks(method: str) -> None:
 
     def kept(ranks: int) -> int:
         samples = lowered(method, ranks, 512, layers=4).schedule("h100").memory.samples
-        return max(sample.held[4] for sample in samples)
+        return max(sample.sizes[4] for sample in samples)
 
     assert kept(4) < (1.4 if method == "heads" else 1.1) * kept(1) / 4
 

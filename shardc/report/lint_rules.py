@@ -1,7 +1,7 @@
-"""Lint: communication and computation that a better plan would not need, each with its cost and what mends it.
+"""Lint rules: communication and computation that a better plan would avoid, each with its cost and a remedy.
 
-Works on the global graph with its layouts (stage ``collectives``), on the schedule of the joint graph made from it
-(stage ``localize``), where each collective of the one is found in the other by its name, and on that of what runs.
+The rules read the global graph with its layouts (stage ``collectives``), the schedule of the joint local graph (stage
+``localize``; a collective has the same name in both), and the schedule of the compiled step.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from shardc.cost.hardware import Route, price, route
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.report.export import layers_of
+from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import HOST, Collective, Run, grouped
 from shardc.report.repeated import dense
-from shardc.report.schedule import Schedule
 
 SEVERITIES = ("high", "medium", "low")
-LARGE_PARAMETER = 1 << 20  # bytes a rank of a whole parameter that are worth a word
-EXPOSED_SHARE = 0.2  # of the step that one axis may stand in the way
-REPLICATED_SHARE = 0.01  # of a rank's operations
-HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a cost is of that severity
+LARGE_PARAMETER = 1 << 20  # bytes from which a replicated parameter is reported
+EXPOSED_SHARE = 0.2  # share of the step from which exposed communication of an axis is reported
+REPLICATED_SHARE = 0.01  # share of a rank's operations from which replicated work is reported
+HIGH, MEDIUM = 0.05, 0.005  # shares of the step's time from which a finding has that severity
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that costs and need not.
+    """An avoidable cost.
 
     Args:
-        rule: its name.
+        rule: name of the rule.
         severity: "high", "medium" or "low", by the cost's share of the step.
-        subject: the tensor, op or axis that it is about.
-        module, source: where it comes from; "" where it has no one place.
-        seconds: that it costs in a step, predicted.
-        bytes: wire bytes, or bytes of memory, a rank.
+        subject: the tensor, op or axis concerned.
+        module, source: where it comes from; "" if there is no single place.
+        seconds: predicted cost per step.
+        bytes: wire bytes, or bytes of memory, per rank.
         message: what is wrong.
         change: what to change in the plan or the mesh.
-        count: how many collectives, ops or parameters it is about.
+        count: the number of collectives, ops or parameters concerned.
     """
 
     rule: str
@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is linted: the global graph, the schedule of the joint local one, and that of the step as it runs."""
+    """The program to lint: its global graph, the schedule of the joint local graph, and that of the step as it runs."""
 
     graph: fx.Graph
     schedule: Schedule
@@ -79,13 +79,13 @@ class Subject:
         change: str,
         count: int = 1,
     ) -> Finding:
-        """A finding about (subject, module, source), its severity by its cost."""
+        """Return a finding about (subject, module, source), with its severity by its cost."""
         share = seconds / self.step.seconds if self.step.seconds else 0.0
         severity = "high" if share >= HIGH else "medium" if share >= MEDIUM else "low"
         return Finding(rule, severity, *at, seconds, nbytes, message, change, count)
 
     def wasted(self, rule: str, node: fx.Node, part: float, message: str, change: str) -> Iterator[Finding]:
-        """A finding that ``part`` of the collective ``node`` is for nothing."""
+        """Yield a finding that a share ``part`` of the collective ``node`` is unnecessary."""
         rows = self.schedule.by_node.get(ir.info(node).name)
         if rows is not None:
             cause, seconds, wire = rows[0].cause, sum(row.seconds for row in rows), sum(row.wire for row in rows)
@@ -94,20 +94,20 @@ class Subject:
 
 
 def lint(graph: fx.Graph, schedule: Schedule, step: Schedule) -> list[Finding]:
-    """What is found, the costliest first.
+    """Return the findings of all rules, by severity and then by cost.
 
     Args:
         graph: the global graph after ``collectives``.
-        schedule: of the joint graph that was localized from it.
-        step: of the forward and backward that run; the same as ``schedule`` where they are not made.
+        schedule: that of the local joint graph.
+        step: that of the compiled forward and backward; the same as ``schedule`` if these do not exist.
     """
     subject = Subject(graph, schedule, step)
-    found = [finding for rule in RULES for finding in rule(subject)]
-    return sorted(found, key=lambda f: (SEVERITIES.index(f.severity), -f.seconds, f.rule, f.subject))
+    findings = [finding for rule in RULES for finding in rule(subject)]
+    return sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), -f.seconds, f.rule, f.subject))
 
 
 def in_pieces(name: str, module: str, source: str, pieces: int, reason: str) -> Finding:
-    """What `shardc.passes.decompose` decided of a collective, and why."""
+    """Return a finding that reports how `shardc.passes.decompose` chunked a collective, and why."""
     message = f"cut in {pieces} pieces under its product: {reason}" if pieces > 1 else f"not cut in pieces: {reason}"
     return Finding(
         "product-in-pieces", "low", name, module, source, 0.0, 0, message, "say Options(decompose=) for another"
@@ -117,8 +117,7 @@ def in_pieces(name: str, module: str, source: str, pieces: int, reason: str) -> 
 # --- the rules
 
 
-# Of what every rank gets and each then takes its own part of: the rule, the part that is for nothing, what is done and
-# what mends it.
+# Collectives whose result is then sliced: the rule, the unnecessary share, the message and the remedy.
 _SLICED = {
     ops.all_gather: (
         "gather-then-slice", 1.0, "gathered over {}, then sliced again",
@@ -132,7 +131,7 @@ _SLICED = {
 
 
 def then_sliced(subject: Subject) -> Iterator[Finding]:
-    """Ranks gather, or sum, all of what each then takes its own part of."""
+    """Yield collectives that gather or sum a value of which each rank then uses only its own shard."""
     for node in subject.graph.nodes:
         if node.target in _SLICED and node.users and all(user.target is ops.shard for user in node.users):
             rule, part, message, change = _SLICED[node.target]
@@ -140,7 +139,7 @@ def then_sliced(subject: Subject) -> Iterator[Finding]:
 
 
 def repeated_collective(subject: Subject) -> Iterator[Finding]:
-    """One value becomes the same by more than one collective in one phase."""
+    """Yield collectives that repeat an earlier one of the same value in the same phase."""
     seen: dict[tuple[object, ...], fx.Node] = {}
     for node in subject.graph.nodes:
         if node.target in ops.COLLECTIVES:
@@ -157,7 +156,7 @@ def repeated_collective(subject: Subject) -> Iterator[Finding]:
 
 
 def unread_collective(subject: Subject) -> Iterator[Finding]:
-    """What a collective brings is read by nobody."""
+    """Yield collectives whose result is never read."""
     step = subject.step.step
     live = {at for _, at in step.outputs}
     for at in reversed(range(len(step.ops))):
@@ -174,11 +173,11 @@ def unread_collective(subject: Subject) -> Iterator[Finding]:
 
 
 def collective_run_again(subject: Subject) -> Iterator[Finding]:
-    """A checkpoint region's collective that runs again in backward, for memory."""
-    again = {row.name: row for row in subject.schedule.collectives if row.phase == "backward"}
-    whole = {ir.info(op.node).name for op in subject.schedule.step.ops if op.gathered}
+    """Yield collectives of a checkpointed region that run a second time in backward."""
+    recomputed = {row.name: row for row in subject.schedule.collectives if row.phase == "backward"}
+    gathers = {ir.info(op.node).name for op in subject.schedule.step.ops if op.gathered}
     for row in subject.schedule.collectives:
-        second = again.get(row.name) if row.phase == "forward" and row.name not in whole else None
+        second = recomputed.get(row.name) if row.phase == "forward" and row.name not in gathers else None
         if second is not None:
             yield subject.finding(
                 "collective-run-again", (row.cause.tensor, row.cause.module, row.cause.source), second.seconds,
@@ -188,13 +187,13 @@ def collective_run_again(subject: Subject) -> Iterator[Finding]:
 
 
 def small_messages(subject: Subject) -> Iterator[Finding]:
-    """Collectives whose start-up takes longer than their bytes."""
+    """Yield groups of collectives whose latency exceeds their transfer time."""
     groups: dict[tuple[str, str, str], list[tuple[Collective, float]]] = {}
     schedule = subject.step
-    for each in schedule.collectives:
-        idle = price(schedule.hardware, each.kind, _route(subject, each), 0).seconds
-        if each.ranks > 1 and idle > each.seconds - idle:
-            groups.setdefault((each.kind, each.axis, each.phase), []).append((each, idle))
+    for row in schedule.collectives:
+        idle = price(schedule.hardware, row.kind, _route(subject, row), 0).seconds
+        if row.ranks > 1 and idle > row.seconds - idle:
+            groups.setdefault((row.kind, row.axis, row.phase), []).append((row, idle))
     for (kind, axis, phase), small in groups.items():
         if len(small) < 2:
             continue
@@ -207,7 +206,7 @@ def small_messages(subject: Subject) -> Iterator[Finding]:
 
 
 def exposed_axis(subject: Subject) -> Iterator[Finding]:
-    """An axis whose communication stands in the way for a large share of the step."""
+    """Yield axes whose exposed communication is a large share of the step."""
     schedule = subject.step
     for axis, total in schedule.totals("axis").items():
         if total.exposed > EXPOSED_SHARE * schedule.seconds:
@@ -223,7 +222,7 @@ def exposed_axis(subject: Subject) -> Iterator[Finding]:
 
 
 def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
-    """A busy axis leaves the node while one that moves less stays inside."""
+    """Yield axes that cross nodes although an axis that moves less is inside a node."""
     schedule = subject.schedule
     mesh, node = schedule.mesh, schedule.hardware.node
     totals = {axis: total for axis, total in schedule.totals("axis").items() if axis in mesh.axes}
@@ -242,7 +241,7 @@ def axis_across_nodes(subject: Subject) -> Iterator[Finding]:
 
 
 def replicated_work(subject: Subject) -> Iterator[Finding]:
-    """A matrix product that several ranks do alike."""
+    """Yield matrix products that several ranks compute redundantly."""
     for node, op in dense(subject.graph, subject.schedule.mesh):
         times = prod(op.times.values())
         run = subject.runs.get(op.name) if times > 1 else None
@@ -255,7 +254,7 @@ def replicated_work(subject: Subject) -> Iterator[Finding]:
 
 
 def whole_parameter(subject: Subject) -> Iterator[Finding]:
-    """A large parameter that every rank holds whole."""
+    """Yield large parameters that every rank stores completely."""
     for node in ir.placeholders(subject.graph, "param"):
         layout, value = ir.layout(node), ir.value(node)
         size = prod(value.shape) * value.itemsize
@@ -270,7 +269,7 @@ def whole_parameter(subject: Subject) -> Iterator[Finding]:
 
 
 def low_precision_sum(subject: Subject) -> Iterator[Finding]:
-    """Gradients that are summed in half precision over many ranks."""
+    """Yield axes over which gradients are summed in half precision over many ranks."""
     rows = [c for c in subject.schedule.collectives if c.kind in ("all_reduce", "reduce_scatter") and c.ranks >= 16]
     low = [c for c in rows if c.dtype in ("bf16", "f16") and c.phase == "backward"]
     for axis, of in grouped(low, lambda c: c.axis).items():
@@ -292,21 +291,23 @@ RULES: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
 
 
 def merged(findings: list[Finding]) -> list[Finding]:
-    """Findings that differ only in the number of a repeated layer as one, about as many things as they are together."""
+    """Merge findings that differ only in the number of a repeated layer; costs and counts are added."""
 
     def kind(f: Finding) -> tuple[str, ...]:
         return tuple(map(layers_of, (f.rule, f.subject, f.module, f.source, f.severity, f.message)))
 
-    return list(map(_together, grouped(findings, kind).values()))
+    return list(map(_merge, grouped(findings, kind).values()))
 
 
-def _together(of: list[Finding]) -> Finding:
+def _merge(of: list[Finding]) -> Finding:
     named: dict[str, Any] = {name: _common([getattr(f, name) for f in of]) for name in ("subject", "module", "message")}
     summed: dict[str, Any] = {name: sum(getattr(f, name) for f in of) for name in ("seconds", "bytes", "count")}
     return replace(of[0], **named, **summed)
 
 
 def _common(names: list[str]) -> str:
-    """Names that differ in numbers as one: ``layers.*.mm.1`` of ``layers.0.mm.1`` and ``layers.1.mm.1``."""
+    """Replace the differing parts of dotted names by ``*``: ``layers.*.mm.1`` of ``layers.0.mm.1`` and
+    ``layers.1.mm.1``.
+    """
     parts = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(each[0] if len(set(each)) == 1 else "*" for each in parts)
+    return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)

@@ -1,4 +1,4 @@
-"""The communication schedule: every collective of a step, when it runs, what it costs and why; and ways to show it."""
+"""The predicted schedule of a step, with its methods of display; `build` predicts it from the ops of the step."""
 
 from __future__ import annotations
 
@@ -36,44 +36,47 @@ if TYPE_CHECKING:
 
 
 class Schedule(Prediction):
-    """A training step (forward and backward, without the optimizer) of one rank, predicted."""
+    """The predicted training step (forward and backward, without the optimizer) of one rank."""
 
     def cost(self, axis: str) -> Cost:
-        """What the collectives over ``axis`` cost as sympy formulas; all of them are ``Program.costs()``.
+        """Return the cost of the collectives over ``axis`` as sympy formulas; those of all axes are
+        ``Program.costs()``.
 
         Raises:
-            PlanError: nothing moves over it, or there is no formula; see `shardc.report.derive`.
+            PlanError: nothing moves over it, or there is no formula (`shardc.report.derive`).
         """
         return self.costs.cost(axis)
 
     @cached_property
     def costs(self) -> Costs:
-        """The formulas of its program; see `shardc.program.Program.costs`."""
+        """Return the cost formulas of its program (`shardc.program.Program.costs`)."""
         if self.symbols is None:
             raise PlanError("this schedule is of no program", fix="take it from Program.schedule()")
         return self.symbols()
 
     def table(self, rows: int | None = 40) -> str:
-        """As text: the first ``rows`` collectives by exposed time, alike ones together; totals, step and memory."""
+        """Return text tables: the first ``rows`` collectives by exposed time, equal ones grouped; totals, step and
+        memory.
+        """
         return export.table(self, rows)
 
     def to_json(self) -> str:
-        """All of it, as JSON that is the same to the byte for the same program."""
+        """Return all numbers as JSON; it is byte-identical for the same program."""
         return json.dumps(export.record(self), indent=1) + "\n"
 
     def to_trace(self) -> str:
-        """A Chrome trace (for Perfetto): compute, a track for each axis, memory by owner, arrows to waits."""
+        """Return a Chrome trace (for Perfetto): compute, one track per axis, memory by owner, arrows to waits."""
         return json.dumps(export.trace(self)) + "\n"
 
     def to_html(self) -> str:
-        """A page that needs nothing else: timeline, memory by owner, tables that sort, the graph with links."""
+        """Return a self-contained page: timeline, memory by owner, sortable tables, the graph with links."""
         return page.page(self)
 
     def plot(self, path: str | Path) -> None:
-        """Writes a picture (png, svg or pdf, by the path's ending) of the timeline and of memory by owner.
+        """Write a picture of the timeline and of memory by owner (png, svg or pdf, by the suffix of ``path``).
 
         Raises:
-            InputError: matplotlib is not installed, or knows no such ending.
+            InputError: matplotlib is not installed, or does not support the suffix.
         """
         picture.save(picture.draw(self), path)
 
@@ -94,25 +97,25 @@ def build(
     model: str = "",
     plan: str = "",
 ) -> Schedule:
-    """The schedule of one rank's step.
+    """Predict the schedule of one rank's step.
 
     Args:
-        order: "graph" (as the graph stands) or "earliest" (as dependences allow).
-        causes: by parameter the plan entries of its compute layout.
-        useful_flops: by default all that a rank does.
-        optimizer_copies: the optimizer's state as a multiple of the parameters (AdamW: 2).
-        skew: of the rows of an even load, how many times as many the most loaded rank has.
+        order: "graph" (as the graph is ordered) or "earliest" (as early as dependences allow).
+        causes: parameter -> the plan entries of its compute layout.
+        useful_flops: by default all operations of a rank.
+        optimizer_copies: size of the optimizer's state as a multiple of the parameters (AdamW: 2).
+        skew: rows of the most loaded expert rank, as a multiple of the mean.
         model, plan: their names, for titles.
 
     Raises:
         MeshError: ``mesh`` is larger than the hardware's description.
-        PlanError: no such order.
+        PlanError: ``order`` is unknown.
     """
     hardware.check(mesh)
     if order not in ORDERS:
         raise PlanError(f"there is no order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
-    made = buffers(step)
-    work = {at: _loaded(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, made).items()}
+    outputs = buffers(step)
+    work = {at: _loaded(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, outputs).items()}
     moved = {at: _moved(op.node, mesh, skew) for at, op in enumerate(step.ops) if op.kind == START}
     prices = {at: _price(hardware, mesh, m) for at, m in moved.items()}
 
@@ -128,7 +131,7 @@ def build(
         by_dtype[run.kernel.dtype] = by_dtype.get(run.kernel.dtype, 0) + run.kernel.flops
     return Schedule(
         mesh, hardware, order, _rows(step, moved, prices, times, runs, causes or {}), runs,
-        memory_of(step, made, work, optimizer_copies), times.clock, times.seconds,
+        memory_of(step, outputs, work, optimizer_copies), times.clock, times.seconds,
         float(sum(by_dtype.values())) if useful_flops is None else useful_flops,
         max(by_dtype, key=lambda dtype: by_dtype[dtype], default=torch.float32), step, notes,
         symbols, model, plan,
@@ -153,19 +156,21 @@ def _price(hardware: Hardware, mesh: Mesh, moved: _Moved) -> Price:
 
 
 def _streams(moved: _Moved) -> tuple[str, ...]:
-    """What is busy meanwhile: mesh axes, or one direction between host and device."""
+    """Return the resources that a transfer occupies: mesh axes, or one direction between host and device."""
     return (moved.kind,) if moved.axes == (HOST,) else tuple(dict.fromkeys(split_part(axis)[0] for axis in moved.axes))
 
 
 def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
-    """``kernel`` on the rank to which ``skew`` times the rows of an even load go, if it is one of experts."""
+    """Return ``kernel`` as the rank with ``skew`` times the mean number of rows runs it, if it is a kernel of
+    experts.
+    """
     if node.target not in (RUN, RUN_GRADIENT):
         return kernel
     return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))
 
 
 def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-    """What to say of the memory of rows, which has room for more of them than an even load has."""
+    """Return a note on the memory reserved for rows of experts beyond an even load; empty if there is none."""
     room = used = 0
     for node in nodes:
         if node.target is RUN:
@@ -178,7 +183,7 @@ def room_of_rows(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
-    """What a collective, or a copy between host and device, moves."""
+    """Return what a collective, or a host copy, moves."""
     if (copy := move_kind(node)) is not None:
         value = ir.value(node)
         name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))
@@ -218,7 +223,7 @@ def _rows(
 
 
 def _hides(span: Span, runs: tuple[Run, ...], starts: list[float]) -> str:
-    """The module whose kernels overlap a span most."""
+    """Return the module whose kernels overlap a span most."""
     overlap: dict[str, float] = {}
     at = max(bisect_right(starts, span.start) - 1, 0)
     while at < len(runs) and runs[at].start < span.end:
