@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardc
 from examples.models import gpt2, llama
 from shardc.capture import Dtypes, find_repeats
-from shardc.debug.explain import explain
+from shardc.debug.explain_layout import explain
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh

@@ -1,4 +1,4 @@
-"""``bisect``: runs the graph after each pass on real numbers, and names the first pass and node that is wrong."""
+"""``bisect``: runs the graph of each stage on real numbers, and names the first stage and node that is wrong."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardc
 from shardc.cli import target
-from shardc.debug.bisect import TOLERANCE, bisect
+from shardc.debug.bisect_passes import TOLERANCE, bisect
 from shardc.errors import InputError
 
 HELP = "find the pass that changed a result"
@@ -23,19 +23,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints each stage's error and the verdict; returns 1 where a stage is wrong.
+    """Print each stage's error and the verdict; return 1 if a stage is wrong.
 
     Raises:
-        InputError: a model without values, or one that cannot be compared with one device.
+        InputError: the model has no values, or cannot be compared with one device.
     """
-    found, mesh, plan, loss = target.resolve(options)
-    if not isinstance(found.model, nn.Module):
-        raise InputError(f"{found.name} makes a function, not a module", fix="return an nn.Module and its arguments")
-    model = found.model.double()
-    args = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in found.args)
+    loaded, mesh, plan, loss = target.resolve(options)
+    if not isinstance(loaded.model, nn.Module):
+        raise InputError(f"{loaded.name} makes a function, not a module", fix="return an nn.Module and its arguments")
+    model = loaded.model.double()
+    args = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in loaded.args)
     if any(x.is_meta for x in (*model.parameters(), *(x for x in args if isinstance(x, Tensor)))):
-        raise InputError(f"{found.name} is on meta, without values", fix="use a target with real values on the CPU")
-    # The verifier of the passes would stop at what it refuses; here each stage is verified when its turn comes.
+        raise InputError(f"{loaded.name} is on meta, without values", fix="use a target with real values on the CPU")
+    # The compiler's verifier would raise at the first invalid stage; `bisect` verifies each stage itself.
     module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=shardc.Options(verify=False))
     program = module.shardc.lower(*args)
     stages = target.stages_of(options.passes, program.stages)

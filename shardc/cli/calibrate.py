@@ -1,4 +1,4 @@
-"""``calibrate``: measures what collectives and local ops take here, and writes the cost model as JSON."""
+"""``calibrate``: measures collectives and local ops on this machine, and writes the cost model as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measures on the ranks that torchrun started, or on processes of its own; the first rank writes the file.
+    """Measure on the ranks that torchrun started, or on new processes; rank 0 writes the file.
 
     Raises:
         InputError: fewer than two ranks.
@@ -67,12 +67,12 @@ def _measure(runs: int, out: str) -> None:
     world = dist.group.WORLD
     assert world is not None
     sizes = sorted({2, dist.get_world_size()})
-    rows, sent = [], []
+    rows, messages_of = [], []
     for size in sizes:
         group = world if size == dist.get_world_size() else dist.new_group(list(range(size)))
         if dist.get_rank() < size:
             rows += [Measured(*row) for row in measure_collectives(group, runs=runs)]
-            sent.append(measure_messages(group, runs=runs))
+            messages_of.append(measure_messages(group, runs=runs))
         dist.barrier()
     flops, attention, memory_bandwidth = measure_compute(runs)
     launch = measure_launch(runs)
@@ -80,7 +80,7 @@ def _measure(runs: int, out: str) -> None:
         cost = CostModel(
             latency=min(row.latency for row in rows), bandwidth=max(row.bandwidth for row in rows),
             flops=flops, memory_bandwidth=memory_bandwidth, kinds=tuple(rows),
-            attention=attention / flops, launch=launch, messages=messages(sent[-1], sent[0], sizes[-1]),
+            attention=attention / flops, launch=launch, messages=messages(messages_of[-1], messages_of[0], sizes[-1]),
         )  # fmt: skip
         cost.save(out)
         _print(cost)
@@ -89,11 +89,11 @@ def _measure(runs: int, out: str) -> None:
 
 
 def measure_launch(runs: int) -> float:
-    """Seconds that a compiled step takes for each of its kernels beside their work: of one that has next to none."""
+    """Return the overhead of a compiled step per kernel in seconds, measured on a step with hardly any work."""
     sizes = (dist.get_world_size(),)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(12)))
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp",))
-    # Without collectives, so that ranks do not wait for one another.
+    # Without collectives, ranks do not wait for each other.
     module = shardc.compile(model, mesh, shardc.ddp("dp"), options=shardc.Options(comm="none"), init_sync=True)
     x = torch.rand(8, 16)
     kernels = len(module.shardc.lower(torch.empty(8 * sizes[0], 16)).schedule(CPU).runs)
@@ -110,10 +110,10 @@ def _print(cost: CostModel) -> None:
     for row in cost.kinds:
         print(f"{row.kind:15} {row.ranks} ranks {row.latency * 1e6:8.0f} us {row.bandwidth / 1e6:8.0f} MB/s")
     assert cost.messages is not None
-    sent = cost.messages
+    costs = cost.messages
     print(
-        f"messages: {sent.latency * 1e6:.0f} us, {sent.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
-        f"{sent.call * 1e6:.0f} us, {sent.message * 1e6:.0f} us each, and {sent.share:.0%} of what runs beside them"
+        f"messages: {costs.latency * 1e6:.0f} us, {costs.bandwidth / 1e6:.0f} MB/s; of a rank's own time "
+        f"{costs.call * 1e6:.0f} us, {costs.message * 1e6:.0f} us each, and {costs.share:.0%} of what runs beside them"
     )
     print(
         f"compute: {cost.flops / 1e9:.1f} Gflop/s, {cost.attention:.0%} of that in attention, "

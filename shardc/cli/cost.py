@@ -1,4 +1,4 @@
-"""``cost``: bytes and seconds of each mesh axis as formulas, and where another mesh becomes faster."""
+"""``cost``: bytes and seconds per mesh axis as formulas, and the batch from which another mesh is faster."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints a formula for each group's bytes and seconds, then those of the step, then the crossover.
+    """Print the formulas of each group's bytes and seconds, of the step, and the crossover with ``--against``.
 
     Raises:
         PlanError: the program has no formula.
     """
     described = hardware.find(options.hardware)
-    found, mesh, plan, loss = target.resolve(options)
+    loaded, mesh, plan, loss = target.resolve(options)
     other = None if options.against is None else target.mesh_of(options.against)
     if other is not None and other.axes != mesh.axes:
         raise MeshError(f"--against {options.against}: its axes are not {', '.join(mesh.axes)}")
-    for each in (mesh, other):
-        if each is not None:
-            described.check(each)
+    for candidate in filter(None, (mesh, other)):
+        described.check(candidate)
     costs = (
-        shardc.compile(found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold))
-        .shardc.lower(*found.args)
+        shardc.compile(loaded.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold))
+        .shardc.lower(*loaded.args)
         .costs(described)
     )
     values = costs.values()

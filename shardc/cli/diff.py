@@ -1,4 +1,4 @@
-"""``diff``: two saved schedules, number by number; fails where a number grew by more than is allowed."""
+"""``diff``: compares two saved schedules number by number, and fails if a limit is exceeded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the numbers that differ and the limits that are broken; returns 1 where there are such limits."""
+    """Print the numbers that differ and the limits that are exceeded; return 1 if there are such limits."""
     limits = [Limit.parse(text) for text in options.fail_if]
     changes = compare(load(options.before), load(options.after))
     failed = broken(changes, limits)

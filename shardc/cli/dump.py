@@ -1,4 +1,4 @@
-"""``dump``: the annotated graph of a model after any pass, without devices or processes."""
+"""``dump``: prints the annotated graph of a model after any stage, without devices or processes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the stage asked for; with ``--out``, writes all of them and prints where."""
-    found, mesh, plan, loss = target.resolve(options)
-    program = shardc.compile(found.model, mesh, plan, loss=loss).shardc.lower(*found.args)
+    """Print the requested stage; with ``--out``, write all stages and print the paths."""
+    loaded, mesh, plan, loss = target.resolve(options)
+    program = shardc.compile(loaded.model, mesh, plan, loss=loss).shardc.lower(*loaded.args)
     if options.stage is not None and options.stage not in program.stages:
         raise InputError(f"--stage {options.stage}: no such stage", fix=f"use one of {', '.join(program.stages)}")
     stages = target.stages_of(options.passes, program.stages)

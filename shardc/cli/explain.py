@@ -1,4 +1,4 @@
-"""``explain``: why one tensor lies as it does, who decided, and what each of its uses costs."""
+"""``explain``: prints why a tensor has its layout, what decided it, and what each of its uses costs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import argparse
 import shardc
 from shardc.cli import target
 from shardc.cost import hardware
-from shardc.debug.explain import explain
+from shardc.debug.explain_layout import explain
 
 HELP = "why a tensor lies as it does, and its costs"
 
@@ -20,10 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints layouts and who decided them, the strategies that there were, uses and collectives."""
+    """Print the layouts and what decided them, the alternative strategies, the uses and the collectives."""
     described = hardware.find(options.hardware)
-    found, mesh, plan, loss = target.resolve(options)
+    loaded, mesh, plan, loss = target.resolve(options)
     program = shardc.compile(
-        found.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)
-    ).shardc.lower(*found.args)
+        loaded.model, mesh, plan, loss=loss, options=shardc.Options(fold=options.fold)
+    ).shardc.lower(*loaded.args)
     print(explain(program, options.tensor, described).text(), end="")

@@ -1,4 +1,4 @@
-"""``lint``: what a plan makes ranks send or compute for nothing, and what to change."""
+"""``lint``: prints communication and computation that a better plan would avoid, and what to change."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints the findings, the costliest first; returns 1 where ``--fail-on`` says so."""
+    """Print the findings, the most costly first; return 1 if one is at least as severe as ``--fail-on``."""
     program, _ = schedule.predict(options)
-    found = program.lint(options.hardware, stage=options.stage)
+    findings = program.lint(options.hardware, stage=options.stage)
     rows = [
         (f.severity, f.rule, str(f.count), milliseconds(f.seconds), str(f.bytes), f.subject, f.source or "-", f.message)
-        for f in merged(found)
+        for f in merged(findings)
     ]
     head = ("severity", "rule", "count", "ms", "B/rank", "subject", "source", "what")
     print(plain(rows, head) if rows else "nothing found")
-    changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in found)
+    changes = dict.fromkeys(f"{f.rule}: {f.change}" for f in findings)
     if changes:
         print("\n" + "\n".join(changes))
     limit = -1 if options.fail_on is None else SEVERITIES.index(options.fail_on)
-    return int(any(SEVERITIES.index(f.severity) <= limit for f in found))
+    return int(any(SEVERITIES.index(f.severity) <= limit for f in findings))

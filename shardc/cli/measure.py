@@ -1,4 +1,4 @@
-"""``measure``: real steps on gloo ranks under the profiler, beside what the schedule predicts of them."""
+"""``measure``: runs real steps on gloo ranks under the profiler, and compares them with the prediction."""
 
 from __future__ import annotations
 
@@ -48,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints predicted and measured: of one plan each collective and the totals, of several their totals and order.
+    """Print predicted and measured numbers: for one plan each collective and the totals, for several plans totals and
+    order.
 
     Raises:
-        InputError, MeshError, PlanError: what is wrong with an argument.
+        InputError, MeshError, PlanError: an argument is wrong.
     """
     plans = _check(options)
     described = hardware.CPU if options.cost is None else calibrated(CostModel.load(options.cost))
@@ -60,12 +61,12 @@ def run(options: argparse.Namespace) -> None:
     work = Work(options.target, options.loss, options.backend, options.steps)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, (work, plans, described, folder, options.nproc), nprocs=options.nproc)
-        records = json.loads((Path(folder) / "made.json").read_text())
-    made: list[Comparison] = [checked(record, Comparison, "a comparison", tables=True) for record in records]
-    if len(made) == 1:
-        _print_one(made[0])
+        records = json.loads((Path(folder) / "comparisons.json").read_text())
+    comparisons: list[Comparison] = [checked(record, Comparison, "a comparison", tables=True) for record in records]
+    if len(comparisons) == 1:
+        _print_one(comparisons[0])
     else:
-        _print_all(made)
+        _print_all(comparisons)
     by = "the rough description 'cpu'" if options.cost is None else options.cost
     print(
         f"\npredicted by {by}; measured on {options.nproc} ranks, {options.backend}, the step without the optimizer: "
@@ -76,13 +77,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> Plans:
-    """The plans and their meshes; everything that one process can find wrong is found here, not on the ranks."""
+    """Return the plans and their meshes, after all checks that one process can do, before ranks are started."""
     if options.nproc < 1 or options.steps < 1:
         raise InputError("--nproc and --steps are 1 or more")
-    found = target.load(options.target)
-    made = []
+    loaded = target.load(options.target)
+    plans = []
     for text in options.plans:
-        plan = target.plan_of(text, found, "--plan")
+        plan = target.plan_of(text, loaded, "--plan")
         axes = plan.on(Mesh(dp=1)).axes
         if options.mesh is None and len(axes) != 1:
             raise InputError(
@@ -92,10 +93,10 @@ def _check(options: argparse.Namespace) -> Plans:
         if mesh.ranks != options.nproc:
             raise InputError(f"the mesh {mesh} has {mesh.ranks} ranks, and --nproc is {options.nproc}")
         check_axes(plan.on(mesh), mesh)
-        made.append((text, mesh))
+        plans.append((text, mesh))
     if options.loss is not None:
-        found.named(options.loss, "loss")
-    return made
+        loaded.named(options.loss, "loss")
+    return plans
 
 
 def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str, ranks: int) -> None:
@@ -103,16 +104,16 @@ def _rank(rank: int, work: Work, plans: Plans, described: Hardware, folder: str,
     warnings.simplefilter("ignore")
     store = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    made = compare(work, plans, described)
+    comparisons = compare(work, plans, described)
     if rank == 0:
-        (Path(folder) / "made.json").write_text(json.dumps([asdict(one) for one in made]))
+        (Path(folder) / "comparisons.json").write_text(json.dumps([asdict(comparison) for comparison in comparisons]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _print_one(made: Comparison) -> None:
-    """The collectives, alike ones together, then the totals."""
-    groups = grouped(made.pairs, lambda pair: (pair.kind, pair.axis, layers_of(pair.tensor), pair.ran))
+def _print_one(comparison: Comparison) -> None:
+    """Print the collectives, equal ones grouped, and the totals."""
+    groups = grouped(comparison.pairs, lambda pair: (pair.kind, pair.axis, layers_of(pair.tensor), pair.ran))
     body = []
     for (kind, axis, tensor, ran), of in groups.items():
         counted = None if any(p.bytes is None for p in of) else sum(p.bytes or 0 for p in of)
@@ -123,25 +124,25 @@ def _print_one(made: Comparison) -> None:
         ))  # fmt: skip
     head = ("kind", "axis", "tensor", "count", "predicted B", "counted B", "predicted ms", "measured ms")
     print(plain(body, head) + "\n")
-    sent, counted = made.bytes
+    sent, counted = comparison.bytes
     rows = [
-        ("collectives", str(made.counts[0]), str(made.counts[1]), _off(*made.counts)),
+        ("collectives", str(comparison.counts[0]), str(comparison.counts[1]), _off(*comparison.counts)),
         ("bytes sent", str(sent), "-" if counted is None else str(counted), _off(sent, counted)),
-        ("step ms", *map(milliseconds, made.seconds), _off(*made.seconds)),
-        ("exposed ms", *map(milliseconds, made.exposed), _off(*made.exposed)),
-        ("peak GB", *map(gigabytes, made.memory), _off(*made.memory)),
+        ("step ms", *map(milliseconds, comparison.seconds), _off(*comparison.seconds)),
+        ("exposed ms", *map(milliseconds, comparison.exposed), _off(*comparison.exposed)),
+        ("peak GB", *map(gigabytes, comparison.memory), _off(*comparison.memory)),
     ]
     print(plain(rows, ("of a step", "predicted", "measured", "off by")))
 
 
-def _print_all(made: list[Comparison]) -> None:
-    """A row for each plan, then whether the order by time is the one predicted."""
+def _print_all(comparisons: list[Comparison]) -> None:
+    """Print a row per plan, and whether the order by measured time is the predicted one."""
     body = []
-    for one in made:
-        sent, counted = one.bytes
+    for row in comparisons:
+        sent, counted = row.bytes
         body.append((
-            one.plan, *map(milliseconds, one.seconds), _off(*one.seconds), milliseconds(one.noise),
-            milliseconds(min(one.timed)), *map(gigabytes, one.memory), _off(*one.memory),
+            row.plan, *map(milliseconds, row.seconds), _off(*row.seconds), milliseconds(row.noise),
+            milliseconds(min(row.timed)), *map(gigabytes, row.memory), _off(*row.memory),
             str(sent), "-" if counted is None else "equal" if counted == sent else str(counted),
         ))  # fmt: skip
     head = (
@@ -150,21 +151,22 @@ def _print_all(made: list[Comparison]) -> None:
     )  # fmt: skip
     print(plain(body, head) + "\n")
     for at, name in enumerate(("predicted", "measured")):
-        print(f"{name} order: {', '.join(one.plan for one in sorted(made, key=lambda one: one.seconds[at]))}")
-    print("\n".join(order(made)))
+        print(f"{name} order: {', '.join(row.plan for row in sorted(comparisons, key=lambda c: c.seconds[at]))}")
+    print("\n".join(order(comparisons)))
 
 
-def order(made: list[Comparison]) -> list[str]:
-    """Whether the plans' measured times are in the order that was predicted: a line for each two that are not."""
+def order(comparisons: list[Comparison]) -> list[str]:
+    """Return a line for each pair of plans whose measured times are not in the predicted order."""
     lines = []
-    for one, other in combinations(sorted(made, key=lambda each: each.seconds[0]), 2):
-        apart = one.seconds[1] - other.seconds[1]
-        if apart > 0:
-            noise = (one.noise**2 + other.noise**2) ** 0.5
-            known = "more" if apart > noise else "not more"
+    for first, second in combinations(sorted(comparisons, key=lambda c: c.seconds[0]), 2):
+        difference = first.seconds[1] - second.seconds[1]
+        if difference > 0:
+            noise = (first.noise**2 + second.noise**2) ** 0.5
+            significance = "more" if difference > noise else "not more"
             lines.append(
-                f"{other.plan} is faster than {one.plan}, by {milliseconds(apart)} ms, {known} than these medians "
-                f"may be off; predicted was slower, by {milliseconds(other.seconds[0] - one.seconds[0])} ms"
+                f"{second.plan} is faster than {first.plan}, by {milliseconds(difference)} ms, {significance} than "
+                f"these medians may be off; predicted was slower, by "
+                f"{milliseconds(second.seconds[0] - first.seconds[0])} ms"
             )
     return lines or ["the orders agree"]
 

@@ -1,4 +1,4 @@
-"""``plan``: the fastest plan that fits in so much memory, found for one mesh or for all meshes of some ranks."""
+"""``plan``: finds the fastest plan that fits in memory, for one mesh or for all meshes of a number of ranks."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints what was found, what it costs beside the best of the library's forms, and how to compile it.
+    """Print the plan that was found, its cost beside that of the best ready-made plan, and how to compile it.
 
     Raises:
-        InputError, MeshError, PlanError: names the argument and what is wrong with it; or nothing fits.
+        InputError, MeshError, PlanError: an argument is wrong, or no plan fits in memory.
     """
     if (options.ranks is None) == (options.mesh is None):
         raise InputError("a plan is found for a mesh or for a number of ranks", fix="pass one of --mesh and --ranks")
@@ -42,62 +42,62 @@ def run(options: argparse.Namespace) -> None:
     described = Auto(options.memory, options.hardware, options.ranks).described(None)
     described.check(mesh or Mesh(ranks=options.ranks))  # before the model is captured, which may take a while
     model = target.load(options.target)
-    given = shardc.Plan() if options.plan is None else target.plan_of(options.plan, model, "--plan")
+    base_plan = shardc.Plan() if options.plan is None else target.plan_of(options.plan, model, "--plan")
     loss = None if options.loss is None else model.named(options.loss, "loss")
     with tqdm(desc="plans", unit="", leave=False, disable=None) as bar:
 
-        def came(trial: Trial) -> None:
+        def show(trial: Trial) -> None:
             bar.update()
             bar.write(str(trial), file=sys.stderr)
 
-        found = shardc.find_plan(
-            model.model, mesh or options.ranks, *model.args, loss=loss, memory=options.memory, plan=given,
-            hardware=described, axes=options.axes, options=shardc.Options(direct=described.sends or None), report=came,
+        result = shardc.find_plan(
+            model.model, mesh or options.ranks, *model.args, loss=loss, memory=options.memory, plan=base_plan,
+            hardware=described, axes=options.axes, options=shardc.Options(direct=described.sends or None), report=show,
         )  # fmt: skip
-    print(text(found, options))
+    print(text(result, options))
     if options.json is not None:
-        write(options.json, found.plan.to_json())
+        write(options.json, result.plan.to_json())
 
 
-def text(found: Found, options: argparse.Namespace) -> str:
-    """What was found, and how to compile it."""
-    said = found.schedule
+def text(result: Found, options: argparse.Namespace) -> str:
+    """Return the description of the result: the plan, its cost, and how to compile it."""
+    schedule = result.schedule
     lines = [
-        f"{len(found.trials)} plans scheduled, meshes: {len({t.mesh for t in found.trials})}; {said.hardware.name}, "
-        f"{found.best.limit / 1e9:g} GB a rank",
+        f"{len(result.trials)} plans scheduled, meshes: {len({t.mesh for t in result.trials})}; "
+        f"{schedule.hardware.name}, {result.best.limit / 1e9:g} GB a rank",
         "",
-        f"mesh: {found.mesh}",
-        found.plan.describe() if found.plan else "no entries: every rank holds and computes everything",
+        f"mesh: {result.mesh}",
+        result.plan.describe() if result.plan else "no entries: every rank holds and computes everything",
         "",
     ]
-    solved = found.solution.tried
-    if found.variables:
+    solved = result.solution.tried
+    if result.variables:
         lines.append(
-            f"problem: {found.variables} variables, stated in {solved.build:.1f} s and solved in {solved.solve:.1f} s; "
-            f"value {milliseconds(found.value)} ms, bound {milliseconds(found.bound)} ms, gap {found.gap:.1g}"
+            f"problem: {result.variables} variables, stated in {solved.build:.1f} s and solved in {solved.solve:.1f} s;"
+            f" value {milliseconds(result.value)} ms, bound {milliseconds(result.bound)} ms, gap {result.gap:.1g}"
         )
-    rows = [_row("found", found.best)]
-    if found.form is not None and found.form is not found.best:
-        rows.append(_row("as given" if found.hand else "best form", found.form))
+    rows = [_row("found", result.best)]
+    if result.form is not None and result.form is not result.best:
+        rows.append(_row("as given" if result.hand else "best form", result.form))
     head = ("", "mesh", "step ms", "exposed ms", "GB/rank", "MFU", "plan")
-    lines += ["", plain(rows, head), "", *_again(found, options)]
+    lines += ["", plain(rows, head), "", *_commands(result, options)]
     return "\n".join(lines)
 
 
 def _row(name: str, trial: Trial) -> tuple[str, ...]:
-    said = trial.schedule
-    step, exposed = milliseconds(said.seconds), milliseconds(said.exposed)
+    schedule = trial.schedule
+    step, exposed = milliseconds(schedule.seconds), milliseconds(schedule.exposed)
     memory = f"{gigabytes(trial.memory)}{'' if trial.fits else ' (does not fit)'}"
-    return name, str(trial.mesh), step, exposed, memory, f"{said.mfu:.1%}", str(trial.plan)
+    return name, str(trial.mesh), step, exposed, memory, f"{schedule.mfu:.1%}", str(trial.plan)
 
 
-def _again(found: Found, options: argparse.Namespace) -> list[str]:
-    """The command that compiles the plan again, and the call."""
-    mesh = ",".join(f"{name}={size}" for name, size in found.mesh.shape)
-    words = ["python", "-m", "shardc", "schedule", options.target, "--mesh", mesh, "--plan", str(found.plan)]
+def _commands(result: Found, options: argparse.Namespace) -> list[str]:
+    """Return the command, and the call, that compile the plan."""
+    mesh = ",".join(f"{name}={size}" for name, size in result.mesh.shape)
+    words = ["python", "-m", "shardc", "schedule", options.target, "--mesh", mesh, "--plan", str(result.plan)]
     words += ["--hardware", options.hardware, *(["--loss", options.loss] if options.loss else [])]
     lines = [shlex.join(words)]
     if options.json is not None:
         loss = f", loss={options.loss}" if options.loss else ""
-        lines.append(f"shardc.compile(model, shardc.{found.mesh!r}, shardc.Plan.load({options.json!r}){loss})")
+        lines.append(f"shardc.compile(model, shardc.{result.mesh!r}, shardc.Plan.load({options.json!r}){loss})")
     return lines

@@ -1,4 +1,6 @@
-"""Real steps of a model on gloo ranks, under one plan or several that take turns, beside what is predicted of them."""
+"""Runs real steps of a model on gloo ranks, under one plan or several in turn, and compares them with the
+prediction.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,18 @@ from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective
 from shardc.runtime.profile import Profiled, Ran, profile_step
 
-WARM_UP = 2  # steps before those that count; the first compiles
+WARM_UP = 2  # steps that are not timed; the first compiles
 
 
 @dataclass(frozen=True)
 class Work:
-    """What to run.
+    """The model to run, and how.
 
     Args:
-        target: as `shardc.cli.target.load` takes it.
-        loss: the name of a function of its file, or None.
-        backend: of `shardc.compile`.
-        steps: timed steps of each plan.
+        target: argument of `shardc.cli.target.load`.
+        loss: name of a function in the target's file, or None.
+        backend: that of `shardc.compile`.
+        steps: number of timed steps per plan.
     """
 
     target: str
@@ -44,13 +46,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Pair:
-    """A collective as predicted and as it ran.
+    """One collective as predicted and as measured.
 
     Args:
-        kind, axis, tensor: of the prediction.
+        kind, axis, tensor: those of the prediction.
         ran: the kind that ran.
-        predicted_bytes, bytes: that this rank sent; None where the profiler does not tell.
-        predicted_seconds, seconds: from start to end.
+        predicted_bytes, bytes: bytes that this rank sent; None if the profiler does not report them.
+        predicted_seconds, seconds: time from start to end.
     """
 
     kind: str
@@ -65,16 +67,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step as predicted and as it ran on rank 0.
+    """One step as predicted and as measured on rank 0.
 
     Args:
-        plan: that it was of, as text.
-        pairs: collectives in their order.
-        counts: of collectives, (predicted, run).
-        seconds: of a step, (predicted, the median of those that were timed).
-        timed: seconds of each of these, on the rank that took longest.
-        exposed: seconds, (predicted exposed, run: in calls and waits of collectives, with the profiler on).
-        memory: bytes that are held at the peak, (predicted, run).
+        plan: the plan, as text.
+        pairs: the collectives, in order.
+        counts: number of collectives (predicted, measured).
+        seconds: step time (predicted, median of the timed steps).
+        timed: time of each step on its slowest rank.
+        exposed: seconds (predicted; measured in calls and waits of collectives, with the profiler on).
+        memory: bytes at the peak (predicted, measured).
     """
 
     plan: str
@@ -87,14 +89,14 @@ class Comparison:
 
     @property
     def bytes(self) -> tuple[int, int | None]:
-        """(predicted, counted) bytes that the rank sent; None where one of them was not counted."""
-        counted = [pair.bytes for pair in self.pairs]
-        known = [count for count in counted if count is not None]
-        return sum(p.predicted_bytes for p in self.pairs), sum(known) if len(known) == len(counted) else None
+        """Return (predicted, measured) bytes that the rank sent; None if a collective's bytes were not reported."""
+        counted = [pair.bytes for pair in self.pairs if pair.bytes is not None]
+        complete = len(counted) == len(self.pairs)
+        return sum(p.predicted_bytes for p in self.pairs), sum(counted) if complete else None
 
     @property
     def noise(self) -> float:
-        """Seconds that the median of the timed steps may be off: half of its notch (McGill, Tukey and Larsen, 1978)."""
+        """Return the uncertainty of the median in seconds: half of its notch (McGill, Tukey and Larsen, 1978)."""
         if len(self.timed) < 2:
             return float("inf")
         low, _, high = statistics.quantiles(self.timed, n=4)
@@ -103,7 +105,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Training:
-    """A model under one plan on this rank: what is predicted of a step, the step, and what comes behind it."""
+    """A model under one plan on this rank: the compiled module, its predicted schedule, its inputs and optimizer."""
 
     plan: str
     module: Any
@@ -121,37 +123,37 @@ class _Training:
 
 
 def compare(work: Work, plans: Sequence[tuple[str, shardc.Mesh]], described: Hardware) -> list[Comparison]:
-    """Trains on this rank under each plan, step by step in turn, and compares; all ranks call it.
+    """Train on this rank under each plan, one step of each in turn, and compare with the prediction; all ranks call it.
 
     Args:
-        plans: the text and the mesh of each.
-        described: what steps are predicted for.
+        plans: text and mesh of each plan.
+        described: hardware of the prediction.
     """
     trained = [_training(work, plan, mesh, described) for plan, mesh in plans]
     times: list[list[float]] = [[] for _ in trained]
     for _ in range(WARM_UP + work.steps):
-        for one, mine in zip(trained, times, strict=True):
-            mine.append(_timed(one.step))
-            one.update()
+        for training, seconds in zip(trained, times, strict=True):
+            seconds.append(_timed(training.step))
+            training.update()
     slowest = torch.tensor(times, dtype=torch.float64)[:, WARM_UP:]
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [_compared(one, tuple(mine)) for one, mine in zip(trained, slowest.tolist(), strict=True)]
+    return [_compared(x, tuple(seconds)) for x, seconds in zip(trained, slowest.tolist(), strict=True)]
 
 
 def _training(work: Work, plan: str, mesh: shardc.Mesh, described: Hardware) -> _Training:
     torch.manual_seed(0)  # the same model on every rank
-    found = target.load(work.target)
-    loss = None if work.loss is None else found.named(work.loss, "loss")
+    loaded = target.load(work.target)
+    loss = None if work.loss is None else loaded.named(work.loss, "loss")
     names, sizes = zip(*mesh.shape, strict=True)
     device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     torch.manual_seed(0)
-    said = target.plan_of(plan, found, "--plan")
-    module = shardc.compile(found.model, device_mesh, said, loss=loss, backend=work.backend)
-    if isinstance(found.model, nn.Module) and any(p.is_meta for p in found.model.parameters()):
+    parsed_plan = target.plan_of(plan, loaded, "--plan")
+    module = shardc.compile(loaded.model, device_mesh, parsed_plan, loss=loss, backend=work.backend)
+    if isinstance(loaded.model, nn.Module) and any(p.is_meta for p in loaded.model.parameters()):
         module.to_empty(device="cpu")
         module.shardc.init_weights()
-    schedule = module.shardc.lower(*found.args).schedule(described)
-    cut = module.shardc.shard_inputs(*(_real(x) for x in found.args))
+    schedule = module.shardc.lower(*loaded.args).schedule(described)
+    cut = module.shardc.shard_inputs(*(_real(x) for x in loaded.args))
     inputs = cut if isinstance(cut, tuple) else (cut,)
     return _Training(plan, module, schedule, inputs, torch.optim.AdamW(module.parameters(), lr=0.0))
 
@@ -163,17 +165,17 @@ def _timed(step: Callable[[], None]) -> float:
     return time.perf_counter() - start
 
 
-def _compared(one: _Training, timed: tuple[float, ...]) -> Comparison:
+def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
     dist.barrier()
-    module, schedule = one.module, one.schedule
-    held = _alive([*module.parameters(), *module.buffers(), *one.inputs, *_state(one.optimizer)])
-    seen: Profiled = profile_step(one.step)
-    one.optimizer.zero_grad()
-    memory = held + seen.allocated + module.shardc.memory().arena
+    module, schedule = training.module, training.schedule
+    allocated = _alive([*module.parameters(), *module.buffers(), *training.inputs, *_state(training.optimizer)])
+    seen: Profiled = profile_step(training.step)
+    training.optimizer.zero_grad()
+    memory = allocated + seen.allocated + module.shardc.memory().arena
     pairs = [_pair(c, r) for c, r in zip(schedule.collectives, seen.collectives, strict=False)]
-    waited = seen.waited + sum(each.called for each in seen.collectives)
+    waited = seen.waited + sum(collective.called for collective in seen.collectives)
     return Comparison(
-        one.plan, tuple(pairs), (len(schedule.collectives), len(seen.collectives)),
+        training.plan, tuple(pairs), (len(schedule.collectives), len(seen.collectives)),
         (schedule.seconds, statistics.median(timed)), timed, (schedule.exposed, waited),
         (schedule.memory.peak.total, memory),
     )  # fmt: skip
@@ -191,14 +193,14 @@ def _pair(predicted: Collective, ran: Ran) -> Pair:
 
 
 def _real(x: Any) -> Any:
-    """A value for an example argument that has none."""
+    """Return random or zero values for an example argument on the meta device."""
     if not isinstance(x, Tensor) or not x.is_meta:
         return x
     return torch.randn(x.shape, dtype=x.dtype) if x.is_floating_point() else torch.zeros(x.shape, dtype=x.dtype)
 
 
-def _tensors(made: Any) -> list[Tensor]:
-    return [x for x in pytree.tree_leaves(made) if isinstance(x, Tensor)]
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -206,6 +208,6 @@ def _state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _alive(tensors: Sequence[Tensor]) -> int:
-    """Bytes of this rank's part of ``tensors``."""
+    """Return the bytes of this rank's storages of ``tensors``."""
     local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in local}.values())

@@ -1,4 +1,4 @@
-"""``rules``: every op that has a sharding rule, and how much of core ATen that covers."""
+"""``rules``: lists every op that has a sharding rule, and how much of core ATen is covered."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from shardc.capture import decompositions
 from shardc.rules import RULES, find_rule
 from shardc.rules.fallback import TEXT as FROM_TORCH
 
-# Ops that say something of a shape or a place in memory, or whose result's shape depends on the data: a traced
-# program with fixed shapes has none of them.
+# Ops that query shapes or memory, or whose result shape depends on the data: absent from programs with fixed shapes.
 NOT_IN_A_PROGRAM = (
     "_local_scalar_dense nonzero resize_ sym_is_contiguous sym_numel sym_size sym_storage_offset sym_stride"
 ).split()
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table, its totals and the coverage of core ATen."""
+    """Print the table, its totals and the coverage of core ATen."""
     lines = [line for line in listed() if fnmatch(line.op, options.op)]
     print(tabulate(lines, headers=("op", "rule", "source"), tablefmt="simple"))
     own = [line for line in lines if line.source == "own"]
@@ -47,11 +46,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def listed() -> Iterator[Line]:
-    """Our own rules, then ops that are decomposed or that only torch's tables cover, then core ATen ops without any."""
+    """Yield lines: this package's rules, then ops that are decomposed or covered by torch's tables only, then uncovered
+    core ATen ops.
+    """
     for op, rule in sorted(RULES.items()):
         yield Line(op, rule.text, "own")
-    known = {overload: source(overload) for overload in aten_overloads() if functional(overload)}
-    for overload, where in known.items():
+    sources = {overload: source(overload) for overload in aten_overloads() if functional(overload)}
+    for overload, where in sources.items():
         if where == "decomposed":
             yield Line(str(overload), "into ops with rules of their own", where)
         elif where == "torch" and not overload._opname.startswith(("_foreach", "_fused")):
@@ -62,19 +63,19 @@ def listed() -> Iterator[Line]:
 
 
 def core_aten() -> list[Any]:
-    """The core ATen overloads that a traced program can hold."""
+    """Return the core ATen overloads that can occur in a traced program."""
     return [op for op in aten_overloads() if torch.Tag.core in op.tags and op._opname not in NOT_IN_A_PROGRAM]
 
 
 def overloads(op: str) -> Iterator[Any]:
-    """The functional overloads of a rule's op."""
-    namespace, name, *one = op.split(".")
+    """Yield the functional overloads of a rule's op."""
+    namespace, name, *suffix = op.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
-    yield from filter(functional, (getattr(packet, overload) for overload in one or packet.overloads()))
+    yield from filter(functional, (getattr(packet, overload) for overload in suffix or packet.overloads()))
 
 
 def functional(overload: Any) -> bool:
-    """Whether an overload makes new tensors from tensors and numbers, and from nothing else."""
+    """Return whether an overload computes new tensors from tensors and numbers only."""
     schema = overload._schema
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     tensors = all(str(r.type) in ("Tensor", "List[Tensor]") for r in schema.returns)
@@ -82,7 +83,9 @@ def functional(overload: Any) -> bool:
 
 
 def source(overload: Any) -> str:
-    """``own``, ``decomposed`` (into ops with own rules, when a model is traced), ``torch`` or ``none``."""
+    """Return where an overload's rule is from: ``own``, ``decomposed`` (when a model is traced), ``torch`` or
+    ``none``.
+    """
     rule = find_rule(overload)
     if rule is not None and rule.text != FROM_TORCH:
         return "own"
@@ -92,12 +95,12 @@ def source(overload: Any) -> str:
 
 
 def coverage() -> str:
-    """How many of the core ATen overloads that a traced program can hold are covered, and by what."""
-    found: dict[str, list[str]] = {"own": [], "decomposed": [], "torch": [], "none": []}
+    """Return a line that counts the covered core ATen overloads by source and names those without a rule."""
+    by_source: dict[str, list[str]] = {"own": [], "decomposed": [], "torch": [], "none": []}
     for overload in core_aten():
-        found[source(overload)].append(str(overload))
-    total = sum(map(len, found.values()))
-    covered = total - len(found["none"])
-    parts = ", ".join(f"{len(found[kind])} {kind}" for kind in ("own", "decomposed", "torch"))
-    missing = f"; without: {' '.join(sorted(found['none']))}" if found["none"] else ""
+        by_source[source(overload)].append(str(overload))
+    total = sum(map(len, by_source.values()))
+    covered = total - len(by_source["none"])
+    parts = ", ".join(f"{len(by_source[kind])} {kind}" for kind in ("own", "decomposed", "torch"))
+    missing = f"; without: {' '.join(sorted(by_source['none']))}" if by_source["none"] else ""
     return f"core ATen: {covered} of {total} overloads ({100 * covered / total:.1f}%): {parts}{missing}"

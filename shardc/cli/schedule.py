@@ -1,4 +1,6 @@
-"""``schedule``: when each collective of a training step runs and what it costs, without devices or processes."""
+"""``schedule``: predicts when each collective of a training step runs and what it costs, without devices or
+processes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ DEFAULT_ROWS = 40
 
 
 def add_prediction(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to predict: target, mesh, plan, hardware, order."""
+    """Add the arguments that select what to predict: target, mesh, plan, hardware, order."""
     target.add_arguments(parser)
     target.add_hardware(parser)
     parser.add_argument(
@@ -27,12 +29,12 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
 
 
 def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:
-    """The program and the schedule that the arguments of `add_prediction` say."""
+    """Return the program and the schedule that the arguments of `add_prediction` select."""
     described = hardware.find(options.hardware)
-    found, mesh, plan, loss = target.resolve(options)
+    loaded, mesh, plan, loss = target.resolve(options)
     described.check(mesh)  # before the model is captured, which may take a while
-    made = shardc.Options(fold=options.fold, direct=described.sends or None)
-    program = shardc.compile(found.model, mesh, plan, loss=loss, options=made).shardc.lower(*found.args)
+    compile_options = shardc.Options(fold=options.fold, direct=described.sends or None)
+    program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=compile_options).shardc.lower(*loaded.args)
     return program, program.schedule(described, stage=options.stage, order=options.order)
 
 
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints the table; with ``--trace``, ``--json``, ``--html`` and ``--plot``, writes them too."""
+    """Print the table; write the files of ``--trace``, ``--json``, ``--html`` and ``--plot``."""
     _, predicted = predict(options)
     print(predicted.table(options.rows or None), end="")
     files = (

@@ -1,4 +1,4 @@
-"""``sweep``: what a training step would cost on meshes of many sizes, by plan, from one capture."""
+"""``sweep``: predicts a training step on meshes of many sizes, by plan, from one capture."""
 
 from __future__ import annotations
 
@@ -40,32 +40,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prints a row for each count of ranks, plan and mesh, the fastest first; one line for each that cannot be.
+    """Print a row for each number of ranks, plan and mesh, the fastest first, and a line for each combination that
+    fails.
 
     Raises:
-        InputError: no ranks, axes that are no axes, a target that does not load, or not one row that can be.
-        MeshError: more ranks than the hardware is described for.
-        PlanError: a plan with an error.
+        InputError: the ranks or axes are invalid, the target does not load, or every combination fails.
+        MeshError: more ranks than the hardware description covers.
+        PlanError: a plan has an error.
     """
     described = hardware.find(options.hardware)
     counts, sizes = _ranks(options.ranks), _sizes(options.set)
     described.check(Mesh(ranks=max(counts)))
-    found = target.load(options.target)
-    only = Mesh(dp=1)  # what fsdp() is over, where the meshes come of the plans
-    plans = [(text, target.plan_of(text, found, "--plans").on(only)) for text in options.plans]
-    loss = None if options.loss is None else found.named(options.loss, "loss")
+    loaded = target.load(options.target)
+    default = Mesh(dp=1)  # meshes are made from the plans' axes, so fsdp() without an axis needs one
+    plans = [(text, target.plan_of(text, loaded, "--plans").on(default)) for text in options.plans]
+    loss = None if options.loss is None else loaded.named(options.loss, "loss")
     for text, plan in plans:
         if not plan.axes:
             raise InputError(f"--plans {text}: the plan speaks of no axis")
     for axis in sizes:
         if not any(axis in plan.axes for _, plan in plans):
             raise InputError(f"--set {axis}: no plan speaks of axis {axis!r}")
-    cases = [(mesh, *each) for n in counts for each in plans for mesh in _meshes(each[1].axes, n, sizes, described)]
+    cases = [
+        (mesh, text, plan) for n in counts for text, plan in plans for mesh in _meshes(plan.axes, n, sizes, described)
+    ]
     compile_options = shardc.Options(
         fold=not options.no_fold, verify=False, capture=CaptureOnce(), direct=described.sends or None
     )
     rows = [
-        _row(found, mesh, text, plan, loss, compile_options, described)
+        _row(loaded, mesh, text, plan, loss, compile_options, described)
         for mesh, text, plan in tqdm(cases, desc="predicting", leave=False, disable=None)
     ]
     _print(rows, described)
@@ -79,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _ranks(text: str) -> list[int]:
-    """The counts of ``8..16384`` or ``8,24,64``.
+    """Parse ``8..16384`` (doubling) or ``8,24,64``.
 
     >>> _ranks("8..64"), _ranks("8,24")
     ([8, 16, 32, 64], [8, 24])
@@ -99,12 +102,14 @@ def _ranks(text: str) -> list[int]:
 
 
 def _sizes(texts: Sequence[str]) -> dict[str, int]:
-    """The sizes of axes that ``--set`` says."""
+    """Return the axis sizes given by ``--set``."""
     return dict(target.mesh_of(",".join(texts), "--set").shape) if texts else {}
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
-    """Meshes of ``ranks``: the first axis takes what the others, by powers of two within a node, leave."""
+    """Yield meshes of ``ranks``: all axes but the first have powers of two within a node; the first axis has the
+    remaining factor.
+    """
 
     def sizes(names: Sequence[str], room: int) -> Iterator[dict[str, int]]:
         if not names:
@@ -123,7 +128,7 @@ def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: H
 
 
 def _row(
-    found: target.Target,
+    loaded: target.Target,
     mesh: Mesh,
     text: str,
     plan: Plan,
@@ -134,7 +139,7 @@ def _row(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)  # a line for each row would hide the table
-            program = shardc.compile(found.model, mesh, plan, loss=loss, options=options).shardc.lower(*found.args)
+            program = shardc.compile(loaded.model, mesh, plan, loss=loss, options=options).shardc.lower(*loaded.args)
             schedule = program.schedule(described)
     except ShardcError as error:
         return Row(mesh.ranks, str(mesh), text, error=" ".join(error.what.split()))
@@ -145,7 +150,7 @@ def _row(
 
 
 def _print(rows: Sequence[Row], described: Hardware) -> None:
-    """The table, then what could not be."""
+    """Print the table, then the combinations that fail."""
     good = sorted((row for row in rows if not row.error), key=lambda row: (row.ranks, row.seconds))
     body = [
         (
@@ -165,13 +170,13 @@ def _print(rows: Sequence[Row], described: Hardware) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One mesh and plan; or what keeps them from being.
+    """The prediction for one mesh and plan, or the error that prevents it.
 
     Args:
-        seconds, exposed: of a step.
+        seconds, exposed: step time and exposed communication.
         memory: bytes of a rank at the peak.
-        fits: in the hardware's memory.
-        mfu: model flops utilisation at most.
+        fits: whether that is within the hardware's memory.
+        mfu: upper bound of the model FLOPs utilization.
         wire: bytes that each rank sends in a step.
     """
 
@@ -188,7 +193,9 @@ class Row:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """The picture as a matplotlib figure: of each plan the fastest mesh by ranks, named; hollow if it does not fit."""
+    """Draw for each plan its fastest mesh over the number of ranks (hollow if it does not fit); return the matplotlib
+    figure.
+    """
     drawn = picture.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)
     unit, second = picture.time_unit(max(row.seconds for row in rows))

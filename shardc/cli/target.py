@@ -1,4 +1,4 @@
-"""What commands are given: a model by the function that makes it, a mesh, a plan."""
+"""Common arguments of commands: a model (by the function that builds it), a mesh, a plan."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shardc.validate import near
 
 @dataclass(frozen=True)
 class Target:
-    """A model to look at.
+    """A model to compile.
 
     Args:
         name: the target as the user wrote it.
-        module: the module whose names plans and losses may use.
+        module: the module in which plans and losses are looked up.
         model: the model.
         args: example arguments of one call, at global shapes.
     """
@@ -40,56 +40,56 @@ class Target:
     args: tuple[Any, ...]
 
     def named(self, name: str, what: str) -> Any:
-        """What the target's module calls ``name``."""
+        """Return attribute ``name`` of the target's module; ``what`` says in an error what it should be."""
         return _attribute(self.module, name, self.name.rpartition(":")[0], what)
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which model, and which loss."""
+    """Add the arguments that select the model and the loss."""
     parser.add_argument("target", metavar="TARGET", help="path.py:function or module:function -> (model, example_args)")
     parser.add_argument("--loss", metavar="NAME", help="a function of the target's file: loss(output, *last arguments)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say what to compile."""
+    """Add the arguments that select what to compile: model, mesh and plan."""
     add_model(parser)
     parser.add_argument("--mesh", required=True, help="axes and sizes, as dp=2,tp=4")
     parser.add_argument("--plan", required=True, help="""a plan, as 'fsdp("dp") | llama_tp("tp")'""")
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """The argument that says what times are predicted for; see `shardc.cost.hardware.find`."""
-    known = ", ".join(hardware.KNOWN)
+    """Add the argument for the hardware of the prediction (`shardc.cost.hardware.find`)."""
+    names = ", ".join(hardware.KNOWN)
     parser.add_argument(
-        "--hardware", default="h100", help=f"one of {known}, or the .json that `calibrate` wrote (default: h100)"
+        "--hardware", default="h100", help=f"one of {names}, or the .json that `calibrate` wrote (default: h100)"
     )
 
 
 def add_fold(parser: argparse.ArgumentParser) -> None:
-    """The argument that says to fold; see `shardc.fold`."""
+    """Add the argument that enables folding (`shardc.fold`)."""
     parser.add_argument("--fold", action="store_true", help="analyse repeated blocks on a few of them")
 
 
 def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
-    """The argument that says which stages to look at; see `stages_of`."""
+    """Add the argument that selects stages (`stages_of`)."""
     parser.add_argument("--passes", metavar="FIRST:END", help=f"{what}, by number: 0:3 are capture and two passes")
 
 
 def count_of(text: str) -> int:
-    """A number of things, for `argparse`: 0 or more."""
+    """Parse a number of items, 0 or more, for `argparse`."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no count; write it as 40")
     return int(text)
 
 
 def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
-    """The stages that ``FIRST:END`` picks out of ``stages``, as a slice of Python does; all without it.
+    """Return the stages that ``FIRST:END`` selects, as a Python slice does; all stages for None.
 
     >>> stages_of("0:2", ("capture", "canonicalize", "seed"))
     ('capture', 'canonicalize')
 
     Raises:
-        InputError: it is no such range, or an empty one.
+        InputError: the range is malformed or empty.
     """
     if text is None:
         return tuple(stages)
@@ -104,10 +104,10 @@ def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
 
 
 def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[..., Any] | None]:
-    """The target, mesh, plan and loss that the arguments of `add_arguments` say.
+    """Return target, mesh, plan and loss from the arguments of `add_arguments`.
 
     Raises:
-        InputError, MeshError, PlanError: names the argument and what is wrong with it.
+        InputError, MeshError, PlanError: an argument is wrong.
     """
     mesh = mesh_of(options.mesh)
     target = load(options.target)
@@ -116,10 +116,10 @@ def resolve(options: argparse.Namespace) -> tuple[Target, Mesh, Plan, Callable[.
 
 
 def plan_of(text: str, target: Target, argument: str) -> Plan:
-    """The plan that ``text`` says, in the words of the target's file.
+    """Parse a plan; names in it are looked up in the target's module.
 
     Raises:
-        PlanError: names the argument and what is wrong with it.
+        PlanError: the plan is wrong; the text names ``argument``.
     """
     try:
         return parse_plan(text, vars(target.module))
@@ -128,7 +128,7 @@ def plan_of(text: str, target: Target, argument: str) -> Plan:
 
 
 def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
-    """The mesh that ``dp=2,tp=4`` says.
+    """Parse a mesh such as ``dp=2,tp=4``.
 
     >>> mesh_of("dp=2,tp=4")
     Mesh(dp=2, tp=4)
@@ -145,10 +145,10 @@ def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
 
 
 def load(text: str) -> Target:
-    """Calls the function that ``path.py:function`` or ``module:function`` names.
+    """Call the function named by ``path.py:function`` or ``module:function``, and return its model and arguments.
 
     Raises:
-        InputError: there is no such file, module or function, or it fails, or makes no (model, arguments).
+        InputError: the file, module or function does not exist or fails, or it does not return (model, arguments).
     """
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
@@ -157,10 +157,10 @@ def load(text: str) -> Target:
     function = _attribute(module, name, where, "function")
     if not callable(function):
         raise InputError(f"{where}: {name} is a {type(function).__name__}, not a function")
-    made = _run(f"{where}:{name}()", function)
-    if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
+    returned = _run(f"{where}:{name}()", function)
+    if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[0]):
         raise InputError(f"{where}: {name}() returns no pair", fix="return (model, example_args)")
-    model, args = made
+    model, args = returned
     return Target(text, module, model, tuple(args) if isinstance(args, tuple | list) else (args,))
 
 
@@ -173,36 +173,36 @@ def _module(where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up
+    sys.modules[path.stem] = module  # dataclasses and pickle look up the module of a class
     if (folder := str(path.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # as for a script: its neighbours can be imported
+        sys.path.append(folder)  # as for a script: files beside it can be imported
     spec.loader.exec_module(module)
     return module
 
 
 def _attribute(module: ModuleType, name: str, where: str, what: str) -> Any:
     if not hasattr(module, name):
-        own = [
+        functions = [
             key
-            for key, made in vars(module).items()
-            if isfunction(made) and made.__module__ == module.__name__ and not key.startswith("_")
+            for key, function in vars(module).items()
+            if isfunction(function) and function.__module__ == module.__name__ and not key.startswith("_")
         ]
-        fix = near(name, own, f"it has {', '.join(own) or 'no functions'}")
+        fix = near(name, functions, f"it has {', '.join(functions) or 'no functions'}")
         raise InputError(f"{where} has no {what} {name!r}", fix=fix)
     return getattr(module, name)
 
 
 def _run(what: str, function: Callable[[], Any]) -> Any:
-    """What the user's code makes; its errors as one line that says where."""
+    """Call the user's function; turn its errors into one line with the place in the user's code."""
     try:
         return function()
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        own = [
+        user_frames = [
             f
             for f in traceback.extract_tb(error.__traceback__)[1:]
             if f.filename != __file__ and "importlib" not in f.filename
         ]
-        place = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+        place = f"{user_frames[-1].filename}:{user_frames[-1].lineno}: " if user_frames else ""
         raise InputError(f"{what} fails: {place}{type(error).__name__}: {error}") from None

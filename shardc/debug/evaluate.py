@@ -1,7 +1,7 @@
-"""Evaluates the graph after any stage on real numbers, every value of it by name as one global tensor.
+"""Evaluates the graph of any stage on real numbers; returns every value by name as a global tensor.
 
-Until layouts are chosen a graph runs on one device. With layouts it runs on all ranks of the mesh, each op by its
-rule and each change of layout as what it means, not as what later passes make of it. Local graphs run as they are.
+A graph without layouts runs on one device. A graph with layouts runs on all (simulated) ranks: each op by its rule,
+each redistribution by its definition (assemble the global tensor, then shard it). Local graphs run as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LayoutOf = Callable[[fx.Node], Layout | None]
 
 
 class Failed(Exception):
-    """A node that cannot be run."""
+    """Raised if a node cannot be executed."""
 
     def __init__(self, node: fx.Node, reason: str) -> None:
         self.node = node
@@ -44,12 +44,12 @@ class Failed(Exception):
 
 @dataclass
 class Values:
-    """What a graph computed.
+    """The values that a graph computed.
 
     Args:
-        by_name: each value, global; where replicas differ or shards do not fit, the reason.
-        results: each output.
-        saved: what a forward graph saves, on each rank, by the name under which the backward takes it.
+        by_name: each value as a global tensor, or an error text if replicas differ or shards do not fit.
+        results: the same for each output.
+        saved: activations that a forward graph saves, per rank, by the name of the backward's input.
     """
 
     by_name: dict[str, Tensor | str] = field(default_factory=dict)
@@ -58,28 +58,28 @@ class Values:
 
 
 def key_of(role: Role) -> Key:
-    """What identifies an input or an output in every stage."""
+    """Return the key that identifies an input or output in every stage."""
     return role.kind, role.index if role.kind in ("tangent", "output") else role.name
 
 
 def refuse(graph: fx.Graph) -> None:
-    """Raises InputError where a graph holds what cannot be compared with one device."""
+    """Raise InputError if the graph has ops whose results cannot be compared with one device."""
     for node in graph.nodes:
-        said = str(node.target)
+        target = str(node.target)
         if node.target in region.OPS:
             raise InputError(f"{ir.info(node).name} is a manual region, which only runs on ranks", fix="leave it out")
-        if said.startswith("shardc_random."):
+        if target.startswith("shardc_random."):
             source = ir.info(node).origin.source or None
             raise InputError("the model draws random numbers", source=source, fix="use model.eval(), or dropout of 0")
 
 
 def on_one_device(gm: fx.GraphModule, feed: Mapping[Key, Tensor]) -> Values:
-    """A graph at global shapes, layouts aside."""
+    """Run a graph at global shapes on one device, ignoring layouts."""
     return _on_layouts(gm, Lockstep(Mesh()), feed, lambda node: None)
 
 
 def on_layouts(gm: fx.GraphModule, mesh: Mesh, feed: Mapping[Key, Tensor]) -> Values:
-    """A graph at global shapes with layouts, on every rank."""
+    """Run a graph at global shapes on every rank, with the layouts of its values."""
     return _on_layouts(gm, Lockstep(mesh), feed, lambda node: ir.value(node).layout)
 
 
@@ -97,18 +97,18 @@ def _on_layouts(gm: fx.GraphModule, ranks: Lockstep, feed: Mapping[Key, Tensor],
         needs = () if node.target is getitem or not ranks.mesh.axes else ir.info(node).needs
         if needs is None:
             needs = tuple(map(ir.layout, operands_of(node)))
-        # An operand that is taken twice is taken in one layout.
-        taken = {x: moved(env[x], layout_of(x), want) for x, want in zip(operands_of(node), needs, strict=False)}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: taken.get(x, env[x]))
+        # If an operand occurs twice, both occurrences need the same layout.
+        resharded = {x: moved(env[x], layout_of(x), want) for x, want in zip(operands_of(node), needs, strict=False)}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: resharded.get(x, env[x]))
         if node.target in (ops.pad, ops.unpad):
             resized = _resized if node.target is ops.pad else _cut
             return PerRank(resized(x, kwargs["dim"], kwargs["size"]) for x in args[0])
         if rule is None:
             return ranks.call(node.target, *args, **kwargs)
-        spec = spec_of(one := call_of(node))
+        spec = spec_of(op_call := call_of(node))
         assert spec is not None
         results = tuple(value.layout for value in ir.info(node).tensors if value.layout)
-        return rule.localize(Local(ranks, one, spec, needs, results, tuple(args), dict(kwargs)))
+        return rule.localize(Local(ranks, op_call, spec, needs, results, tuple(args), dict(kwargs)))
 
     def fed(node: fx.Node, whole: Any) -> PerRank:
         shape = ir.value(node).shape if isinstance(whole, Tensor) else ()
@@ -121,16 +121,16 @@ def on_ranks(
     gm: fx.GraphModule,
     mesh: Mesh,
     feed: Mapping[Key, Tensor],
-    lies: Mapping[Key, Layout],
+    input_layouts: Mapping[Key, Layout],
     layouts: Mapping[str, Layout],
     saved: Mapping[str, PerRank] | None = None,
 ) -> Values:
-    """A local graph on every rank.
+    """Run a local graph on every rank.
 
     Args:
-        lies: the layout in which each input comes.
-        layouts: the layout of the global value that a local one of that name is a shard of.
-        saved: for a backward, what the forward saved.
+        input_layouts: layout of each input.
+        layouts: layout of the global value of each name, of which the local value is a shard.
+        saved: for a backward graph, the activations that the forward saved.
     """
     ranks = Lockstep(mesh)
 
@@ -144,12 +144,12 @@ def on_ranks(
             return ranks.coordinate(tuple(role.name.split(",")))
         if saved is not None and role.kind != "tangent":
             return saved[node.name]
-        layout = lies[key_of(role)] if isinstance(whole, Tensor) else None
+        layout = input_layouts[key_of(role)] if isinstance(whole, Tensor) else None
         return _shards(ranks, whole if layout is None else _padded(whole, layout.shape), layout)
 
     def layout_of(node: fx.Node) -> Layout | None:
-        found = layouts.get(ir.info(node).name)
-        return found if found is not None and ir.value(node).shape == found.local_shape else None
+        layout = layouts.get(ir.info(node).name)
+        return layout if layout is not None and ir.value(node).shape == layout.local_shape else None
 
     return _run(gm, ranks, feed, fed, call, layout_of, lambda role, node: role.layout)
 
@@ -164,11 +164,11 @@ def _run(
     layout_of: LayoutOf,
     layout_of_result: Callable[[Role, fx.Node], Layout | None],
 ) -> Values:
-    """What ``gm`` computes; ``fed`` cuts what comes in, and ``call`` runs an op."""
+    """Run ``gm``: ``fed`` returns the value of a placeholder per rank, and ``call`` executes an op."""
     env: Env = {}
     out = Values()
     for node in gm.graph.nodes:
-        if node.op == "placeholder":  # of what is no tensor, the example's value
+        if node.op == "placeholder":  # inputs that are not tensors have the value of the example
             env[node] = fed(node, feed.get(key_of(ir.role(node)), node.meta["val"]))
         elif node.op == "get_attr":
             env[node] = _shards(ranks, operator.attrgetter(str(node.target))(gm), None)
@@ -213,7 +213,7 @@ def _padded(x: Any, shape: Sequence[int]) -> Any:
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
-    """``dim`` grown to ``size`` with zeros."""
+    """Pad ``dim`` with zeros to ``size``."""
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, size - x.shape[dim]]) if x.shape[dim] != size else x
 
 

@@ -14,7 +14,7 @@ import shardc
 from examples.models import convnet, llama
 from shardc import passes
 from shardc.__main__ import main
-from shardc.debug.bisect import Verdict, bisect
+from shardc.debug.bisect_passes import Verdict, bisect
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from tests.passes.test_planted import MESH, SIZE, Net, Plant, argument, drop, named, swap

@@ -8,7 +8,7 @@ import torch
 import shardc
 from examples.models import llama
 from shardc.__main__ import main
-from shardc.debug.explain import explain
+from shardc.debug.explain_layout import explain
 from shardc.errors import InputError
 from shardc.ir.mesh import Mesh
 from tests import golden

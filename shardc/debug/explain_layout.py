@@ -1,4 +1,4 @@
-"""Explain: why a tensor lies as it does, who decided, and what each of its uses costs."""
+"""`explain` tells why a tensor has its layout, what decided it, and what each of its uses costs."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES, ops.pad, ops.unpad)
 
 @dataclass(frozen=True)
 class Decision:
-    """One layout and who decided it.
+    """One layout and what decided it.
 
     Args:
         what: "storage", "compute", "gradient" for a parameter; "layout" for other values.
         type: dtype and layout, as in a dump.
-        who: the plan entry, the rule, or what else decided.
+        who: the plan entry, rule or default that decided.
     """
 
     what: str
@@ -42,13 +42,13 @@ class Decision:
 
 @dataclass(frozen=True)
 class Use:
-    """One op that reads the tensor, or makes its gradient, and the collectives that stand between the two.
+    """One op that reads the tensor, or that computes its gradient, and the collectives in between.
 
     Args:
-        op, phase, module, source: of the op.
-        rule: its rule as a person reads it; "" where it has none.
-        takes: the layout at which it takes the tensor (at which it makes the gradient, for that).
-        moves: the collectives on the way, each by itself, before buckets and overlap; several uses may share one.
+        op, phase, module, source: those of the op.
+        rule: its rule in notation; "" if it has none.
+        takes: the layout at which it reads the tensor (or computes the gradient).
+        moves: the collectives in between, before bucketing and overlap; several uses may share one.
     """
 
     op: str
@@ -61,22 +61,22 @@ class Use:
 
     @property
     def wire(self) -> int:
-        """Bytes that each rank sends on the way."""
+        """Return the bytes that each rank sends in these collectives."""
         return sum(row.wire for row in self.moves)
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """All there is to say of one tensor.
+    """The layouts of one tensor, what decided them, and its uses.
 
     Args:
         name, kind: "parameter", "input", "buffer", "tangent" or "value".
-        module, source: of the code that makes it; of a parameter's first use.
+        module, source: where it is computed, or where a parameter is first used.
         decisions: its layouts.
-        alternatives: for a value that an op makes, (seconds, layouts of operands, layout of the result) of the
-            strategies that the operands suggest, the one chosen first, then the cheapest first.
-        uses: in the order of the graph.
-        alike: of a tensor in one of several blocks of which a few were analysed for all, which these are.
+        alternatives: for the result of an op, (seconds, operand layouts, result layout) of the possible strategies:
+            the chosen one first, then by cost.
+        uses: its uses in graph order.
+        alike: with folding, the repeated blocks that this one represents.
     """
 
     name: str
@@ -90,7 +90,7 @@ class Explanation:
 
     @property
     def wire(self) -> int:
-        """Bytes that each rank sends for it in a step, each collective counted once."""
+        """Return the bytes that each rank sends for it in a step; each collective is counted once."""
         return sum(row.wire for row in self._moves())
 
     def _moves(self) -> list[Collective]:
@@ -98,7 +98,7 @@ class Explanation:
         return list({(row.name, row.phase, row.start): row for row in rows}.values())
 
     def text(self) -> str:
-        """As text: layouts, strategies, uses, collectives, a line of totals."""
+        """Return a text: layouts, strategies, uses, collectives and totals."""
         parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
         parts[0] += f"\nthe same in each of {self.alike}" if self.alike else ""
         parts.append(plain([(d.what, d.type, d.who) for d in self.decisions], ("", "lies as", "because")))
@@ -130,11 +130,11 @@ class Explanation:
 
 
 def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") -> Explanation:
-    """Why ``tensor`` lies as it does and what its uses cost.
+    """Explain the layout of ``tensor`` and the cost of its uses.
 
     Args:
-        tensor: a parameter's or buffer's qualified name, an input's, or a value's as dumps show it.
-        hardware: what times are predicted for; bytes do not depend on it.
+        tensor: qualified name of a parameter or buffer, or the name of an input or value in dumps.
+        hardware: that of predicted times; bytes do not depend on it.
 
     Raises:
         InputError: the program has no such tensor.
@@ -154,14 +154,14 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]
     if param:
         computed = dict.fromkeys(use.takes for use in uses)
-        said = program.causes.get(record.name) or "no entry splits it for compute: it is whole there"
-        decisions += [Decision("compute", takes, said) for takes in computed]
-        made = next((x for role, x in ir.outputs(graph) if role.kind == "grad" and role.name == record.name), None)
-        if isinstance(made, fx.Node):
+        entries = program.causes.get(record.name) or "no entry splits it for compute: it is whole there"
+        decisions += [Decision("compute", takes, entries) for takes in computed]
+        grad = next((x for role, x in ir.outputs(graph) if role.kind == "grad" and role.name == record.name), None)
+        if isinstance(grad, fx.Node):
             decisions.append(
-                Decision("gradient", str(ir.info(made).value), "as storage, so that the optimizer is local")
+                Decision("gradient", str(ir.info(grad).value), "as storage, so that the optimizer is local")
             )
-            uses.append(_gradient(made, rows))
+            uses.append(_gradient(grad, rows))
     source = record.origin.source or next((use.source for use in uses if use.source), "")
     return Explanation(
         record.name, _kind(record), record.origin.module, source, tuple(decisions),
@@ -176,14 +176,14 @@ def _kind(record: ir.Info) -> str:
 
 
 def _who(program: Program, node: fx.Node) -> str:
-    """Who decided the layout of ``node``."""
+    """Return what decided the layout of ``node``."""
     record = ir.info(node)
     origin = record.origin
     if record.role is not None:
         level = program.levels.get(record.name, 0)
         if record.role.kind == "param":
-            said = origin.cause or "no entry speaks of it: whole on every rank"
-            return f"{said}, level {level}" if level and "level" not in said else said
+            entry = origin.cause or "no entry speaks of it: whole on every rank"
+            return f"{entry}, level {level}" if level and "level" not in entry else entry
         if record.role.kind == "tangent":
             return "as the output whose gradient it is"
         return origin.cause or ("whole on every rank" if not ir.layout(node).axes else "the plan's batch axes")
@@ -198,12 +198,12 @@ def _who(program: Program, node: fx.Node) -> str:
 
 
 def _rule(node: fx.Node) -> str:
-    found = find_rule(node.target) if hasattr(node.target, "_schema") else None
-    return "" if found is None else f"{found.op.removeprefix('aten.')}: {re.sub(r' {2,}', '; ', found.text)}"
+    op_rule = find_rule(node.target) if hasattr(node.target, "_schema") else None
+    return "" if op_rule is None else f"{op_rule.op.removeprefix('aten.')}: {re.sub(r' {2,}', '; ', op_rule.text)}"
 
 
 def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str, str]]:
-    """The priced strategies of the op that makes ``node``, read off the graph that `propagate` left."""
+    """Yield the priced strategies of the op that computes ``node``, read from the graph after `propagate`."""
     name = ir.info(node).name
     twin = next((x for x in program.whole("propagate").nodes if x.op != "output" and ir.info(x).name == name), None)
     needs = None if twin is None else ir.info(twin).needs
@@ -214,11 +214,11 @@ def _alternatives(program: Program, node: fx.Node) -> Iterator[tuple[float, str,
     if spec is None or not operands:
         return
     pinned = tuple(x.op == "placeholder" and ir.role(x).kind == "param" for x in operands)
-    known = tuple(frozenset(_wanted_by_others(x, twin)) for x in operands)
+    wanted = tuple(frozenset(_wanted_by_others(x, twin)) for x in operands)
     have = tuple(ir.layout(x) for x in operands)
     chosen = Strategy(needs, (ir.layout(twin),))
-    found = list(priced(spec, have, known, pinned, Work.of(call), None, program.options.cost))
-    for seconds, strategy in sorted(found, key=lambda one: (one[1] != chosen, one[0])):
+    strategies = list(priced(spec, have, wanted, pinned, Work.of(call), None, program.options.cost))
+    for seconds, strategy in sorted(strategies, key=lambda row: (row[1] != chosen, row[0])):
         yield seconds, ", ".join(map(str, strategy.operands)), str(strategy.results[0])
 
 
@@ -229,7 +229,7 @@ def _wanted_by_others(operand: fx.Node, but: fx.Node) -> Iterator[Layout]:
 
 
 def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, ...] = ()) -> Iterator[Use]:
-    """The ops that read ``node``, through whatever moves it first."""
+    """Yield the ops that read ``node``, directly or through collectives (``way``)."""
     for user in node.users:
         if user.op == "output":
             continue
@@ -239,12 +239,12 @@ def _uses(node: fx.Node, rows: dict[str, list[Collective]], way: tuple[fx.Node, 
             yield _use(user, str(ir.info(node).value), way, rows)
 
 
-def _gradient(made: fx.Node, rows: dict[str, list[Collective]]) -> Use:
-    """The op that makes a gradient, and what reduces it."""
+def _gradient(grad: fx.Node, rows: dict[str, list[Collective]]) -> Use:
+    """Return the op that computes a gradient, with the collectives that reduce it."""
     way: tuple[fx.Node, ...] = ()
-    while made.target in _MOVES:
-        way, (made,) = (made, *way), made.all_input_nodes
-    return _use(made, str(ir.info(made).value), way, rows)
+    while grad.target in _MOVES:
+        way, (grad,) = (grad, *way), grad.all_input_nodes
+    return _use(grad, str(ir.info(grad).value), way, rows)
 
 
 def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list[Collective]]) -> Use:
@@ -252,12 +252,12 @@ def _use(op: fx.Node, takes: str, way: tuple[fx.Node, ...], rows: dict[str, list
     origin = record.origin
     moves: list[Collective] = []
     for node in way:
-        each = rows.get(ir.info(node).name, [])
-        # A level-3 gather runs in both phases, each time for the uses of that phase.
-        moves += [row for row in each if row.phase == origin.phase] or each
+        collectives = rows.get(ir.info(node).name, [])
+        # A level-3 gather runs in both phases, once for the uses of each.
+        moves += [row for row in collectives if row.phase == origin.phase] or collectives
     return Use(record.name, origin.phase, origin.module, origin.source, _rule(op), takes, tuple(moves))
 
 
 def _short(source: str) -> str:
-    """``file:line`` without its folders."""
+    """Return ``file:line`` without folders."""
     return source.rpartition("/")[2] or "-"

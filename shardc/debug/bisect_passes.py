@@ -1,4 +1,4 @@
-"""Bisect: which pass, and which node, first computes something else than one device does."""
+"""`bisect` finds the first pass, and the first node, whose result differs from that of one device."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardc.program import Program
 from shardc.report.export import plain
 
 TOLERANCE = 1e-9
-FLOOR = 1e-6  # what a tensor's largest element counts as at least
+FLOOR = 1e-6  # errors are relative to a tensor's largest element, but at least to this
 GLOBAL = ("capture", "experts", "attention", "canonicalize", "seed", "pad")  # stages before layouts are chosen
-LOCAL = ("localize", "offload", "settle", "decompose")  # stages at local shapes, before the cut
-SCALED = GLOBAL + ("propagate",)  # stages before the objective is in the graph
+LOCAL = ("localize", "offload", "settle", "decompose")  # stages at local shapes, before forward and backward are split
+SCALED = GLOBAL + ("propagate",)  # stages before the gradient scaling of the objective is in the graph
 
 
 @dataclass(frozen=True)
 class Checked:
-    """One stage: its largest error, relative to each result's largest element, and the result that has it."""
+    """One stage: its largest error (relative to each result's largest element), and the result with that error."""
 
     stage: str
     error: float
@@ -40,14 +40,14 @@ class Checked:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What `bisect` found.
+    """The result of `bisect`.
 
     Args:
-        checked: the stages in order, up to the first that is wrong.
-        stage: that stage, or None where all are right.
-        node: the first node whose value differs from the stage before, "" where no node can be named.
-        reason: what is wrong with it, or with the result.
-        program: a few lines of the stage's text around it.
+        checked: the stages in order, up to the first wrong one.
+        stage: the first wrong stage, or None.
+        node: the first node whose value differs from that of the previous stage; "" if no node can be named.
+        reason: what is wrong with the node, or with the result.
+        program: a few lines of the stage's text around the node.
     """
 
     checked: tuple[Checked, ...]
@@ -57,7 +57,7 @@ class Verdict:
     program: str = ""
 
     def text(self) -> str:
-        """As text: a line a stage, then the verdict."""
+        """Return a text: one line per stage, then the verdict."""
         rows = [(c.stage, f"{c.error:.1e}", c.result or "-") for c in self.checked]
         shown = plain(rows, ("stage", "error", "worst result"))
         if self.stage is None:
@@ -75,33 +75,35 @@ def bisect(
     stages: Sequence[str] | None = None,
     tolerance: float = TOLERANCE,
 ) -> Verdict:
-    """Runs the graph after each stage on real numbers and compares outputs and gradients with one device's.
+    """Run the graph of each stage on real numbers, and compare outputs and gradients with those of one device.
 
     Args:
-        program: compiled from ``model`` on an abstract mesh, with ``Options(verify=False)`` where the verifier of the
-            passes would stop it first; each stage is verified here before it runs.
-        model: with real values, best in float64.
-        args: one call's arguments at global shapes, targets of the loss last.
+        program: compiled from ``model`` on an abstract mesh; with ``Options(verify=False)`` if the compiler's verifier
+            raises. Each stage is verified here before it runs.
+        model: has real values, best in float64.
+        args: arguments of one call at global shapes, targets of the loss last.
         loss: as in `shardc.compile`.
-        stages: those to look at; by default all.
-        tolerance: largest relative error of a right stage.
+        stages: the stages to check; by default all.
+        tolerance: largest relative error of a correct stage.
 
     Raises:
-        InputError: a model without values, or with random draws or manual regions.
+        InputError: the model has no values, draws random numbers or has manual regions.
     """
     feed, wanted = _one_device(model, args, loss, program)
     seen = _Stages(program, feed, wanted, tolerance)
     for stage in stages if stages is not None else program.stages:
-        found = seen.look(stage)
-        if found is not None:
-            return found
+        verdict = seen.look(stage)
+        if verdict is not None:
+            return verdict
     return Verdict(tuple(seen.checked))
 
 
 def _one_device(
     model: nn.Module, args: Sequence[Any], loss: Callable[..., Any] | None, program: Program
 ) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
-    """What one device takes and what it makes: inputs and tangents; outputs and gradients."""
+    """Run the model on one device; return its feed (inputs and tangents) and the expected results (outputs and
+    gradients).
+    """
     model = copy.deepcopy(model)
     params = dict(model.named_parameters())
     missing = next((name for name, x in [*params.items(), *model.named_buffers()] if x.is_meta), None)
@@ -112,8 +114,8 @@ def _one_device(
     leaves = [x for x in pytree.tree_leaves((tuple(args), {})) if isinstance(x, Tensor)]
     feed |= {("input", name): x for (name, _), x in zip(program.inputs, leaves, strict=True)}
     count = len(args) - (0 if loss is None else loss_arity(loss))
-    made = model(*args[:count])
-    out = made if loss is None else loss(made, *args[count:])
+    output = model(*args[:count])
+    out = output if loss is None else loss(output, *args[count:])
     tensors = [(at, x) for at, x in enumerate(pytree.tree_leaves(out)) if isinstance(x, Tensor)]
     generator = torch.Generator().manual_seed(0)
     roots = [(at, x) for at, x in tensors if x.requires_grad]
@@ -121,18 +123,18 @@ def _one_device(
         at: torch.randn(x.shape, generator=generator, dtype=x.dtype) if x.ndim else torch.ones_like(x)
         for at, x in roots
     }
-    asked = {name: p for name, p in params.items() if p.requires_grad}
+    trained = {name: p for name, p in params.items() if p.requires_grad}
     grads: Sequence[Tensor | None] = ()
-    if roots and asked:
-        grads = torch.autograd.grad([x for _, x in roots], [*asked.values()], [*tangents.values()], allow_unused=True)
+    if roots and trained:
+        grads = torch.autograd.grad([x for _, x in roots], [*trained.values()], [*tangents.values()], allow_unused=True)
     wanted: dict[Key, Tensor] = {("output", at): x.detach() for at, x in tensors}
     wanted |= {("buffer", name): b.detach() for name, b in model.named_buffers()}
-    wanted |= {("grad", name): g for name, g in zip(asked, grads, strict=False) if g is not None}
+    wanted |= {("grad", name): g for name, g in zip(trained, grads, strict=False) if g is not None}
     return feed | {("tangent", at): t for at, t in tangents.items()}, wanted
 
 
 class _Stages:
-    """The stages in order; each is compared with one device, its values with those of the stage before."""
+    """Checks the stages in order: results against one device, values of nodes against the previous stage."""
 
     def __init__(
         self, program: Program, feed: Mapping[Key, Tensor], wanted: Mapping[Key, Tensor], tolerance: float
@@ -142,12 +144,12 @@ class _Stages:
         if program.folded is not None:
             raise InputError("a folded program has no graph of all blocks to run", fix="lower it without fold")
         if program.plan.precision.entries:
-            said = str(program.plan.precision.entries[0])
+            entry = str(program.plan.precision.entries[0])
             fix = "leave precision(...) out of the plan"
-            raise InputError("the plan computes in lower precision than one device", plan_entry=said, fix=fix)
+            raise InputError("the plan computes in lower precision than one device", plan_entry=entry, fix=fix)
         refuse(program.graph("capture"))
         placed = program.graph("collectives")
-        self.lies = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if ir.is_tensor(n)}
+        self.input_layouts = {key_of(ir.role(n)): ir.layout(n) for n in ir.placeholders(placed) if ir.is_tensor(n)}
         self.layouts = {ir.info(n).name: ir.layout(n) for n in placed.nodes if n.op != "output" and ir.is_tensor(n)}
         self.checked: list[Checked] = []
         self.before: dict[str, Tensor | str] = {}
@@ -156,7 +158,7 @@ class _Stages:
         self.forward: Values | None = None
 
     def look(self, stage: str) -> Verdict | None:
-        """What is wrong with ``stage``, or None."""
+        """Return the verdict if ``stage`` is wrong, or None."""
         gm = self.program.module(stage)
         if not self.program.is_half(stage):
             try:
@@ -174,11 +176,11 @@ class _Stages:
             self.checked.append(Checked(stage, float("inf"), "does not run"))
             name, around = ir.info(failure.node).name, window(gm, self.mesh, failure.node)
             return Verdict(tuple(self.checked), stage, name, f"running it fails: {failure}", around)
-        held = {key_of(role) for role, x in ir.outputs(gm.graph) if isinstance(x, fx.Node)}
+        computed = {key_of(role) for role, x in ir.outputs(gm.graph) if isinstance(x, fx.Node)}
         errors = {
             key: _error(values.results.get(key, "is not there"), x)
             for key, x in self.wanted.items()
-            if key in held or self._due(stage, key)
+            if key in computed or self._due(stage, key)
         }
         worst = max(errors, key=lambda key: errors[key], default=None)
         largest = errors[worst] if worst is not None else 0.0
@@ -188,15 +190,17 @@ class _Stages:
             return None
         assert worst is not None
         node, off = self._first(gm, values)
-        made = values.results.get(worst, "it is not there")
-        reason = f"{self.checked[-1].result} is off by {largest:.1e}" + (f", {made}" if isinstance(made, str) else "")
+        actual = values.results.get(worst, "it is not there")
+        reason = f"{self.checked[-1].result} is off by {largest:.1e}" + (
+            f", {actual}" if isinstance(actual, str) else ""
+        )
         if node is None:
             return Verdict(tuple(self.checked), stage, "", reason)
         reason = f"it is off by {off:.1e}; {reason}"
         return Verdict(tuple(self.checked), stage, ir.info(node).name, reason, window(gm, self.mesh, node))
 
     def _due(self, stage: str, key: Key) -> bool:
-        """Whether a stage's graph must make a result: a half makes its own."""
+        """Return whether a stage's graph must compute the result: a forward has outputs, a backward gradients."""
         return (
             not self.program.is_half(stage)
             or key[0] in ("output", "grad")
@@ -212,13 +216,15 @@ class _Stages:
         backward = stage.endswith(".backward")
         assert not backward or self.forward is not None
         saved = self.forward.saved if backward and self.forward is not None else None
-        values = on_ranks(gm, self.mesh, feed, self.lies, self.layouts, saved)
+        values = on_ranks(gm, self.mesh, feed, self.input_layouts, self.layouts, saved)
         if not backward:
             self.forward = values
         return values
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
-        """Tangents for which the graph's objective, the mean of the ranks' losses, has one device's gradients."""
+        """Yield tangents with which the graph's objective (the mean of the ranks' losses) has the gradients of one
+        device.
+        """
         plan = self.program.plan
         reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
         # The gradient of an output that is a DTensor is of one global loss already.
@@ -229,37 +235,39 @@ class _Stages:
                 yield ("tangent", role.index), self.feed["tangent", role.index] * over / scale
 
     def _first(self, gm: fx.GraphModule, values: Values) -> tuple[fx.Node | None, float]:
-        """The first node whose value is not the one that the stage before had, and by how much."""
-        known = dict(self.before)
+        """Return the first node whose value differs from that of the previous stage, and its error."""
+        expected = dict(self.before)
         for node in gm.graph.nodes:
             if node.op != "call_function":
                 continue
             name = ir.info(node).name
-            if node.target in MOVES and name not in known:
-                known[name] = known.get(ir.info(node.all_input_nodes[0]).name, "unknown")
-            right, made = known.get(name), values.by_name.get(name)
-            if not isinstance(right, Tensor) or made is None or not right.is_floating_point():
+            if node.target in MOVES and name not in expected:
+                expected[name] = expected.get(ir.info(node.all_input_nodes[0]).name, "unknown")
+            right, actual = expected.get(name), values.by_name.get(name)
+            if not isinstance(right, Tensor) or actual is None or not right.is_floating_point():
                 continue
-            if isinstance(made, str) or made.shape == right.shape:
-                off = _error(made, right)
+            if isinstance(actual, str) or actual.shape == right.shape:
+                off = _error(actual, right)
                 if off > self.tolerance:
                     return node, off
         return None, 0.0
 
 
-def _error(made: Tensor | str, right: Tensor) -> float:
-    """The largest error relative to the largest element; infinite where it is no tensor of that kind."""
-    if isinstance(made, str):
+def _error(actual: Tensor | str, right: Tensor) -> float:
+    """Return the largest error relative to the largest element; infinite if shapes differ or ``actual`` is an error
+    text.
+    """
+    if isinstance(actual, str):
         return float("inf")
     for dim, size in enumerate(right.shape):  # without its pad
-        made = made.narrow(dim, 0, min(size, made.shape[dim]))
-    if made.shape != right.shape:
+        actual = actual.narrow(dim, 0, min(size, actual.shape[dim]))
+    if actual.shape != right.shape:
         return float("inf")
     if not right.numel():
         return 0.0
-    made, right = made.double(), right.double()
-    same = (made == right) | (made.isnan() & right.isnan())
-    off = torch.where(same, torch.zeros_like(right), (made - right).abs()).max()
+    actual, right = actual.double(), right.double()
+    same = (actual == right) | (actual.isnan() & right.isnan())
+    off = torch.where(same, torch.zeros_like(right), (actual - right).abs()).max()
     finite = torch.where(right.isfinite(), right.abs(), torch.zeros_like(right)).max().clamp_min(FLOOR)
     ratio = (off / finite).item()
     return ratio if ratio == ratio else float("inf")
