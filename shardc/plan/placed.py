@@ -105,6 +105,12 @@ class Placed:
     def split(self, dim: int, axis: str, entry: str) -> Placed:
         """``dim`` is split over ``axis`` too, padded where it does not divide."""
         free = self.layout.unbind([axis])
+        if shared := [bound for bound in free.bound if free.mesh.overlap(bound, axis)]:
+            raise PlanError(
+                f"parameter {self.name!r} is split over {axis!r} and over {shared[0]!r}, which share ranks",
+                plan_entry=" | ".join((*self.causes, entry)),
+                fix="split it over the same axis, or over parts of it that share no ranks",
+            )
         split = free.split(dim, axis)
         if split is None and self.shape[dim] > 1:
             split = grown(free, dim, axis, self.shape[dim])

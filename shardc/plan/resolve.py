@@ -7,8 +7,10 @@ entries. Their disagreement is what makes FSDP's gathers and reduce-scatters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import combinations
 from math import prod
 
 from shardc.errors import LayoutError, PlanError
@@ -16,6 +18,7 @@ from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.view import parts_of, view_of
 from shardc.plan.placed import ParamPlan, Placed
+from shardc.plan.spec import check_axis
 from shardc.plan.uneven import as_dtensor
 from shardc.plan.value import Plan
 
@@ -51,7 +54,8 @@ def resolve_params(
         for name, (shape, itemsize) in params.items()
     }
     for entry in plan.entries:
-        placed |= entry.place(placed, names)
+        with _named(str(entry)):
+            placed |= entry.place(placed, names)
     with warnings.catch_warnings():  # a first look: which parts of axes there will be
         warnings.simplefilter("ignore")
         first_look = [_store(plan, param, None) for param in placed.values()]
@@ -72,8 +76,8 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
     """What can be checked of a plan with the mesh alone.
 
     Raises:
-        PlanError: an axis that is not on ``mesh``, one that is given to TP and to the batch, levels that differ, shard
-            sizes that do not divide.
+        PlanError: an axis that is not on ``mesh``, one that is given to TP and to the batch, axes of the batch that
+            share ranks, levels that differ, shard sizes that do not divide.
     """
     stores = {entry: level for entry in plan.entries if (level := entry.storage[1])}
     levels = set(stores.values())
@@ -85,7 +89,26 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
         )
     batch = {axis: entry for entry in plan.entries for axis in entry.batch}
     for entry in plan.entries:
+        for axis in entry.axes:
+            check_axis(axis, mesh, str(entry))
+    for entry in plan.entries:
         entry.check(mesh, batch)
+    for one, other in combinations(batch, 2):
+        if mesh.overlap(one, other):
+            raise PlanError(
+                f"{batch[one]} and {batch[other]} split the batch over {one!r} and over {other!r}, which share ranks",
+                plan_entry=str(batch[other]),
+                fix="give both the same axis, or parts of it that share no ranks",
+            )
+
+
+@contextmanager
+def _named(entry: str) -> Iterator[None]:
+    """Names the plan entry that an error of a layout is about."""
+    try:
+        yield
+    except LayoutError as error:
+        raise PlanError(error.what, plan_entry=error.plan_entry or entry, fix=error.fix) from error
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
@@ -103,6 +126,7 @@ def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
     compute = free.replace(dims=dims)
     out = ParamPlan(layout, compute, layout.shape, level, cause, cause, None, param.host, param.pinned, kept)
     for entry in plan.entries if not set(layout.bound) & set(shard) - param.kept else ():
-        out = entry.store(out, param, view)
+        with _named(f"{cause} | {entry}" if cause else str(entry)):
+            out = entry.store(out, param, view)
     split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in set(shard) - param.kept)
     return replace(out, split=split) if any(split.dim_axes(dim) for dim in param.odd) else out

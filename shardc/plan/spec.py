@@ -22,11 +22,19 @@ Uneven = Literal["error", "drop"]
 
 
 def check_axis(axis: str, mesh: Mesh, entry: str) -> None:
-    """Raises PlanError, with near matches, where ``axis`` is not on ``mesh``."""
-    if axis in mesh:
-        return
-    fix = near(axis, mesh.axes, f"use one of {list(mesh.axes)}")
-    raise PlanError(f"unknown mesh axis {axis!r}; the mesh is {mesh}", plan_entry=entry or None, fix=fix)
+    """Raises PlanError, with near matches, where ``axis`` is neither an axis of ``mesh`` nor a part of one."""
+    name, colon, part = axis.partition(":")
+    if name not in mesh.axes:
+        fix = near(axis, mesh.axes, f"use one of {list(mesh.axes)}")
+        raise PlanError(f"unknown mesh axis {axis!r}; the mesh is {mesh}", plan_entry=entry or None, fix=fix)
+    sizes = [int(size) if size.isdecimal() else 0 for size in part.split("x")]
+    ranks = mesh.size(name)
+    if colon and (len(sizes) != 2 or not all(sizes) or not 1 < sizes[1] < ranks or ranks % prod(sizes)):
+        raise PlanError(
+            f"{axis!r} is no part of axis {name!r}, which has {ranks} ranks",
+            plan_entry=entry or None,
+            fix=f'write {name!r}, or a part of it as "{name}:2x4": 4 ranks, in each of 2 blocks before them',
+        )
 
 
 def to_layout(

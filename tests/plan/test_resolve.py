@@ -16,7 +16,7 @@ from torch import nn
 import shardc
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.mesh import Mesh
-from shardc.plan import ParamPlan, Plan, ddp, fsdp, hsdp, resolve_params, tp
+from shardc.plan import ParamPlan, Plan, ddp, ep, fsdp, hsdp, resolve_params, tp
 
 MESH = Mesh(rep=2, dp=2, tp=2)
 MODEL: dict[str, tuple[tuple[int, ...], int]] = {
@@ -286,6 +286,41 @@ def test_errors(text: str) -> None:
     with pytest.raises(PlanError) as caught:
         resolve_params(ERRORS[text], MESH, MODEL)
     assert str(caught.value) == text
+
+
+WHOLE, HALF = "tok.weight", "@tp:1x2, _"
+# A plan -> how its error starts, and the entry that it names; the axis has four ranks.
+PARTS: list[tuple[Plan, str, str]] = [
+    (ep("tp:1x2", "*.up") | fsdp("tp"), 'ep("tp:1x2", experts="*.up") and fsdp("tp", level=3) split the batch over', "fsdp"),
+    (fsdp("tp:1x2") | ddp("tp"), "fsdp(\"tp:1x2\", level=3) and ddp(\"tp\") split the batch over 'tp:1x2' and over 'tp'", "ddp"),
+    (tp("tp:1x2", colwise=["*.up"]) | fsdp("tp"), "axis 'tp:1x2' is given to TP and to fsdp(\"tp\", level=3)", "tp("),
+    (tp("tp", colwise=["*.up"]) | fsdp("tp:2x2"), "axis 'tp' is given to TP and to fsdp(\"tp:2x2\", level=3)", "tp("),
+    (
+        tp("tp:1x2", colwise=["*.up"]) | tp("tp", rowwise=["*.up"]),
+        "parameter 'layers.0.up.weight' is split over 'tp' and over 'tp:1x2', which share ranks", "tp(",
+    ),
+    (Plan(params={WHOLE: HALF}) | fsdp("tp"), "layout [10@tp:1x2,4@tp] uses axis 'tp:1x2' twice", "params"),
+    (Plan(params={WHOLE: "@tp:1x2, @tp"}), "layout [10@tp:1x2,4@tp] uses axis 'tp:1x2' twice", "params"),
+    *(
+        (fsdp(part), f"{part!r} is no part of axis 'tp', which has 4 ranks", "fsdp")
+        for part in ("tp:4x2", "tp:1x3", "tp:1x4", "tp:", "tp:ax2", "tp:0x2")
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("plan", "what", "entry"), PARTS, ids=lambda value: str(value) if isinstance(value, Plan) else ""
+)
+def test_parts_of_axes_that_share_ranks(plan: Plan, what: str, entry: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        resolve_params(plan, Mesh(dp=2, tp=4), MODEL)
+    assert caught.value.what.startswith(what)
+    assert (caught.value.plan_entry or "").startswith(entry) and caught.value.fix
+
+
+def test_parts_of_axes_that_share_none() -> None:
+    found = resolve_params(tp("tp:1x2", colwise=["*.up"]) | fsdp("tp:2x2"), Mesh(tp=4), MODEL)
+    assert str(found["layers.0.up.weight"].storage) == "[16@(tp:1x2,tp:2x2),4]"
 
 
 @given(

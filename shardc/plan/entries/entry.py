@@ -10,7 +10,6 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.calls import Call, call_text, to_call
 from shardc.plan.forms import Form
 from shardc.plan.placed import ParamPlan, Placed
-from shardc.plan.spec import check_axis
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,10 @@ class Entry:
         return {}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
-        """Raises PlanError for what can be told from the mesh alone; ``batch`` says which entry splits it by axis."""
-        for axis in self.axes:
-            check_axis(axis, mesh, str(self))
+        """Raises PlanError for what can be told from the mesh alone; ``batch`` says which entry splits it by axis.
+
+        `axes` are on the mesh.
+        """
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> Mapping[str, Placed]:
         """The parameters that it is about, as it places them.

@@ -42,9 +42,9 @@ class Tp(Entry):
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         super().check(mesh, batch)
-        if self.axis in batch:
+        if shared := [entry for axis, entry in batch.items() if mesh.overlap(axis, self.axis)]:
             raise PlanError(
-                f"axis {self.axis!r} is given to TP and to {batch[self.axis]}",
+                f"axis {self.axis!r} is given to TP and to {shared[0]}",
                 plan_entry=str(self),
                 fix="use one axis for the batch and another for TP",
             )
