@@ -141,8 +141,9 @@ def shard(
     """Shards ``model`` itself: what `compile` does, but ``model`` becomes the compiled module, and is returned.
 
     Whatever holds the model (a logger, a callback) then holds the compiled module. Its parameters are new tensors. An
-    optimizer of the old ones gets the new ones at its first step; one that has stepped before raises there. Copies that
-    were made before, such as an average of the weights, stay whole.
+    optimizer of the old ones gets the new ones at its next step; one that has stepped before raises there. Any other
+    use of an old one (clipping, a penalty, another model that shares it) is of the new one. Copies that were made
+    before, such as an average of the weights, stay whole.
 
     Args:
         model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync: as for `compile`.

@@ -1,7 +1,8 @@
 """Parameters that a compile read: uses of them in place of the compiled module's are told, or are led to those.
 
 `shardc.compile` leaves the model as it is: training or loading it in place of the compiled module is warned of.
-`shardc.shard` replaces its parameters: an optimizer of the old ones gets the new ones at its first step.
+`shardc.shard` replaces its parameters: an optimizer of the old ones gets the new ones at its next step, and whatever
+else uses an old one reaches the new one.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from weakref import ReferenceType, WeakSet, ref
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardc._compat import pytree
 from shardc.errors import InputError, ShardcWarning
 
 
@@ -33,12 +36,32 @@ class _Pair:
             warnings.warn(ShardcWarning(f"{what}; {fix}"), stacklevel=4)
 
 
+def _of_new(name: str) -> Any:
+    """An attribute that torch sets and reads without `__torch_function__`, as that of the new parameter."""
+    return property(
+        lambda self: getattr(_originals.new(self), name),
+        lambda self, value: setattr(_originals.new(self), name, value),
+        lambda self: delattr(_originals.new(self), name),
+    )
+
+
+class Replaced(nn.Parameter):
+    """A parameter in whose place `shardc.shard` has put another, which each use of this one reaches."""
+
+    grad, data = _of_new("grad"), _of_new("data")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, _originals.new, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 class _Originals:
     """The parameters of models that were compiled, held weakly, and the optimizers that were looked at."""
 
     def __init__(self) -> None:
         self._pairs: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._seen: WeakSet[Optimizer] = WeakSet()
+        self._seen: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()  # how many parameters its groups had
         self._hooked = False
 
     def note(self, model: nn.Module, module: nn.Module, params: Mapping[str, Tensor]) -> None:
@@ -49,6 +72,8 @@ class _Originals:
         pair = _Pair(ref(module), replaced=module is model)
         for name, param in params.items():
             self._pairs[param] = pair, name
+            if pair.replaced and type(param) is nn.Parameter:
+                param.__class__ = Replaced
         for part in () if pair.replaced else model.modules():
             if _loaded not in part._load_state_dict_post_hooks.values():
                 part.register_load_state_dict_post_hook(_loaded)
@@ -57,6 +82,20 @@ class _Originals:
             register_optimizer_step_pre_hook(self.before_step)
             self._hooked = True
 
+    def new(self, param: Tensor) -> Tensor:
+        """What is in the place of ``param``, which was replaced.
+
+        Raises:
+            InputError: its module is gone.
+        """
+        pair, name = self._pairs[param]
+        module: nn.Module | None = pair.module()
+        if module is None:
+            raise InputError(
+                f"parameter {name!r} was replaced by shardc.shard, and its model is gone", fix="keep the model"
+            )
+        return module.get_parameter(name)
+
     def pairs(self, params: Iterable[Tensor]) -> list[tuple[_Pair, nn.Module]]:
         """For which compiled modules ``params`` are the parameters of the model."""
         pairs = {id(noted[0]): noted[0] for noted in map(self._pairs.get, params) if noted is not None}
@@ -64,7 +103,8 @@ class _Originals:
 
     def before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Warns at the first step that has gradients in the module, and none in the parameters that it would change."""
-        if optimizer in self._seen:
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if self._seen.get(optimizer) == sizes:
             return
         self._replace(optimizer)
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -81,7 +121,7 @@ class _Originals:
                 )
                 idle = False
         if not idle:  # else nobody has trained yet: look again
-            self._seen.add(optimizer)
+            self._seen[optimizer] = sizes
 
     def _replace(self, optimizer: Optimizer) -> None:
         """Gives an optimizer the parameters that replaced its own.

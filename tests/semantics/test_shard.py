@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -66,6 +67,97 @@ def check_trained_as_before() -> None:
 
 def test_trained_as_before() -> None:
     run_ranks(2, check_trained_as_before)
+
+
+Loss = Callable[[], Tensor]
+
+
+def adds_a_group(params: list[Any], loss: Loss) -> None:
+    """Of old parameters, after the first step."""
+    optimizer = torch.optim.SGD(params[:1], lr=0.1)
+    for at in (1, 2):
+        loss().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if at == 1:
+            optimizer.add_param_group({"params": params[1:], "lr": 0.5})
+
+
+def clips(params: list[Any], loss: Loss) -> float:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    loss().backward()  # type: ignore[no-untyped-call]
+    norm = nn.utils.clip_grad_norm_(params, 0.01)
+    optimizer.step()
+    return float(norm)
+
+
+def unscales(params: list[Any], loss: Loss) -> float:
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(params, 0.01)
+    scaler.step(optimizer)
+    return float(norm)
+
+
+def penalizes(params: list[Any], loss: Loss) -> None:
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    loss().backward()  # type: ignore[no-untyped-call]
+    (0.1 * sum(p.square().sum() for p in params)).backward()
+    optimizer.step()
+
+
+def averages(params: list[Any], loss: Loss) -> float:
+    average = [torch.zeros_like(p) for p in params]
+    for mean, p in zip(average, params, strict=True):
+        mean.lerp_(p.data, 0.5)
+    return sum(float(mean.square().sum()) for mean in average)
+
+
+def updates_by_hand(params: list[Any], loss: Loss) -> None:
+    loss().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for p in params:
+            p -= 0.1 * p.grad
+            p.grad = None
+    params[0].data = params[0].data * 2
+
+
+def freezes(params: list[Any], loss: Loss) -> None:
+    params[0].requires_grad_(False)
+    params[1].requires_grad = False
+    loss().backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(params, lr=0.1).step()
+
+
+def hooks(params: list[Any], loss: Loss) -> float:
+    params[1].register_hook(lambda grad: grad * 3)
+    return sum(float(grad.square().sum()) for grad in torch.autograd.grad(loss(), params))
+
+
+USES = (adds_a_group, clips, unscales, penalizes, averages, updates_by_hand, freezes, hooks)
+
+
+def check_old_parameters() -> None:
+    """What was taken of the model before stands for what is there now."""
+    mesh, x = shardc.mesh(device="cpu"), torch.arange(16, dtype=torch.float64).view(4, 4) / 16
+    for use in USES:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+        other = copy.deepcopy(model)
+        old = list(model.parameters())
+        shardc.shard(model, mesh, backend="eager")
+        ours = use(old, lambda model=model: model(model.shardc.shard_inputs(x)).square().mean())
+        theirs = use(list(other.parameters()), lambda other=other: other(x).square().mean())
+        assert ours == (theirs and pytest.approx(theirs, rel=1e-9)), use.__name__
+        for name, p in other.named_parameters():
+            now = model.get_parameter(name)
+            torch.testing.assert_close(now.full_tensor(), p.data, msg=lambda m, use=use: f"{use.__name__}: {m}")
+            assert now.requires_grad == p.requires_grad
+
+
+def test_old_parameters() -> None:
+    run_ranks(2, check_old_parameters)
 
 
 def check_optimizer_with_state() -> None:
