@@ -38,36 +38,36 @@ from examples.models import convnet, gpt2, llama, vit  # noqa: E402
 from shardc.cost.hardware import H100  # noqa: E402
 from shardc.passes.exact.chooser import Weights  # noqa: E402
 from shardc.passes.exact.open import Free, OpenChoice  # noqa: E402
-from shardc.search.fastest import COPIES, Search, storages  # noqa: E402
-from shardc.search.opened import Model, Opened  # noqa: E402
-from shardc.search.within import LEAST  # noqa: E402
+from shardc.search.captured_model import CapturedModel, ModelCall  # noqa: E402
+from shardc.search.memory_price import LEAST  # noqa: E402
+from shardc.search.plan_search import COPIES, Search, storages  # noqa: E402
 from shardc.solver import solve  # noqa: E402
 
 LIMIT = 80e9
 
 
-def _decoder(layers: int, size: int = 8, length: int = 8192) -> Model:
+def _decoder(layers: int, size: int = 8, length: int = 8192) -> ModelCall:
     config = llama.LlamaConfig(128256, 4096, layers, heads=32, kv_heads=8, hidden=14336, rope_theta=500000.0)
     return _model(*llama.build(config, "meta", size=size, length=length))
 
 
-def _405b() -> Model:
+def _405b() -> ModelCall:
     return _model(*llama.llama3_405b(126, size=1024))
 
 
-def _gpt2(layers: int = 12) -> Model:
+def _gpt2(layers: int = 12) -> ModelCall:
     config = gpt2.GPT2Config(50304, 1024, 768, layers, 12)
     with torch.device("meta"):
         return _model(gpt2.GPT2(config), gpt2.batch(config, size=64, length=1024, device="meta")[:1])
 
 
-def _vision(kind: Any, batch: Callable[..., Any], config: Any) -> Model:
+def _vision(kind: Any, batch: Callable[..., Any], config: Any) -> ModelCall:
     with torch.device("meta"):
         return _model(kind(config), batch(config, size=256, device="meta")[:1])
 
 
-def _model(model: torch.nn.Module, args: tuple[Any, ...]) -> Model:
-    return Model(model.train(), args, {}, None, torch.device("cpu"))
+def _model(model: torch.nn.Module, args: tuple[Any, ...]) -> ModelCall:
+    return ModelCall(model.train(), args, {}, None, torch.device("cpu"))
 
 
 class VGG(nn.Sequential):
@@ -97,12 +97,12 @@ class Clicks(nn.Module):
         return self.last(self.mlp(torch.cat(found, 1)))
 
 
-def _vgg() -> Model:
+def _vgg() -> ModelCall:
     with torch.device("meta"):
         return _model(VGG(), (torch.empty(256, 3, 224, 224),))
 
 
-def _clicks() -> Model:
+def _clicks() -> ModelCall:
     with torch.device("meta"):
         return _model(Clicks(), (torch.empty(16384, 8, dtype=torch.int64),))
 
@@ -110,7 +110,7 @@ def _clicks() -> Model:
 VIT = vit.ViTConfig(image=224, patch=16, dim=1024, layers=24, heads=16, classes=1024)
 CONVNET = convnet.ConvNetConfig(image=64, widths=(64, 128, 256, 512), classes=1024)
 FACES = convnet.ConvNetConfig(image=112, widths=(64, 128, 256, 512), classes=1_000_000)
-MODELS: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[[], ModelCall]] = {
     "Llama 8B, 1 layer": partial(_decoder, 1),
     "Llama 8B": partial(_decoder, 32),
     "Llama 405B": _405b,
@@ -150,12 +150,12 @@ HANDS: dict[str, list[Callable[[str], shardc.Plan]]] = {
 def size_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     """What the problem of one model on one mesh takes."""
     mesh = shardc.Mesh(axes)
-    opened = Opened.of(MODELS[name](), shardc.Plan(), mesh)
+    captured_model = CapturedModel.of(MODELS[name](), shardc.Plan(), mesh)
     start = time.perf_counter()
-    laid = opened.graph(mesh, shardc.Plan(), shardc.Options(cost=H100), None)
+    planned = captured_model.graph(mesh, shardc.Plan(), shardc.Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
     free = Free(mesh.axes[:1], partial(storages, mesh.axes[:1]), batches, COPIES)
-    choice = OpenChoice(laid.problem, laid.graph, Weights(of=opened.weight), free=free)
+    choice = OpenChoice(planned.problem, planned.graph, Weights(of=captured_model.weight), free=free)
     energy = choice.energy(LEAST)
     built = time.perf_counter()
     solution = solve(energy)
@@ -181,14 +181,16 @@ def hands(name: str, mesh: shardc.Mesh) -> Iterator[shardc.Plan]:
 def pair_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     """The plan that a search finds beside the best by hand."""
     mesh = shardc.Mesh(axes)
-    opened = Opened.of(MODELS[name](), shardc.Plan(), mesh)
-    search = Search(opened, mesh, shardc.Plan(), H100, LIMIT, shardc.Options(cost=H100, verify=False, direct=False))
+    captured_model = CapturedModel.of(MODELS[name](), shardc.Plan(), mesh)
+    search = Search(
+        captured_model, mesh, shardc.Plan(), H100, LIMIT, shardc.Options(cost=H100, verify=False, direct=False)
+    )
     start = time.perf_counter()
     search.forms()
     best = search.run()
     took = time.perf_counter() - start
     forms = [each.schedule for each in search.tried.values() if each.origin != "found"]
-    by_hand = [*forms, *filter(None, (search.schedule(plan, opened) for plan in hands(name, mesh)))]
+    by_hand = [*forms, *filter(None, (search.schedule(plan, captured_model) for plan in hands(name, mesh)))]
     fitting = [s for s in by_hand if s.memory.peak.total <= LIMIT]
     least = min((s.seconds for s in fitting), default=float("inf"))
     return (

@@ -46,7 +46,7 @@ from shardc.runtime.replicas import Sources, note_source
 from shardc.runtime.storage import shard_tensor, to_parameter
 from shardc.runtime.sync import Sync
 from shardc.search.request import Auto
-from shardc.search.together import search_once
+from shardc.search.search_on_rank0 import search_once
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -1,4 +1,4 @@
-"""Meshes: the shapes in which a number of ranks can lie, and the search over all of them from one capture."""
+"""Searches over all meshes of a number of ranks, from one capture."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
-from shardc.search.fastest import MARGIN, Candidate, Search, Tried
-from shardc.search.opened import Opened
+from shardc.search.captured_model import CapturedModel
+from shardc.search.plan_search import MARGIN, Candidate, ScheduledPlan, Search
 from shardc.search.result import Found, Trial
 
-NAMES = ("rep", "dp", "tp")  # of axes, from across the nodes to within them
+NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
 Report = Callable[[Trial], None]
 
 
-def meshes_of(ranks: int, node: int, axes: int = 2, said: Collection[str] = ()) -> list[Mesh]:
-    """The meshes of ``ranks`` that are worth a look: all axes but the first are powers of two within a node.
+def meshes_of(ranks: int, node: int, axes: int = 2, required: Collection[str] = ()) -> list[Mesh]:
+    """Return the meshes of ``ranks`` to search: all axes but the first are powers of two within a node.
 
     Args:
-        node: ranks of a node.
-        axes: at most so many; with three, the inner two fill a node.
-        said: the axes of a plan, which every mesh has.
+        node: number of ranks in a node.
+        axes: largest number of axes; with three, the inner two fill a node.
+        required: the axes that the user's plan mentions; every mesh has them.
 
     >>> meshes_of(16, 8)
     [Mesh(dp=16), Mesh(dp=8, tp=2), Mesh(dp=4, tp=4), Mesh(dp=2, tp=8)]
     >>> meshes_of(16, 8, 3)[4:]
     [Mesh(rep=2, dp=4, tp=2), Mesh(rep=2, dp=2, tp=4)]
     """
-    found = []
-    for count in range(max(len(said), 1), max(axes, len(said)) + 1):
-        names = _names(count, said)
+    meshes = []
+    for count in range(max(len(required), 1), max(axes, len(required)) + 1):
+        names = _names(count, required)
         for inner in _inner(count - 1, min(node, ranks // 2) if count > 1 else 1):
             full = count < 3 or prod(inner) * 2 > min(node, ranks // 2)
             if full and ranks % prod(inner) == 0:
-                found.append(Mesh(zip(names, (ranks // prod(inner), *inner), strict=True)))
-    return found
+                meshes.append(Mesh(zip(names, (ranks // prod(inner), *inner), strict=True)))
+    return meshes
 
 
-def _names(count: int, said: Collection[str]) -> tuple[str, ...]:
-    """Names for so many axes: those of the plan, then the usual ones, in the usual order."""
+def _names(count: int, required: Collection[str]) -> tuple[str, ...]:
+    """Return ``count`` axis names: the required ones, then the usual ones, in the order of NAMES."""
     usual = {1: ("dp",), 2: ("dp", "tp")}.get(count, NAMES)
-    names = [*said, *(name for name in (*usual, *NAMES) if name not in said)]
+    names = [*required, *(name for name in (*usual, *NAMES) if name not in required)]
     last = {"rep": -2, "dp": -1, "tp": 1}
     return tuple(sorted(dict.fromkeys(names[:count]), key=lambda name: last.get(name, 0)))
 
 
 def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
-    """Powers of two, so many, whose product is within ``room``; the innermost smallest first."""
+    """Yield ``count`` powers of two whose product is at most ``room``; the innermost is the smallest first."""
     if not count:
         yield ()
         return
@@ -62,11 +62,11 @@ def _inner(count: int, room: int) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass
-class Bounded(Search):
-    """A search that tells of each plan that it schedules, and schedules what a hand's plan says alone, too.
+class MeshSearch(Search):
+    """A search that reports each plan that it schedules, and schedules the user's plan as it is, too.
 
     Args:
-        most: seconds of the best schedule so far. If no solution costs less, none is scheduled.
+        most: seconds of the best schedule on any mesh so far; slower solutions are not scheduled.
     """
 
     most: float = inf
@@ -79,29 +79,33 @@ class Bounded(Search):
         return min(self.most, super().limit())
 
     def _schedule(
-        self, plan: Plan, origin: str, candidate: Candidate | Tried | None = None, opened: Opened | None = None
-    ) -> Tried | None:
+        self,
+        plan: Plan,
+        origin: str,
+        candidate: Candidate | ScheduledPlan | None = None,
+        captured_model: CapturedModel | None = None,
+    ) -> ScheduledPlan | None:
         before = len(self.tried)
-        made = super()._schedule(plan, origin, candidate, opened)
+        tried = super()._schedule(plan, origin, candidate, captured_model)
         if self.report is not None and len(self.tried) > before:
             self.report(self.trials()[-1])
-        return made
+        return tried
 
     def trials(self) -> list[Trial]:
         return [Trial(self.mesh, tried, self.memory) for tried in self.tried.values()]
 
 
 @dataclass(frozen=True)
-class Ranged:
-    """Searches several meshes.
+class SearchOverMeshes:
+    """A search over several meshes.
 
     Args:
-        hand: what is given of the plan.
-        memory: bytes that a rank has.
-        report: called with each plan that was scheduled.
+        hand: the entries that the user gave.
+        memory: memory of a rank in bytes.
+        report: called with each plan that is scheduled.
     """
 
-    opened: Opened
+    captured_model: CapturedModel
     hand: Plan
     hardware: Hardware
     memory: float
@@ -109,19 +113,19 @@ class Ranged:
     report: Report | None = None
 
     def run(self, meshes: Sequence[Mesh]) -> Found:
-        """The best of ``meshes``. Those on which a step can be fastest are searched first.
+        """Return the best plan on any of ``meshes``; the most promising meshes are searched first.
 
         Raises:
-            PlanError: nothing fits on any; it says what the plan that needs least takes.
-            ShardcError: of the first mesh, where the plan by hand fits none.
+            PlanError: nothing fits on any mesh; the text has the memory of the smallest plan.
+            ShardcError: the error of the first mesh, if the user's entries are valid on none.
         """
-        searches: dict[Mesh, Bounded] = {}
+        searches: dict[Mesh, MeshSearch] = {}
         least: dict[Mesh, float] = {}
         errors: list[ShardcError] = []
         for mesh in meshes:
             with self._noted(errors):
-                search = Bounded(
-                    self.opened, mesh, self.hand, self.hardware, self.memory, self.options, report=self.report
+                search = MeshSearch(
+                    self.captured_model, mesh, self.hand, self.hardware, self.memory, self.options, report=self.report
                 )
                 search.forms()
                 searches[mesh] = search
@@ -130,7 +134,7 @@ class Ranged:
                 least[mesh] = search.least() if len(searches) > 1 else 0.0
         for mesh in sorted(least, key=least.__getitem__):
             search = searches[mesh]
-            search.most = min(each.limit() for each in searches.values())
+            search.most = min(other.limit() for other in searches.values())
             if least[mesh] > MARGIN * search.most:
                 break
             with self._noted(errors):
@@ -145,7 +149,7 @@ class Ranged:
     @staticmethod
     @contextmanager
     def _noted(errors: list[ShardcError]) -> Iterator[None]:
-        """An error of one mesh is none of the others'."""
+        """Record an error of one mesh, so that the search goes on with the others."""
         try:
             yield
         except ShardcError as error:
@@ -153,14 +157,15 @@ class Ranged:
 
     @staticmethod
     def best(trials: Sequence[Trial]) -> Trial | None:
+        """Return the fastest trial that fits, or None."""
         fitting = [trial for trial in trials if trial.fits]
         return min(fitting, key=_order, default=None)
 
     def _nothing(self, errors: Sequence[ShardcError], meshes: Sequence[Mesh]) -> ShardcError:
-        """What to say where nothing was scheduled."""
-        mine = [error for error in errors if "no plan on" not in error.what]
-        if mine:
-            return mine[0]
+        """Return the error to raise if nothing was scheduled."""
+        relevant = [error for error in errors if "no plan on" not in error.what]
+        if relevant:
+            return relevant[0]
         return PlanError(
             f"there is no plan on {_listed(meshes)} in which all that was given holds",
             plan_entry=str(self.hand) if self.hand else None,
@@ -177,7 +182,7 @@ class Ranged:
 
 
 def _order(trial: Trial) -> tuple[object, ...]:
-    """The fastest first; of those that are equal, the one on a mesh of fewer axes."""
+    """Return the sort key of a trial: the fastest first, then the one on a mesh of fewer axes."""
     return round(trial.seconds, 9), len(trial.mesh.axes), str(trial.mesh), str(trial.plan)
 
 

@@ -1,4 +1,4 @@
-"""What a person asks for who has a model, ranks and so much memory, and no plan: `auto` and `find_plan`."""
+"""The search as users ask for it: `auto` in place of a plan, and `find_plan`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardc._compat import pytree
 from shardc.capture import as_module, loss_arity
-from shardc.cost import hardware as known
 from shardc.cost.hardware import Hardware
+from shardc.cost.hardware import find as find_hardware
 from shardc.errors import InputError, MeshError, PlanError, ShardcWarning
-from shardc.ir.mesh import Mesh
+from shardc.ir.mesh import Mesh, split_part
 from shardc.passes.options import Options
-from shardc.plan.resolve import check_axes
+from shardc.plan.resolve import check_axes, resolve_params
 from shardc.plan.value import Plan
 from shardc.runtime.inputs import takes_loss
-from shardc.search.meshes import Ranged, Report, meshes_of
-from shardc.search.opened import Model, Opened
+from shardc.search.captured_model import CapturedModel, ModelCall
+from shardc.search.meshes import Report, SearchOverMeshes, meshes_of
 from shardc.search.result import Found
-from shardc.search.unused import warn_unused
 from shardc.validate import Bytes, Range, check_fields, checked
 
 Memory = Annotated[int | str, Bytes()]
@@ -33,16 +32,16 @@ Size = Annotated[int, Range(1)]
 
 @dataclass(frozen=True)
 class Auto:
-    """A search for a plan, in place of one. It composes with plans by ``|``; what they say holds.
+    """A plan to be searched for. It is combined with plans by ``|``; their entries are kept.
 
     Args:
-        memory: bytes that a rank has; None: what the hardware has.
-        hardware: what times are predicted for: a name, a file of ``calibrate``'s, or a `Hardware`. None: "cpu" for a
-            DeviceMesh of CPU ranks, else "h100".
-        ranks: how many the mesh must have; None: as many as it has.
-        inputs: example inputs of one call at global shapes, those of the loss at the end; ``meta`` tensors do. A
-            mapping goes by name.
-        plan: what is given of the plan.
+        memory: memory of a rank in bytes; None: that of the hardware.
+        hardware: the hardware of the prediction: a name, a file written by ``calibrate``, or a `Hardware`. None: "cpu"
+            for a DeviceMesh of CPU ranks, else "h100".
+        ranks: number of ranks that the mesh must have; None: any.
+        inputs: example inputs of one call at global shapes, those of the loss last; ``meta`` tensors are enough. A
+            mapping gives them by name.
+        plan: the entries that the user gave.
     """
 
     memory: Memory | None = None
@@ -54,7 +53,7 @@ class Auto:
     def __post_init__(self) -> None:
         check_fields(self, what="auto")
         if isinstance(self.hardware, str):
-            known.find(self.hardware)
+            find_hardware(self.hardware)
 
     def __or__(self, other: Plan) -> Auto:
         return replace(self, plan=self.plan | other) if isinstance(other, Plan) else NotImplemented
@@ -64,22 +63,22 @@ class Auto:
 
     def __str__(self) -> str:
         hardware = self.hardware.name if isinstance(self.hardware, Hardware) else self.hardware
-        given = {"memory": self.memory, "hardware": hardware, "ranks": self.ranks}
-        said = [f"{name}={value!r}" for name, value in given.items() if value is not None]
-        return " | ".join([f"auto({', '.join(said)})", *([str(self.plan)] if self.plan else [])])
+        settings = {"memory": self.memory, "hardware": hardware, "ranks": self.ranks}
+        arguments = [f"{name}={value!r}" for name, value in settings.items() if value is not None]
+        return " | ".join([f"auto({', '.join(arguments)})", *([str(self.plan)] if self.plan else [])])
 
     def described(self, mesh: DeviceMesh | Mesh | None) -> Hardware:
-        """The hardware that times are predicted for."""
+        """Return the hardware of the prediction."""
         if isinstance(self.hardware, Hardware):
             return self.hardware
         on_cpu = isinstance(mesh, DeviceMesh) and mesh.device_type == "cpu"
-        return known.find(self.hardware or ("cpu" if on_cpu else "h100"))
+        return find_hardware(self.hardware or ("cpu" if on_cpu else "h100"))
 
-    def source(self, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device) -> Model:
-        """The model and its example inputs.
+    def source(self, model: nn.Module, loss: Callable[..., Any] | None, device: torch.device) -> ModelCall:
+        """Return the model with its example inputs.
 
         Raises:
-            InputError: there are none.
+            InputError: there are no example inputs.
         """
         if self.inputs is None:
             raise InputError(
@@ -88,28 +87,28 @@ class Auto:
                 fix="write shardc.auto(inputs=(tokens, targets)), at global shapes; tensors on meta do",
             )
         if isinstance(self.inputs, Mapping):
-            return Model(model, (), dict(self.inputs), loss, device)
+            return ModelCall(model, (), dict(self.inputs), loss, device)
         several = isinstance(self.inputs, tuple | list)
-        return Model(model, tuple(self.inputs) if several else (self.inputs,), {}, loss, device)
+        return ModelCall(model, tuple(self.inputs) if several else (self.inputs,), {}, loss, device)
 
     def search(
         self,
-        source: Model,
+        source: ModelCall,
         mesh: DeviceMesh | Mesh | None,
         options: Options | None = None,
         axes: int = 2,
         report: Report | None = None,
     ) -> Found:
-        """The fastest plan that fits, on ``mesh``, or, without one, on a mesh of `ranks`.
+        """Return the fastest plan that fits, on ``mesh`` or, if that is None, on any mesh of `ranks`.
 
         Args:
-            axes: of a mesh, at most, where these are searched.
-            report: called with each plan that was scheduled.
+            axes: largest number of mesh axes, if meshes are searched.
+            report: called with each plan that is scheduled.
 
         Raises:
-            InputError: the inputs are none of the model's; neither mesh nor ranks.
-            MeshError: the mesh is not of `ranks`, or larger than the hardware's description.
-            PlanError: nothing fits, or the plan does not fit the model or the mesh.
+            InputError: the inputs do not match the model, or neither mesh nor ranks are given.
+            MeshError: the mesh does not have `ranks`, or is larger than the hardware description covers.
+            PlanError: no plan fits in memory, or the user's entries do not match model or mesh.
         """
         if (plan := self.plan.on(Mesh(dp=1) if mesh is None else Mesh.of(mesh))) != self.plan:
             return replace(self, plan=plan).search(source, mesh, options, axes, report)
@@ -123,19 +122,19 @@ class Auto:
         memory = described.memory if self.memory is None else float(self.memory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
-            opened = Opened.of(source, self.plan, meshes[0])
-            while opened.repeats and not opened.folds(meshes[0]):
-                opened = opened.more
-            found = Ranged(opened, self.plan, described, memory, chosen, report).run(meshes)
-        warn_unused(found, source)
-        return found
+            captured_model = CapturedModel.of(source, self.plan, meshes[0])
+            while captured_model.repeats and not captured_model.folds(meshes[0]):
+                captured_model = captured_model.more
+            result = SearchOverMeshes(captured_model, self.plan, described, memory, chosen, report).run(meshes)
+        _warn_unused(result, source)
+        return result
 
     def meshes(self, mesh: DeviceMesh | Mesh | None, described: Hardware, axes: int) -> list[Mesh]:
-        """The meshes to search.
+        """Return the meshes to search.
 
         Raises:
             MeshError: ``mesh`` does not have `ranks`.
-            PlanError: the plan speaks of more axes than a mesh may have, or of others.
+            PlanError: the plan mentions more axes than a mesh may have, or unknown ones.
         """
         if mesh is not None:
             fixed = Mesh.of(mesh)
@@ -148,15 +147,15 @@ class Auto:
             return [fixed]
         if self.ranks is None:
             raise InputError("a search needs a mesh, or a number of ranks", fix="write shardc.auto(ranks=64)")
-        found = meshes_of(self.ranks, described.node, axes, self.plan.axes)
-        if not found:
+        meshes = meshes_of(self.ranks, described.node, axes, self.plan.axes)
+        if not meshes:
             raise PlanError(
                 f"no mesh of {self.ranks} ranks has the axes {', '.join(self.plan.axes)}, all but the first a power of "
                 f"two within a node of {described.node}",
                 plan_entry=str(self.plan),
                 fix="pass the mesh, as shardc.Mesh(dp=3, tp=5)",
             )
-        return found
+        return meshes
 
 
 def auto(
@@ -166,22 +165,22 @@ def auto(
     ranks: int | None = None,
     inputs: Any = None,
 ) -> Auto:
-    """A plan that is searched for: in place of a plan, and beside entries of one, which hold.
+    """Return a plan to be searched for; pass it in place of a plan, or combine it with entries, which are kept.
 
-    ``shardc.compile(model, mesh, shardc.auto(memory="80GB", inputs=(tokens, targets)))`` finds where parameters, inputs
-    and activations lie so that a step takes the least predicted time of all plans that fit, and compiles it.
+    ``shardc.compile(model, mesh, shardc.auto(memory="80GB", inputs=(tokens, targets)))`` searches the layouts of
+    parameters, inputs and activations with the least predicted step time that fit in memory, and compiles that plan.
 
     Args:
-        memory: bytes that a rank has, or text with a unit; by default what the hardware has.
-        hardware: what times are predicted for: a name of `shardc.cost.hardware`, a ``.json`` file of ``calibrate``'s,
-            or a `Hardware`. By default "cpu" for a DeviceMesh of CPU ranks, else "h100".
-        ranks: how many ranks the mesh must have.
-        inputs: example inputs of one call at global shapes, those of the loss at the end. Tensors on ``meta`` do. A
-            mapping goes by name. `shardc.compile` needs them, because it stores parameters before the first call.
+        memory: memory of a rank in bytes, or text with a unit; by default that of the hardware.
+        hardware: the hardware of the prediction: a name in `shardc.cost.hardware`, a ``.json`` file written by
+            ``calibrate``, or a `Hardware`. By default "cpu" for a DeviceMesh of CPU ranks, else "h100".
+        ranks: number of ranks that the mesh must have.
+        inputs: example inputs of one call at global shapes, those of the loss last. Tensors on ``meta`` are enough. A
+            mapping gives them by name. `shardc.compile` needs them, because it shards parameters before the first call.
 
     Raises:
-        InputError: a value of another type or out of range.
-        MeshError: no hardware of that name.
+        InputError: a value has the wrong type or is out of range.
+        MeshError: the hardware is unknown.
 
     >>> from shardc.plan import tp
     >>> print(auto(memory="80GB") | tp("tp", colwise=["*.up"], rowwise=["*.down"]))
@@ -203,26 +202,28 @@ def find_plan(
     report: Report | None = None,
     **kwargs: Any,
 ) -> Found:
-    """Searches for the fastest plan, by prediction, that fits; compiles nothing and needs no devices.
+    """Search for the plan with the least predicted step time that fits in memory. Compiles nothing and needs no
+    devices.
 
     Args:
         model: as for `shardc.compile`.
-        mesh: a mesh, or a number of ranks, whose meshes are searched too.
-        *args: example inputs of one call at global shapes, those of the loss at the end; ``meta`` tensors do.
+        mesh: a mesh, or a number of ranks (then all meshes of that size are searched).
+        *args: example inputs of one call at global shapes, those of the loss last; ``meta`` tensors are enough.
         loss: as for `shardc.compile`.
         memory: as for `shardc.auto`.
         hardware: as for `shardc.auto`.
-        plan: what is given; it holds.
-        axes: of a mesh, at most, where ranks are given.
-        options: what the plan will be compiled with.
-        report: called with a `Trial` for each plan that was scheduled, as they come.
+        plan: entries that every plan must contain.
+        axes: largest number of mesh axes, if ``mesh`` is a number of ranks.
+        options: the options with which the plan will be compiled.
+        report: called with a `Trial` for each plan when it is scheduled.
         **kwargs: example inputs by name.
 
     Returns:
-        A `Found`: its ``plan`` and ``mesh`` are what to compile.
+        A `Found`; compile its ``plan`` on its ``mesh``.
 
     Raises:
-        PlanError: nothing fits; the text says what the plan that needs least takes. Or ``plan`` does not fit the model.
+        PlanError: no plan fits in memory (the text has the memory of the smallest), or ``plan`` does not match the
+            model.
     """
     checked(options, Options | None, "options", fix="pass shardc.Options(...)")
     ranks, on = (mesh, None) if isinstance(mesh, int) else (None, mesh)
@@ -232,8 +233,28 @@ def find_plan(
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
     if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
         raise InputError("a plan is found for example inputs, and find_plan was given none", fix="pass them at the end")
-    asked = Auto(memory, hardware, ranks, (), plan or Plan())
+    request = Auto(memory, hardware, ranks, (), plan or Plan())
     module = model if isinstance(model, nn.Module) else as_module(model)
     placed = [x.device for x in [*module.parameters(), *module.buffers()] if not x.is_meta]
-    source = Model(module, args, kwargs, loss, placed[0] if placed else torch.device("cpu"))
-    return asked.search(source, on, options, axes, report)
+    source = ModelCall(module, args, kwargs, loss, placed[0] if placed else torch.device("cpu"))
+    return request.search(source, on, options, axes, report)
+
+
+def _warn_unused(result: Found, source: ModelCall) -> None:
+    """Warn of each mesh axis over which the plan splits nothing, so that all ranks along it compute the same.
+
+    Warns:
+        ShardcWarning: names the axis, says why, and which entry would use it.
+    """
+    mesh, plan = result.mesh, result.plan
+    used = {split_part(axis)[0] for axis in plan.axes}
+    for axis in mesh.axes:
+        size = mesh.size(axis)
+        if size == 1 or axis in used:
+            continue
+        params = resolve_params(plan, mesh, source.shapes).values()
+        dims = [n for shape in [*(p.compute.shape for p in params), *(s for _, s in source.inputs)] for n in shape]
+        why = "to use it would take longer" if any(n % size == 0 for n in dims) else f"{size} divides no dim"
+        text = f"axis {axis!r} of the mesh {mesh} is not used: {why}; all ranks along it compute the same"
+        fix = f'write shardc.auto(...) | shardc.fsdp("{axis}"), which pads what does not divide, or use a smaller mesh'
+        warnings.warn(ShardcWarning(str(PlanError(text, fix=fix))), stacklevel=4)

@@ -1,4 +1,4 @@
-"""What a search found: the plan and the mesh, what they cost, and everything that was tried."""
+"""The result of a search: plan and mesh, their cost, and all plans that were tried."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.value import Plan
 from shardc.report.export import gigabytes, milliseconds, plain, shorten
 from shardc.report.predicted_schedule import Schedule
-from shardc.search.fastest import Tried
+from shardc.search.plan_search import ScheduledPlan
 
 HEAD = (
     "mesh", "plan", "step ms", "exposed ms", "GB/rank", "fits", "value ms", "gap", "build s", "solve s",
 )  # fmt: skip
-WIDTH = 60  # of a plan in a table
+WIDTH = 60  # characters of a plan in a table
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Trial:
     """A plan that was scheduled on a mesh.
 
     Args:
-        limit: bytes that a rank has.
+        limit: memory of a rank in bytes.
     """
 
     mesh: Mesh
-    tried: Tried
+    tried: ScheduledPlan
     limit: float
 
     @property
@@ -39,12 +39,12 @@ class Trial:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Return the predicted step time."""
         return self.schedule.seconds
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank at the peak."""
+        """Return the bytes of a rank at the peak."""
         return self.schedule.memory.peak.total
 
     @property
@@ -53,42 +53,42 @@ class Trial:
 
     @property
     def found(self) -> bool:
-        """Whether the search made it; else it is a form of the library's, or what was given alone."""
+        """Return whether the search found it; otherwise it is a ready-made plan, or the user's plan as it is."""
         return self.tried.origin == "found"
 
     @property
     def is_solution(self) -> bool:
-        """Whether it is a solution of the problem, as a form of the library's can be, too."""
+        """Return whether it is a solution of the layout problem; a ready-made plan can be one, too."""
         return self.tried.variables > 0
 
     def __str__(self) -> str:
-        said, too_large = self.schedule, "" if self.fits else " (does not fit)"
+        schedule, too_large = self.schedule, "" if self.fits else " (does not fit)"
         return (
-            f"{self.mesh}: {milliseconds(said.seconds)} ms a step, {milliseconds(said.exposed)} ms exposed, "
+            f"{self.mesh}: {milliseconds(schedule.seconds)} ms a step, {milliseconds(schedule.exposed)} ms exposed, "
             f"{gigabytes(self.memory)} GB a rank{too_large}: {shorten(str(self.plan), WIDTH)}"
         )
 
     def row(self) -> tuple[str, ...]:
-        """It as a row under `HEAD`."""
-        said, tried = self.schedule, self.tried
+        """Return a row of the table with head `HEAD`."""
+        schedule, tried = self.schedule, self.tried
         problem = (
             (milliseconds(tried.value), f"{tried.gap:.1g}", f"{tried.build:.1f}", f"{tried.solve:.1f}")
             if self.is_solution
             else ("", "", "", "")
         )
         return (
-            str(self.mesh), shorten(str(self.plan), WIDTH), milliseconds(said.seconds), milliseconds(said.exposed),
-            gigabytes(self.memory), "yes" if self.fits else "no", *problem,
+            str(self.mesh), shorten(str(self.plan), WIDTH), milliseconds(schedule.seconds),
+            milliseconds(schedule.exposed), gigabytes(self.memory), "yes" if self.fits else "no", *problem,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Found:
-    """The fastest plan that fits, by prediction.
+    """The plan with the least predicted step time that fits in memory.
 
     Args:
-        trials: all that was scheduled, the best among them; none on ranks that took the plan from the first one.
-        hand: what was given of the plan.
+        trials: all plans that were scheduled; empty on ranks that received the plan from rank 0.
+        hand: the entries that the user gave.
     """
 
     plan: Plan
@@ -98,10 +98,10 @@ class Found:
 
     @property
     def best(self) -> Trial:
-        """The plan as it was scheduled.
+        """Return the trial of the plan.
 
         Raises:
-            InputError: this rank took the plan from the first one.
+            InputError: this rank received the plan from rank 0, without its cost.
         """
         for trial in self.trials:
             if trial.plan == self.plan and trial.mesh == self.mesh:
@@ -114,50 +114,52 @@ class Found:
 
     @property
     def memory(self) -> int:
-        """Bytes of a rank at the peak."""
+        """Return the bytes of a rank at the peak."""
         return self.best.memory
 
     @property
     def solution(self) -> Trial:
-        """The plan, or, where that is no solution of the problem, the fastest that is one."""
+        """Return the trial of the plan or, if it is not a solution of the problem, the fastest trial that is one."""
         solved = [trial for trial in self.trials if trial.is_solution]
         return min(solved, key=lambda t: (t is not self.best, not t.fits, t.seconds), default=self.best)
 
     @property
     def value(self) -> float:
-        """Seconds that the solution costs, as a sum without overlap."""
+        """Return the cost of the solution in seconds: a sum without overlap."""
         return self.solution.tried.value
 
     @property
     def bound(self) -> float:
-        """No solution of the same problem costs less."""
+        """Return the proven lower bound of the cost of every solution of the problem."""
         return self.solution.tried.bound
 
     @property
     def gap(self) -> float:
-        """How much better a solution can be, as a part of the value."""
+        """Return how much cheaper a solution could be, as a share of the value."""
         return self.solution.tried.gap
 
     @property
     def variables(self) -> int:
-        """Of the problem."""
+        """Return the number of variables of the problem."""
         return self.solution.tried.variables
 
     @property
     def form(self) -> Trial | None:
-        """The best of the library's forms, or what was given alone, made to fit: the fastest, else the smallest."""
+        """Return the best ready-made plan (or the user's plan as it is), made to fit: the fastest, or else the
+        smallest.
+        """
         forms = [trial for trial in self.trials if not trial.found]
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None
         )
 
     def brief(self) -> Found:
-        """It with the best trial, its solution and its form alone: every trial holds the graphs of a program."""
-        kept = (self.best, self.solution, self.form)
-        return replace(self, trials=tuple(trial for trial in self.trials if any(trial is each for each in kept)))
+        """Return a copy with the best trial, the solution and the form only: a trial holds the graphs of a program."""
+        ids = {id(trial) for trial in (self.best, self.solution, self.form)}
+        return replace(self, trials=tuple(trial for trial in self.trials if id(trial) in ids))
 
     def table(self) -> str:
-        """Every plan that was tried, the fastest first; those that do not fit at the end."""
+        """Return a table of all plans that were tried, the fastest first; those that do not fit are last."""
         rows = sorted(self.trials, key=lambda t: (not t.fits, t.seconds, str(t.mesh), str(t.plan)))
         return plain([trial.row() for trial in rows], HEAD)
 
@@ -165,6 +167,6 @@ class Found:
         head = f"{self.plan}\non {self.mesh}"
         if not self.trials:
             return head
-        said = self.schedule
-        step = f"{milliseconds(said.seconds)} ms a step, {milliseconds(said.exposed)} exposed"
+        schedule = self.schedule
+        step = f"{milliseconds(schedule.seconds)} ms a step, {milliseconds(schedule.exposed)} exposed"
         return f"{head}: {step}, {gigabytes(self.memory)} GB a rank; gap {self.gap:.1g}"

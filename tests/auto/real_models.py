@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardc
 from examples.models import convnet, llama
 from shardc.ir.mesh import Mesh
-from shardc.search.opened import Model, Opened
+from shardc.search.captured_model import CapturedModel, ModelCall
 
 BATCH = 64
 PRECISION = shardc.precision(param=torch.bfloat16, reduce=torch.float32)
@@ -25,22 +25,22 @@ T5 = {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "dropout_
 T5 |= {"decoder_start_token_id": 0}
 
 
-def decoder(layers: int) -> Model:
+def decoder(layers: int) -> ModelCall:
     """Llama 3 8B, or its first layers, at sequences of 8,192 tokens."""
     config = llama.LlamaConfig(128256, 4096, layers, heads=32, kv_heads=8, hidden=14336, rope_theta=500000.0)
     model, given = llama.build(config, "meta", size=BATCH, length=8192)
     return source(model, (*given, *given), {}, llama.loss)
 
 
-def source(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any]) -> Model:
-    return Model(model.train(), args, kwargs, loss, torch.device("cpu"))
+def source(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Callable[..., Any]) -> ModelCall:
+    return ModelCall(model.train(), args, kwargs, loss, torch.device("cpu"))
 
 
 def ids(length: int) -> Tensor:
     return torch.empty(BATCH, length, dtype=torch.int64, device="meta")
 
 
-def of_transformers(name: str, config: Any, **batch: Tensor) -> Model:
+def of_transformers(name: str, config: Any, **batch: Tensor) -> ModelCall:
     with torch.device("meta"):
         model = getattr(hf, name)(config)
     return source(model, (), batch, lambda output: output["loss"])
@@ -91,7 +91,7 @@ class UNet(nn.Module):
         return self.head(x)
 
 
-def images(model: nn.Module, size: int, *target: int) -> Model:
+def images(model: nn.Module, size: int, *target: int) -> ModelCall:
     inputs = torch.empty(BATCH, 3, size, size, device="meta")
     return source(model, (inputs, torch.empty(BATCH, *target, dtype=torch.int64, device="meta")), {}, F.cross_entropy)
 
@@ -108,7 +108,7 @@ def pixels() -> dict[str, Tensor]:
     }
 
 
-MODELS: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[[], ModelCall]] = {
     "llama-2": lambda: decoder(2),
     "llama-8": lambda: decoder(8),
     "gpt2": lambda: of_transformers("GPT2LMHeadModel", hf.GPT2Config(**GPT2), input_ids=ids(1024), labels=ids(1024)),
@@ -125,5 +125,5 @@ MODELS: dict[str, Callable[[], Model]] = {
 
 
 @lru_cache
-def opened(name: str) -> Opened:
-    return Opened.of(MODELS[name](), PRECISION, Mesh(dp=2))
+def captured_model(name: str) -> CapturedModel:
+    return CapturedModel.of(MODELS[name](), PRECISION, Mesh(dp=2))

@@ -19,12 +19,12 @@ from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.unfold_names import NotPeriodic
-from shardc.search import fastest
-from shardc.search.fastest import Search
+from shardc.search import plan_search
+from shardc.search.captured_model import CapturedModel, ModelCall
+from shardc.search.memory_price import LEAST
 from shardc.search.meshes import meshes_of
-from shardc.search.opened import Model, Opened
+from shardc.search.plan_search import Search
 from shardc.search.result import Found, Trial
-from shardc.search.within import LEAST
 from shardc.solver import solve
 from shardc.solver.energy import evaluate
 from tests.ranks import device_mesh, run_ranks
@@ -62,7 +62,7 @@ def test_the_table_has_a_row_for_each_plan(found: Found) -> None:
 
 def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if every schedule hid all that a sum counts: then nothing but the library's forms is left."""
-    monkeypatch.setattr(fastest, "MARGIN", 0.0)
+    monkeypatch.setattr(plan_search, "MARGIN", 0.0)
     found = shardc.find_plan(build(512), Mesh(dp=2, tp=2), LARGE, memory="1GB")
     assert found.trials and not any(trial.found for trial in found.trials)
     assert found.best is found.form and str(found).startswith(f"{found.plan}\n")
@@ -70,8 +70,10 @@ def test_no_solution_is_scheduled_that_costs_more_than_what_fits(monkeypatch: py
 
 def searched(model: nn.Module, x: torch.Tensor, mesh: Mesh, hand: shardc.Plan | None = None) -> Search:
     hand = hand or shardc.Plan()
-    opened = Opened.of(Model(model, (x,), {}, lambda out: out.mean(), torch.device("meta")), hand, mesh)
-    return Search(opened, mesh, hand, H100, 80e9, shardc.Options(cost=H100))
+    captured_model = CapturedModel.of(
+        ModelCall(model, (x,), {}, lambda out: out.mean(), torch.device("meta")), hand, mesh
+    )
+    return Search(captured_model, mesh, hand, H100, 80e9, shardc.Options(cost=H100))
 
 
 @pytest.mark.parametrize("hand", [shardc.Plan(), shardc.Plan(activations={"*.0": "~, _"})], ids=["open", "pinned"])
@@ -80,7 +82,7 @@ def test_a_solution_costs_its_time_and_its_memory(hand: shardc.Plan) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(build(8) for _ in range(6)))
     search = searched(model, SMALL, Mesh(dp=2, tp=2), hand)
-    problem = search.problem(("dp",), Weights(of=search.opened.weight))
+    problem = search.problem(("dp",), Weights(of=search.captured_model.weight))
     candidate = search._solved(problem, 1e-12, math.inf)
     assert candidate is not None and candidate.bytes > 4 * 6 * 2 * 8 * 32  # a quarter of the parameters, four times
     assert candidate.at(1e-12) == candidate.value
@@ -98,17 +100,17 @@ def test_a_solution_costs_its_time_and_its_memory(hand: shardc.Plan) -> None:
 def test_a_form_that_few_blocks_do_not_say_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(build(8) for _ in range(6)))
-    search, form, program = searched(model, SMALL, Mesh(dp=2)), shardc.fsdp("dp"), Opened.program
+    search, form, program = searched(model, SMALL, Mesh(dp=2)), shardc.fsdp("dp"), CapturedModel.program
 
-    def differs(opened: Opened, *given: Any) -> Any:
-        if opened.repeats:
+    def differs(captured_model: CapturedModel, *given: Any) -> Any:
+        if captured_model.repeats:
             raise NotPeriodic("no two blocks are alike")
-        return program(opened, *given)
+        return program(captured_model, *given)
 
-    expected = search.schedule(form, search.opened)
-    monkeypatch.setattr(Opened, "program", differs)
-    assert search.schedule(form, search.opened, by_hand=False) is None, "six blocks are made of four"
-    whole = search.schedule(form, search.opened)
+    expected = search.schedule(form, search.captured_model)
+    monkeypatch.setattr(CapturedModel, "program", differs)
+    assert search.schedule(form, search.captured_model, by_hand=False) is None, "six blocks are made of four"
+    whole = search.schedule(form, search.captured_model)
     assert whole is not None and expected is not None and whole.seconds == pytest.approx(expected.seconds, rel=1e-9)
 
 
@@ -119,14 +121,14 @@ def test_a_plan_that_treats_the_last_block_otherwise_is_scheduled_as_it_is_compi
         model = nn.Sequential(*(build(8) for _ in range(9)))
     search = searched(model, SMALL, Mesh(dp=2))
     plan = shardc.fsdp("dp", **said)
-    made = search.schedule(plan, search.opened, by_hand=False)
+    made = search.schedule(plan, search.captured_model, by_hand=False)
     options = shardc.Options(cost=H100)
     module = shardc.compile(model, search.mesh, plan, loss=lambda out: out.mean(), options=options)
     expected = module.lower(SMALL).schedule(H100)
     assert made is not None and made.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert made.memory.peak.total == expected.memory.peak.total
     assert [x.sizes for x in made.memory.samples] == [x.sizes for x in expected.memory.samples]
-    alike = search.schedule(shardc.fsdp("dp"), search.opened)
+    alike = search.schedule(shardc.fsdp("dp"), search.captured_model)
     assert alike is not None and [x.sizes for x in made.memory.samples] != [x.sizes for x in alike.memory.samples]
 
 
@@ -137,8 +139,8 @@ def test_a_form_under_which_alike_blocks_differ_is_scheduled() -> None:
     with torch.device("meta"):
         model, (ids, _) = gpt2.GPT2(config), gpt2.batch(config, size=64, length=64, device="meta")
     search, form = searched(model, ids, Mesh(tp=8)), gpt2.gpt2_tp("tp")
-    assert search.schedule(form, search.opened, by_hand=False) is None
-    assert search.schedule(form, search.opened) is not None
+    assert search.schedule(form, search.captured_model, by_hand=False) is None
+    assert search.schedule(form, search.captured_model) is not None
 
 
 def test_it_is_what_compile_compiles(found: Found, tmp_path: Path) -> None:
@@ -177,9 +179,9 @@ def test_the_mesh_that_promises_most_is_searched_first(slow: float, monkeypatch:
 def test_no_solution_costs_less_than_what_a_mesh_promises(mesh: Mesh) -> None:
     search = searched(build(512), LARGE, mesh)
     least, values = search.least(), []
-    for hidden in fastest.HIDDEN:
+    for hidden in plan_search.HIDDEN:
         for over in search._overs():
-            problem = search.problem(over, Weights(*hidden, of=search.opened.weight))
+            problem = search.problem(over, Weights(*hidden, of=search.captured_model.weight))
             values.append(solve(problem.energy(LEAST)).value)
     assert 0.5 * min(values) < least <= min(values) * (1 + 1e-12)
     storages = search.problem(None, Weights()).storages.values()

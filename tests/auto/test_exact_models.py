@@ -12,14 +12,14 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
 from shardc.passes.exact.open import Free, OpenChoice
 from shardc.passes.options import Options
-from shardc.search.fastest import COPIES, storages
-from shardc.search.opened import Opened
-from shardc.search.within import LEAST
+from shardc.search.captured_model import CapturedModel
+from shardc.search.memory_price import LEAST
+from shardc.search.plan_search import COPIES, storages
 from shardc.solver import Solution, solve
-from tests.auto.real_models import PRECISION, opened
+from tests.auto.real_models import PRECISION, captured_model
 
 
-def solved(found: Opened, mesh: Mesh, over: tuple[str, ...]) -> Solution:
+def solved(found: CapturedModel, mesh: Mesh, over: tuple[str, ...]) -> Solution:
     """The solution with storage and batch left open, as the search of plans makes it."""
     laid = found.graph(mesh, PRECISION, Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
@@ -35,22 +35,22 @@ FOLDED = ("llama-8", "gpt2", "bert", "t5", "vit")
 @pytest.mark.parametrize("mesh", [Mesh(dp=8), Mesh(dp=64), Mesh(dp=4, tp=4), Mesh(dp=8, tp=8)], ids=str)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "unet" else pytest.mark.slow) for n in QUICK])
 def test_the_gap_is_0(name: str, mesh: Mesh) -> None:
-    assert solved(opened(name), mesh, mesh.axes[:1]).gap < 1e-9
+    assert solved(captured_model(name), mesh, mesh.axes[:1]).gap < 1e-9
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [Mesh(dp=8), Mesh(dp=64), Mesh(dp=4, tp=4), Mesh(dp=8, tp=8)], ids=str)
 @pytest.mark.parametrize("name", FOLDED)
 def test_the_gap_of_many_layers_is_0(name: str, mesh: Mesh) -> None:
-    assert solved(opened(name), mesh, mesh.axes[:1]).gap < 1e-9
+    assert solved(captured_model(name), mesh, mesh.axes[:1]).gap < 1e-9
 
 
 @pytest.mark.slow
 def test_the_gap_over_three_axes_is_1_percent_at_most() -> None:
-    assert solved(opened("unet"), Mesh(dp=2, cp=2, tp=2), ()).gap <= 0.01
+    assert solved(captured_model("unet"), Mesh(dp=2, cp=2, tp=2), ()).gap <= 0.01
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOLDED)
 def test_alike_blocks_are_captured_once(name: str) -> None:
-    assert opened(name).repeats
+    assert captured_model(name).repeats

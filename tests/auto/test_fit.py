@@ -15,7 +15,7 @@ import shardc
 from shardc.ir.mesh import Mesh
 from shardc.plan import resolve_params
 from shardc.plan.entries import Offload, Recompute
-from shardc.search.fit import Fit
+from shardc.search.memory_fit import Fit
 from shardc.search.result import Found
 from tests.models.alike import trains_alike
 

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from shardc.search.within import CLOSE, LEAST, PRICES, Within
+from shardc.search.memory_price import CLOSE, LEAST, PRICES, PriceSearch
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def test_it_is_the_fastest_at_a_price_that_is_low_enough(seed: int) -> None:
     every = points(seed)
     room = Random(seed).uniform(0.1, 0.9) * min(every, key=lambda point: point.seconds).bytes
     solve = Solver(every)
-    found = Within(solve).fastest(room, inf)
+    found = PriceSearch(solve).fastest(room, inf)
     prices = [LEAST, *(PRICES[1] * 1.05**n for n in range(142))]
     fits = [at for at, price in enumerate(prices) if solve(price, inf).bytes <= room]  # type: ignore[union-attr]
     assert found is not None and solve.calls - len(prices) <= len(PRICES) + 1
@@ -61,8 +61,8 @@ def test_nothing_is_found_only_if_none_is_within_both_limits(seed: int) -> None:
     """What fits in room and time lies below the ceiling at every price. So a limit changes nothing but that."""
     draw, every = Random(seed), points(seed)
     room, limit = draw.uniform(0.1, 0.9) * min(every, key=lambda p: p.seconds).bytes, draw.uniform(1, 4)
-    free = Within(Solver(every)).fastest(room, inf)
-    found = Within(Solver(every)).fastest(room, limit)
+    free = PriceSearch(Solver(every)).fastest(room, inf)
+    found = PriceSearch(Solver(every)).fastest(room, limit)
     assert free is not None
     if free.bytes <= room:
         assert found == (free if free.seconds <= limit else None)
@@ -73,7 +73,7 @@ def test_nothing_is_found_only_if_none_is_within_both_limits(seed: int) -> None:
 def test_what_was_solved_is_known() -> None:
     every = [Point(1, 8e10), Point(1.2, 4e10), Point(2, 2e10), Point(3, 1e10)]
     solve = Solver(every)
-    within = Within(solve)
+    within = PriceSearch(solve)
     assert within.fastest(5e10, 9.0) == every[1]
     before = solve.calls
     assert within.fastest(5e10, 9.0) == every[1] and solve.calls == before
@@ -84,5 +84,5 @@ def test_what_was_solved_is_known() -> None:
 def test_a_price_that_sufficed_before_is_tried_first() -> None:
     every = [Point(1, 8e10), Point(1.2, 4e10), Point(2, 2e10), Point(3, 1e10)]
     solve = Solver(every)
-    assert Within(solve).fastest(5e10, 9.0, first=1e-11) == every[1] and solve.calls == 1
-    assert Within(solve).fastest(1e10, 9.0, first=1e-11) == every[3]
+    assert PriceSearch(solve).fastest(5e10, 9.0, first=1e-11) == every[1] and solve.calls == 1
+    assert PriceSearch(solve).fastest(1e10, 9.0, first=1e-11) == every[3]

@@ -1,4 +1,4 @@
-"""Opened: a model captured once, and its graph under any plan in front of the choice of layouts."""
+"""Captures a model once, and builds its graph and its program under any plan from that capture."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from shardc.program import Program
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model, a call of it at global shapes, and what to compile it for."""
+class ModelCall:
+    """A model, the arguments of one call at global shapes, and the loss and device to compile it for."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -43,19 +43,19 @@ class Model:
 
     @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], int]]:
-        """Name -> (shape, bytes of an element) of each parameter."""
+        """Return name -> (shape, bytes per element) of each parameter."""
         return {name: (tuple(p.shape), p.element_size()) for name, p in self.model.named_parameters()}
 
     @property
     def inputs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and global shape of each tensor input, the loss's among them."""
+        """Return name and global shape of each tensor input, including those of the loss."""
         arity = 0 if self.loss is None else loss_arity(self.loss)
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         names = input_names(self.model, self.args, self.kwargs, arity)
         return [(n, tuple(x.shape)) for n, x in zip(names, leaves, strict=True) if isinstance(x, Tensor)]
 
-    def asked(self, mesh: Mesh, plan: Plan, options: Options) -> Request:
-        """A compile of it under ``plan``."""
+    def request(self, mesh: Mesh, plan: Plan, options: Options) -> Request:
+        """Return the request to compile it under ``plan``."""
         params = resolve_params(plan, mesh, self.shapes)
         return Request(
             self.model, mesh, plan, params, self.args, self.kwargs, self.device, self.loss, options, keep_stages=False
@@ -63,15 +63,15 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A model captured on a few of its alike blocks, with every module's border marked.
+class CapturedModel:
+    """A model captured on a few of its repeated blocks, with every module boundary marked.
 
     Args:
-        repeats, keep: the runs of alike blocks, and how many of each were captured; none where all were.
-        plan, mesh: what it was captured for.
+        repeats, keep: the runs of repeated blocks, and how many of each were captured; empty if all were.
+        plan, mesh: those of the capture.
     """
 
-    source: Model
+    source: ModelCall
     captured: Captured
     repeats: tuple[Repeat, ...]
     keep: int
@@ -79,15 +79,15 @@ class Opened:
     mesh: Mesh
 
     @classmethod
-    def of(cls, source: Model, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> Opened:
-        """Captures ``source`` for plans that treat alike blocks as ``plan`` does, on any mesh.
+    def of(cls, source: ModelCall, plan: Plan, mesh: Mesh, keep: int = KEEP[0]) -> CapturedModel:
+        """Capture ``source`` for plans that treat repeated blocks as ``plan`` does, on any mesh.
 
         Args:
-            keep: how many of alike blocks stand for all; 0: all of them.
+            keep: number of repeated blocks that represent all; 0: capture all of them.
         """
-        asked = source.asked(mesh, plan, Options())
-        repeats = tuple(repeats_of(asked, keep)) if keep else ()
-        dtypes = few_of(asked, repeats, keep).dtypes
+        request = source.request(mesh, plan, Options())
+        repeats = tuple(repeats_of(request, keep)) if keep else ()
+        dtypes = few_of(request, repeats, keep).dtypes
         with shortened(source.model, repeats, keep):
             tags = [
                 Tag(name, where, 0)
@@ -95,21 +95,23 @@ class Opened:
                 for where in ("input", "output")
                 if not isinstance(module, nn.ModuleList | nn.ModuleDict)
             ]  # fmt: skip
-            made = capture(
+            captured = capture(
                 source.model, source.args, source.kwargs, device=source.device, loss=source.loss, tags=tags,
                 dtypes=dtypes,
             )  # fmt: skip
-        return cls(source, made, repeats, keep, plan, mesh)
+        return cls(source, captured, repeats, keep, plan, mesh)
 
     @cached_property
-    def more(self) -> Opened:
-        """The same with more of the alike blocks captured, in the end with all, for plans that make some differ."""
+    def more(self) -> CapturedModel:
+        """Return a capture of more of the repeated blocks, finally of all, for plans that make some of them differ."""
         keep = next((keep for keep in KEEP if keep > self.keep), 0)
-        return Opened.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
+        return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
-    def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> Laid:
-        """The graph under ``plan`` with layouts chosen by ``chooser``; without one, as it is in front of the choice."""
-        asked = few_of(self.source.asked(mesh, plan, options), self.repeats, self.keep)
+    def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
+        """Return the graph under ``plan`` with layouts chosen by ``chooser``; if None, the graph before layouts are
+        chosen.
+        """
+        request = few_of(self.source.request(mesh, plan, options), self.repeats, self.keep)
         gm = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
         marked = {node: node.kwargs["name"] for node in gm.graph.nodes if node.target is ops.tag}
         borders: dict[str, fx.Node] = {}
@@ -121,7 +123,7 @@ class Opened:
                 borders.setdefault(name, source)
         with shortened(self.source.model, self.repeats, self.keep), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
-            bound = bound_of(asked, replace(self.captured, graph=gm), asked.activations())
+            bound = bound_of(request, replace(self.captured, graph=gm), request.activations())
             pipeline = passes.pipeline(
                 bound, options, self.captured.fake_mode, self.source.device, (min_cut, must_recompute, must_save)
             )
@@ -130,35 +132,35 @@ class Opened:
             propagate = pipeline[Propagate]
             if chooser is not None:
                 gm = replace(propagate, chooser=chooser)(gm)
-        kept = {ir.info(node).name: node for node in gm.graph.nodes if node.op != "output"}
-        found = {name: kept[names[node]] for name, node in borders.items() if names[node] in kept}
-        return Laid(propagate.problem, gm.graph, found)
+        nodes = {ir.info(node).name: node for node in gm.graph.nodes if node.op != "output"}
+        boundaries = {name: nodes[names[node]] for name, node in borders.items() if names[node] in nodes}
+        return PlannedGraph(propagate.problem, gm.graph, boundaries)
 
     def params(self, mesh: Mesh, plan: Plan) -> Mapping[str, ParamPlan]:
-        """What ``plan`` says of each parameter of the captured model."""
-        return few_of(self.source.asked(mesh, plan, Options()), self.repeats, self.keep).params
+        """Return what ``plan`` decides for each parameter of the captured model."""
+        return few_of(self.source.request(mesh, plan, Options()), self.repeats, self.keep).params
 
     def program(self, mesh: Mesh, plan: Plan, options: Options) -> Program:
-        """The whole model compiled under ``plan``, without another capture.
+        """Return the program of the complete model under ``plan``, without another capture.
 
         Raises:
-            NotPeriodic: the plan makes alike blocks differ in the middle.
+            NotPeriodic: the plan makes repeated blocks differ other than at the ends.
         """
-        asked = self.source.asked(mesh, plan, options)
+        request = self.source.request(mesh, plan, options)
         graph = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
-        few, captured = few_of(asked, self.repeats, self.keep), replace(self.captured, graph=graph)
+        few, captured = few_of(request, self.repeats, self.keep), replace(self.captured, graph=graph)
         with shortened(self.source.model, self.repeats, self.keep), warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardcWarning)
             joint = build_joint(few, captured)
         if not self.repeats:
             return Program(joint)
         stored = {name: p.dtype for name, p in self.source.model.named_parameters()}
-        bound = replace(joint.bound, params=asked.params, stored=stored)
+        bound = replace(joint.bound, params=request.params, stored=stored)
         unfolds = unfolds_of(joint, self.repeats, self.keep)
         return Program(joint, None, Folded(self.repeats, self.keep, unfolds, bound, captured.reads))
 
     def folds(self, mesh: Mesh) -> bool:
-        """Whether a program of all blocks can be made of those that were captured."""
+        """Return whether a program of all blocks can be made from the captured ones."""
         try:
             self.program(mesh, Plan(), Options(verify=False)).step()
         except NotPeriodic:
@@ -166,30 +168,30 @@ class Opened:
         return True
 
     def weight(self, node: fx.Node) -> float:
-        """How many nodes of the whole model ``node`` stands for."""
+        """Return the number of nodes of the complete model that ``node`` represents."""
         record = ir.info(node)
         name = record.origin.module or record.name
-        for each in self.repeats:
-            number, _, _ = name.removeprefix("d.").removeprefix(each.prefix).partition(".")
-            if name.removeprefix("d.").startswith(each.prefix) and number.isdecimal():
-                at = int(number) - each.first
-                if 0 < at < self.keep - 1 and each.count > self.keep:
-                    return (each.count - 2) / (self.keep - 2)
+        for repeat in self.repeats:
+            number, _, _ = name.removeprefix("d.").removeprefix(repeat.prefix).partition(".")
+            if name.removeprefix("d.").startswith(repeat.prefix) and number.isdecimal():
+                at = int(number) - repeat.first
+                if 0 < at < self.keep - 1 and repeat.count > self.keep:
+                    return (repeat.count - 2) / (self.keep - 2)
         return 1.0
 
     def short(self, name: str) -> str | None:
-        """What ``name`` of the whole model is called in the captured one."""
+        """Return the name in the captured model of ``name`` in the complete one, or None."""
         return short_name(name, self.repeats, self.keep)
 
 
 @dataclass(frozen=True)
-class Laid:
-    """A graph under a plan.
+class PlannedGraph:
+    """The graph of a captured model under a plan.
 
     Args:
         problem: what the plan fixes.
-        graph: seeded; with layouts where they were chosen.
-        borders: the value at each module's border, by the tag's name.
+        graph: has the plan's layouts as seeds; all layouts, if they were chosen.
+        borders: tag name -> the value at that module boundary.
     """
 
     problem: Problem

@@ -1,6 +1,6 @@
-"""Fit: what a plan that holds too much can give up for time, taken as far as it has to be, the cheapest byte first.
+"""Reduces the memory of a plan until it fits, trading the fewest seconds per byte.
 
-Parameters are gathered again in backward, activations are computed again, parameters lie on the host.
+The measures: gather parameters again in backward, recompute activations, offload parameters to the host.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from shardc.plan.entries import Entry, Fsdp, Recompute
 from shardc.plan.match import matching
 from shardc.plan.value import Plan
 
-TRIES = 4  # of taking a measure for some of its units
+TRIES = 4  # attempts to find the smallest number of units of a measure that suffices
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Entries that free memory, for all units of a kind or for the first few.
+    """Plan entries that free memory, for all units of a kind (parameters, blocks) or for the first few.
 
     Args:
-        shares: of each unit in the bytes that all free.
-        added: a plan, and how many units -> the plan with entries for these.
-        alike: whether what it says for some units is the same of alike blocks.
+        shares: share of each unit in the bytes that all units free.
+        apply: (plan, number of units) -> the plan with the measure for these units.
+        periodic: whether the measure, applied to some units, still treats repeated blocks equally.
     """
 
     shares: Sequence[float]
-    added: Callable[[Plan, int], Plan]
-    alike: bool = True
+    apply: Callable[[Plan, int], Plan]
+    periodic: bool = True
 
     def whole(self, plan: Plan) -> Plan:
-        return self.added(plan, len(self.shares))
+        """Return the plan with the measure for all units."""
+        return self.apply(plan, len(self.shares))
 
 
 class Cost(Protocol):
-    """What a plan takes: bytes at the peak, and seconds of a step."""
+    """The cost of a plan: bytes at the peak, and seconds of a step."""
 
     @property
     def memory(self) -> float: ...
@@ -51,22 +52,22 @@ class Cost(Protocol):
     def seconds(self) -> float: ...
 
 
-Blocks = list[tuple[str, int]]  # what the names of blocks begin with, and how many there are
-# The cost of a plan in which alike blocks are treated alike, or not; None where it cannot be scheduled.
+Blocks = list[tuple[str, int]]  # (prefix of the names, number) of each run of blocks
+# (plan, whether it treats repeated blocks equally) -> its cost; None if it cannot be compiled.
 Schedule = Callable[[Plan, bool], Cost | None]
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Makes plans of one model fit.
+    """Reduces the memory of plans of one model.
 
     Args:
-        globs: the parameters, those of alike blocks under one glob, in the model's order.
-        hand: what a person says of the plan; it holds.
-        memory: bytes that a rank has.
-        host: whether what is on the host is not in that memory.
-        schedule: predicts a plan, and keeps it as tried.
-        limit: gives the seconds of the fastest plan so far that fits; what is not faster is not tried further.
+        globs: globs of the parameters in the model's order; those of repeated blocks share one.
+        hand: the entries that the user gave; they are not changed.
+        memory: memory of a rank in bytes.
+        host: whether offloading to the host frees that memory.
+        schedule: predicts the cost of a plan, and records it as tried.
+        limit: returns the seconds of the fastest plan so far that fits; slower plans are not pursued.
     """
 
     model: nn.Module
@@ -78,49 +79,55 @@ class Fit:
     limit: Callable[[], float]
 
     def run(self, plan: Plan) -> None:
-        """Tries ``plan`` with its parameters whole from forward to backward, and with the measures that it needs."""
+        """Try ``plan`` with parameters unsharded from forward to backward, and with the measures that it needs to
+        fit.
+        """
         plan = kept_whole(plan, self.hand)
         now = self.schedule(plan, True)
         if now is None or now.memory <= self.memory or now.seconds >= self.limit():
             return
-        again = self._again(plan)
-        if again is not None and self._take(plan, now, again) is None:
+        regather = self._regather(plan)
+        if regather is not None and self._take(plan, now, regather) is None:
             return
-        priced = self._priced(plan, now, [*([again] if again else ()), *self._others()])
-        for measure in priced:  # one that suffices alone
+        priced = self._priced(plan, now, [*([regather] if regather else ()), *self._others()])
+        for measure in priced:  # each one alone
             self._take(plan, now, measure)
-        for measure in priced:
-            taken = self._take(plan, now, measure)
-            if taken is None or taken[1].seconds >= self.limit():
+        for measure in priced:  # one after the other, until the plan fits
+            step = self._take(plan, now, measure)
+            if step is None or step[1].seconds >= self.limit():
                 return
-            plan, now = taken
+            plan, now = step
 
     def _priced(self, plan: Plan, now: Cost, measures: Sequence[Measure]) -> list[Measure]:
-        """The measures that free anything, that with the fewest seconds for a byte first."""
-        found = []
+        """Return the measures that free memory, those with the fewest seconds per byte first."""
+        priced = []
         for at, measure in enumerate(measures):
             then = self.schedule(measure.whole(plan), True)
             if then is not None and then.memory < now.memory:
-                found.append(((then.seconds - now.seconds) / (now.memory - then.memory), at, measure))
-        return [measure for *_, measure in sorted(found, key=lambda each: each[:2])]
+                priced.append(((then.seconds - now.seconds) / (now.memory - then.memory), at, measure))
+        return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """The plan with a measure; None where that fits, in which case as little of it as fits was tried."""
+        """Return the plan with ``measure`` for all units, and its cost; None if it fits, after trying how few units
+        suffice.
+        """
         more = measure.whole(plan)
         then = self.schedule(more, True)
         if then is None or then.memory >= now.memory:
             return plan, now
         if then.memory > self.memory:
             return more, then
-        held = [0.0, *accumulate(measure.shares)]
+        cumulative = [0.0, *accumulate(measure.shares)]
         low, high = (0, now.memory), (len(measure.shares), then.memory)  # too few units, and enough
         for _ in range(TRIES):
             if high[0] - low[0] < 2:
                 break
             part = (low[1] - self.memory) / (low[1] - high[1])
-            few = bisect_left(held, (held[low[0]] + part * (held[high[0]] - held[low[0]])) * (1 - 1e-9))
+            few = bisect_left(
+                cumulative, (cumulative[low[0]] + part * (cumulative[high[0]] - cumulative[low[0]])) * (1 - 1e-9)
+            )
             few = min(max(few, low[0] + 1), high[0] - 1)
-            some = self.schedule(measure.added(plan, few), measure.alike)
+            some = self.schedule(measure.apply(plan, few), measure.periodic)
             if some is None:
                 break
             low, high = (low, (few, some.memory)) if some.memory <= self.memory else ((few, some.memory), high)
@@ -128,29 +135,31 @@ class Fit:
 
     # --- measures
 
-    def _again(self, plan: Plan) -> Measure | None:
-        """Parameters that are gathered again in backward; those that forward uses first are needed last."""
+    def _regather(self, plan: Plan) -> Measure | None:
+        """Return the measure that reshards parameters after forward; those that forward uses first are needed last."""
         if not any(_is_open(entry, self.hand) and entry.level == 2 for entry in plan.entries):
             return None
 
-        def added(plan: Plan, count: int) -> Plan:
+        def apply(plan: Plan, count: int) -> Plan:
             levels = tuple((glob, 3) for glob in self.globs[:count])
             changes = {"level": 3} if count == len(self.globs) else {"levels": levels}
             return Plan.of(replace(e, **changes) if _is_open(e, self.hand) else e for e in plan.entries)
 
-        return Measure([self._size(glob) for glob in self.globs], added)
+        return Measure([self._size(glob) for glob in self.globs], apply)
 
     def _others(self) -> Iterator[Measure]:
-        """Activations that are computed again, of whole blocks and of their parts, and parameters on the host."""
+        """Yield the measures that recompute activations (of whole blocks and of parts of them), and offload
+        parameters.
+        """
         for part, blocks in _parts(self.model).items():
 
-            def again(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:
+            def with_recompute(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:
                 parts = [e for e in plan.entries if isinstance(e, Recompute) and e not in self.hand.entries]
                 return Plan.of(e for e in plan.entries if part or e not in parts) | recompute(
                     _first(blocks, part, count)
                 )
 
-            yield Measure([1.0] * sum(size for _, size in blocks), again, alike=False)
+            yield Measure([1.0] * sum(size for _, size in blocks), with_recompute, periodic=False)
         largest = sorted(self.globs, key=self._size, reverse=True)
         if self.host:
             yield Measure(
@@ -159,13 +168,13 @@ class Fit:
             )
 
     def _size(self, glob: str) -> float:
-        """Bytes of the parameters that a glob matches."""
+        """Return the bytes of the parameters that a glob matches."""
         params = dict(self.model.named_parameters())
         return float(sum(params[name].numel() * params[name].element_size() for name in matching(glob, params)))
 
 
 def kept_whole(plan: Plan, hand: Plan) -> Plan:
-    """``plan`` with parameters that stay whole from forward to backward, but for what ``hand`` says."""
+    """Return ``plan`` with parameters unsharded from forward to backward, except in the entries of ``hand``."""
     return Plan.of(replace(e, level=2) if _is_open(e, hand) and e.level == 3 else e for e in plan.entries)
 
 
@@ -174,11 +183,11 @@ def _is_open(entry: Entry, hand: Plan) -> TypeGuard[Fsdp]:
 
 
 def _parts(model: nn.Module) -> dict[str, Blocks]:
-    """By what is behind a block's name, "" or that of a module which holds others: the blocks that have it.
+    """Return suffix -> blocks that have it. A suffix is "" (the block) or ``.name`` of a child that has children.
 
-    Blocks are the numbered children of the outermost containers.
+    Blocks are the numbered children of the outermost containers (ModuleList, Sequential).
     """
-    found: dict[str, Blocks] = {}
+    parts: dict[str, Blocks] = {}
     inside: list[str] = []
     for path, size in numbered_containers(model):
         prefix = f"{path}." if path else ""
@@ -186,20 +195,20 @@ def _parts(model: nn.Module) -> dict[str, Blocks]:
             inside.append(prefix)
             children = model.get_submodule(f"{prefix}0").named_children()
             for part in ("", *(f".{name}" for name, child in children if any(child.children()))):
-                found.setdefault(part, []).append((prefix, size))
-    return found
+                parts.setdefault(part, []).append((prefix, size))
+    return parts
 
 
 def _first(blocks: Blocks, part: str, count: int) -> list[str]:
-    """Globs of a part of the first ``count`` blocks."""
-    found = []
+    """Return globs of a part of the first ``count`` blocks."""
+    globs = []
     for prefix, size in blocks:
-        here = min(size, count)
-        count -= here
-        if here == size:
-            found.append(f"{prefix}*{part}")
+        number = min(size, count)
+        count -= number
+        if number == size:
+            globs.append(f"{prefix}*{part}")
         else:
-            for ten in range(ceil(here / 10)):
-                last = min(here - 10 * ten, 10) - 1
-                found.append(f"{prefix}{ten or ''}{f'[0-{last}]' if last else 0}{part}")
-    return found
+            for ten in range(ceil(number / 10)):
+                last = min(number - 10 * ten, 10) - 1
+                globs.append(f"{prefix}{ten or ''}{f'[0-{last}]' if last else 0}{part}")
+    return globs

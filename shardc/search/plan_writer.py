@@ -1,4 +1,4 @@
-"""Write: a choice of layouts as a plan of ordinary entries, by glob where alike blocks agree."""
+"""Writes layouts of parameters as a plan of ordinary entries, with globs if repeated blocks agree."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class Writer:
     """Writes plans for a model on a mesh.
 
     Args:
-        repeats, keep: the runs of alike blocks of the whole model, and how many of each stand for all.
-        names: of all parameters and modules of the whole model.
+        repeats, keep: the runs of repeated blocks of the complete model, and how many of each were captured.
     """
 
     model: nn.Module
@@ -42,13 +41,13 @@ class Writer:
         level: int,
         inputs: Sequence[tuple[str, tuple[int, ...]]],
     ) -> Plan:
-        """The plan that stores parameters as ``stored`` says and splits the batch over ``batch``.
+        """Return the plan that stores parameters by ``stored`` and splits the batch over ``batch``.
 
         Args:
-            stored: by name in the captured model, for compute and between steps.
-            over: the axes over which storage alone is split.
-            level: of the ``fsdp`` entry, where there is one.
-            inputs: name and shape of each.
+            stored: name in the captured model -> (compute layout, storage layout).
+            over: the axes over which storage only is split.
+            level: level of the ``fsdp`` entry, if there is one.
+            inputs: name and shape of each input.
         """
         plan = Plan()
         whole = {name: 1 for name, (c, s) in stored.items() if c == s and over and s.numel > 1}
@@ -68,7 +67,7 @@ class Writer:
         return plan | self._computes({name: c for name, (c, _) in stored.items() if c.axes}, batch)
 
     def _threshold(self, whole: Iterable[str], split: Iterable[str]) -> tuple[bool, int]:
-        """Whether the parameters that stay whole are those below a size, and that size in bytes."""
+        """Return whether exactly the parameters below some size are replicated, and that size in bytes."""
         nbytes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
         least = min((nbytes[self._long(name)] for name in split), default=0)
         largest = max((nbytes[self._long(name)] for name in whole), default=-1)
@@ -82,27 +81,30 @@ class Writer:
         return plan
 
     def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
-        """How parameters are split for compute: as tensor parallel styles where these say it, else as they lie.
+        """Return the entries for compute layouts: tensor parallel styles where they match, otherwise ``params``
+        entries.
 
-        The styles are not for axes that split the batch too.
+        Styles are not used for axes that split the batch, too.
         """
         styles: dict[tuple[str, str], list[str]] = {}
         raw: dict[str, str] = {}
         for glob, layout in self.by_glob(computes):
-            found = self._style(glob, layout, computes)
-            if found is not None and found[1] not in batch:
-                styles.setdefault(found, []).append(glob.rpartition(".")[0])
+            style_axis = self._style(glob, layout, computes)
+            if style_axis is not None and style_axis[1] not in batch:
+                styles.setdefault(style_axis, []).append(glob.rpartition(".")[0])
             else:
                 raw[glob] = spec(layout)
         plan = Plan()
         for axis in self.mesh.axes:
-            said = {style: globs for (style, over), globs in styles.items() if over == axis and style != "bias"}
-            if said:
-                plan |= tp(axis, **said)
+            by_style = {style: globs for (style, over), globs in styles.items() if over == axis and style != "bias"}
+            if by_style:
+                plan |= tp(axis, **by_style)
         return plan | Plan(params=raw) if raw else plan
 
     def _style(self, glob: str, layout: Layout, computes: Mapping[str, Layout]) -> tuple[str, str] | None:
-        """(style, axis) that splits a parameter so, "bias" where that of its weight does; None if none does."""
+        """Return the (style, axis) that splits a parameter in this way; "bias" if its weight's style does; None if
+        there is none.
+        """
         module_glob, _, kind = glob.rpartition(".")
         if len(layout.bound) != 1 or layout.bound[0] not in self.mesh.axes:
             return None
@@ -129,77 +131,81 @@ class Writer:
         return ("rowwise", axis) if dim == 1 and bias is None else None
 
     def _module(self, glob: str) -> nn.Module:
-        """A module that ``glob`` matches."""
-        for each in self.repeats:
-            if glob.startswith(f"{each.prefix}*"):
-                glob = f"{each.prefix}{each.first}{glob.removeprefix(f'{each.prefix}*')}"
+        """Return a module that ``glob`` matches."""
+        for repeat in self.repeats:
+            if glob.startswith(f"{repeat.prefix}*"):
+                glob = f"{repeat.prefix}{repeat.first}{glob.removeprefix(f'{repeat.prefix}*')}"
         return self.model.get_submodule(glob)
 
     # --- globs
 
-    def by_glob(self, found: Mapping[str, T]) -> list[tuple[str, T]]:
-        """What is said by name in the captured model, by globs of the whole model; alike blocks under one."""
+    def by_glob(self, by_name: Mapping[str, T]) -> list[tuple[str, T]]:
+        """Replace names in the captured model by globs of the complete model; equal values in repeated blocks share
+        one.
+        """
         groups: dict[str, dict[int, T]] = {}
         out: list[tuple[str, T]] = []
-        for name, said in found.items():
-            where = self._block(name)
-            if where is None:
-                out.append((self._long(name), said))
+        for name, value in by_name.items():
+            block = self._block(name)
+            if block is None:
+                out.append((self._long(name), value))
             else:
-                groups.setdefault(where[0], {})[where[1]] = said
-        for glob, each in groups.items():
-            if len(each) == self.keep and len({str(x) for x in each.values()}) == 1:
-                out.append((glob, each[0]))
+                groups.setdefault(block[0], {})[block[1]] = value
+        for glob, by_block in groups.items():
+            if len(by_block) == self.keep and len({str(x) for x in by_block.values()}) == 1:
+                out.append((glob, by_block[0]))
                 continue
-            inner = each.get(1)
+            inner = by_block.get(1)
             if inner is not None:
                 out.append((glob, inner))
             for at in (0, self.keep - 1):
-                if at in each and str(each[at]) != str(inner):
-                    out.append((self._at(glob, at), each[at]))
+                if at in by_block and str(by_block[at]) != str(inner):
+                    out.append((self._at(glob, at), by_block[at]))
         return out
 
-    def alike(self, name: str) -> list[str]:
-        """``name`` of the captured model in each of the alike blocks; itself if it is in none."""
-        found = self._block(name)
-        if found is None:
+    def block_names(self, name: str) -> list[str]:
+        """Return the names in all captured blocks of the run that ``name`` is in; ``name`` alone if it is in none."""
+        block = self._block(name)
+        if block is None:
             return [name]
-        each = next(each for each in self.repeats if found[0].startswith(f"{each.prefix}*"))
-        rest = found[0].removeprefix(f"{each.prefix}*")
-        return [f"{each.prefix}{each.first + at}{rest}" for at in range(self.keep)]
+        repeat = next(r for r in self.repeats if block[0].startswith(f"{r.prefix}*"))
+        rest = block[0].removeprefix(f"{repeat.prefix}*")
+        return [f"{repeat.prefix}{repeat.first + at}{rest}" for at in range(self.keep)]
 
     def _block(self, name: str) -> tuple[str, int] | None:
-        """The glob of a name in a block, and the number of the block among those that were captured."""
-        for each in self.repeats:
-            match = re.fullmatch(rf"{re.escape(each.prefix)}(\d+)(\..*)?", name)
-            if match and each.first <= int(match[1]) < each.first + self.keep:
-                return f"{each.prefix}*{match[2] or ''}", int(match[1]) - each.first
+        """Return the glob of a name in a repeated block, and the index of the block among the captured ones; or
+        None.
+        """
+        for repeat in self.repeats:
+            match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
+            if match and repeat.first <= int(match[1]) < repeat.first + self.keep:
+                return f"{repeat.prefix}*{match[2] or ''}", int(match[1]) - repeat.first
         return None
 
     def _at(self, glob: str, block: int) -> str:
-        """The name that ``glob`` stands for in the first or in the last block."""
-        each = next(each for each in self.repeats if glob.startswith(f"{each.prefix}*"))
-        number = each.first + (block if block == 0 else each.count - 1)
-        return f"{each.prefix}{number}{glob.removeprefix(f'{each.prefix}*')}"
+        """Return the name that ``glob`` has in the first or in the last block of the complete model."""
+        repeat = next(r for r in self.repeats if glob.startswith(f"{r.prefix}*"))
+        number = repeat.first + (block if block == 0 else repeat.count - 1)
+        return f"{repeat.prefix}{number}{glob.removeprefix(f'{repeat.prefix}*')}"
 
     def _long(self, name: str) -> str:
-        """The name in the whole model of what is in none of the alike blocks."""
-        for each in self.repeats:
-            match = re.fullmatch(rf"{re.escape(each.prefix)}(\d+)(\..*)?", name)
-            if match and int(match[1]) >= each.first + self.keep:
-                name = f"{each.prefix}{int(match[1]) + each.count - self.keep}{match[2] or ''}"
+        """Return the name in the complete model of a name outside the repeated blocks (later blocks are renumbered)."""
+        for repeat in self.repeats:
+            match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
+            if match and int(match[1]) >= repeat.first + self.keep:
+                name = f"{repeat.prefix}{int(match[1]) + repeat.count - self.keep}{match[2] or ''}"
         return name
 
 
 def spec(layout: Layout) -> str:
-    """A layout as a spec that does not say how large the whole dims are: ``@dp, (3 _@tp), _``."""
+    """Return a layout as the text of a spec in which the sizes of complete dims are left open: ``@dp, (3 _@tp), _``."""
     dims = []
     for dim in range(layout.ndim):
         subs = layout.sub_dims(dim)
         if len(subs) == 1:
             dims.append(_sub(subs[0], open=True))
         else:
-            largest = max(subs, key=lambda sub: sub.size)  # whose size is left open: it may be padded
+            largest = max(subs, key=lambda sub: sub.size)  # its size is left open, because it may be padded
             dims.append(f"({' '.join(_sub(sub, open=sub is largest) for sub in subs)})")
     return ", ".join(dims) + layout.partial_text()
 
@@ -210,6 +216,6 @@ def _sub(sub: SubDim, *, open: bool) -> str:
 
 
 def rows(shape: Sequence[int], batch: Sequence[str], mesh: Mesh) -> tuple[object, ...]:
-    """The spec of an input of which ``batch`` splits dim 0."""
+    """Return the spec of an input whose dim 0 is split over ``batch``."""
     first = tuple(batch) if shape[0] % prod(mesh.size(a) for a in batch) == 0 else ()
     return (first[0] if len(first) == 1 else first or None, *[None] * (len(shape) - 1))

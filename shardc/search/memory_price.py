@@ -1,7 +1,7 @@
-"""Within: the fastest solution that holds no more than so many bytes, found by the price of a byte.
+"""Finds the fastest solution within a memory limit by a price per byte (a Lagrange multiplier).
 
-The solver finds the solution of least time plus bytes times their price. The higher the price, the fewer bytes it
-holds and the longer it takes.
+The solver minimizes time + price * bytes. The higher the price, the smaller and the slower is its solution; the search
+is for the lowest price at which the solution fits.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Generic, Protocol, TypeVar
 
-LEAST = 1e-15  # seconds that a byte counts where memory is no question, so that of equal plans the smaller is taken
+LEAST = 1e-15  # seconds per byte if memory is no constraint: of equally fast solutions the smaller one is preferred
 PRICES = (LEAST, 3e-13, 3e-12, 3e-11, 3e-10)  # tried in order until a solution is small enough
-CLOSE = 4.0  # factor between two prices, below which none between them is tried
-ABOVE = 1e-9  # by which a ceiling lies above a solution that is known, so that it is found again if it is the best
+CLOSE = 4.0  # no price is tried between two prices that differ by less than this factor
+ABOVE = 1e-9  # relative margin of a ceiling above a solution found before, so that this one is found if it is the best
 
 
 class Point(Protocol):
@@ -22,11 +22,11 @@ class Point(Protocol):
 
     @property
     def bytes(self) -> float:
-        """What it holds."""
+        """Return its memory."""
         ...
 
     def at(self, byte: float) -> float:
-        """Its seconds, where each of its bytes costs ``byte`` seconds."""
+        """Return its cost at a price of ``byte`` seconds per byte."""
         ...
 
 
@@ -34,25 +34,25 @@ P = TypeVar("P", bound=Point)
 
 
 @dataclass(frozen=True)
-class Within(Generic[P]):
-    """Finds solutions of one problem.
+class PriceSearch(Generic[P]):
+    """Searches the solutions of one problem by price.
 
     Args:
-        solve: (price, ceiling) -> the best solution at the price, None if none costs less than the ceiling.
-        known: solutions by the price at which they are best.
+        solve: (price, ceiling) -> the best solution at the price; None if none costs less than the ceiling.
+        solutions: price -> the best solution at it, as found so far.
     """
 
     solve: Callable[[float, float], P | None]
-    known: dict[float, P] = field(default_factory=dict)
+    solutions: dict[float, P] = field(default_factory=dict)
 
     def fastest(self, room: float, limit: float, first: float = LEAST) -> P | None:
-        """The fastest solution of at most ``room`` bytes, of those that are best at some price.
+        """Return the fastest solution of at most ``room`` bytes among those that are best at some price.
 
-        Between the price that is taken and one that is too low lies at most a factor of `CLOSE`, above the first two
-        of `PRICES`. If no price makes a solution so small, it is the smallest.
+        Its price is at most `CLOSE` times one that is too low (above the first two of `PRICES`). If every solution is
+        larger than ``room``, the smallest one is returned.
 
         Args:
-            first: a price to begin with. If its solution is small enough, no lower one is tried.
+            first: the first price to try. If its solution is small enough, no lower price is tried.
 
         Returns:
             None if none takes at most ``limit`` seconds.
@@ -80,13 +80,15 @@ class Within(Generic[P]):
         return last if last is not None and last.at(0.0) <= limit else None
 
     def _at(self, price: float, room: float, limit: float, last: P | None) -> P | None:
-        """The best at a price, unless it shows that none of at most ``room`` bytes is within ``limit``."""
+        """Return the best solution at a price; None if it proves that no solution of ``room`` bytes is within
+        ``limit``.
+        """
         worth = limit + price * room  # what one that is wanted costs at most
-        if price not in self.known:
+        if price not in self.solutions:
             ceiling = worth if last is None else min(worth, (1 + ABOVE) * last.at(price))
             point = self.solve(price, ceiling)
             if point is None:
                 return None
-            self.known[price] = point
-        point = self.known[price]
+            self.solutions[price] = point
+        point = self.solutions[price]
         return point if point.at(price) <= worth else None

@@ -1,0 +1,406 @@
+"""Searches the plan of least predicted step time for one model on one mesh, within a memory limit.
+
+Each round solves the exact layout problem for several splits of storage, writes the best solutions as plans, and
+schedules these. What a schedule leaves exposed prices communication in the next round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import combinations
+from math import inf
+
+from shardc.cost.hardware import Hardware
+from shardc.errors import PlanError, ShardcError
+from shardc.ir.flops import is_attention
+from shardc.ir.layout import Layout
+from shardc.ir.mesh import Mesh
+from shardc.passes.exact.chooser import Weights
+from shardc.passes.exact.open import Free, OpenChoice
+from shardc.passes.options import Options
+from shardc.passes.unfold_names import NotPeriodic
+from shardc.plan.constructors import cp, ddp, fsdp
+from shardc.plan.entries import Fsdp
+from shardc.plan.placed import ParamPlan, Placed
+from shardc.plan.value import Plan
+from shardc.report.predicted_schedule import Schedule
+from shardc.search.captured_model import CapturedModel, PlannedGraph
+from shardc.search.memory_fit import Fit, kept_whole
+from shardc.search.memory_price import LEAST, PriceSearch
+from shardc.search.module_boundaries import Pinner, borders
+from shardc.search.plan_writer import Writer
+from shardc.solver import Infeasible, solve
+
+COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of AdamW's
+# Initial weights of a second of (parameter gathers, gradient reductions), most of which overlap with compute.
+HIDDEN = ((0.2, 0.2), (0.05, 0.5))
+ROUNDS = 3
+KEPT = 3  # solutions per round that are scheduled
+MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
+GLANCE = 1e8  # table entries that the solver may visit to bound the step time of a mesh
+
+
+@dataclass(frozen=True)
+class ScheduledPlan:
+    """A plan with its predicted schedule, and the solution of the layout problem that it was written from.
+
+    Args:
+        origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
+        over: the axes over which storage only is split.
+        value, bound: cost of its solution in seconds, and the proven lower bound; 0 if it is not a solution.
+        variables: number of variables of its problem; 0 if it is not a solution.
+        build, solve: seconds spent on stating and on solving the problem.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    origin: str = "found"
+    over: tuple[str, ...] = ()
+    value: float = 0.0
+    bound: float = 0.0
+    variables: int = 0
+    build: float = 0.0
+    solve: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        return (self.value - self.bound) / self.value if self.value else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the predicted step time."""
+        return self.schedule.seconds
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes of a rank at the peak."""
+        return self.schedule.memory.peak.total
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A solution of the layout problem: its plan without pinned activations, the layouts at module boundaries, and its
+    cost.
+
+    Args:
+        bytes: memory that the cost includes, at a price of ``byte`` seconds per byte.
+    """
+
+    plan: Plan
+    borders: Mapping[str, Layout]
+    over: tuple[str, ...]
+    value: float
+    bound: float
+    variables: int
+    build: float
+    solve: float
+    bytes: float
+    byte: float
+
+    def at(self, byte: float) -> float:
+        """Return its cost at a price of ``byte`` seconds per byte."""
+        return self.value + (byte - self.byte) * self.bytes
+
+
+@dataclass
+class PlanProblem(OpenChoice):
+    """The layout problem of a planned graph, which took ``seconds`` to state."""
+
+    planned: PlannedGraph = field(kw_only=True)
+    seconds: float = 0.0
+
+
+@dataclass
+class Search:
+    """Searches plans for a captured model on ``mesh``.
+
+    Args:
+        hand: the entries that the user gave; every plan contains them.
+        memory: memory of a rank in bytes.
+        prices: axes that split storage only -> the price per byte at which a solution last was expected to fit.
+        beyond: the same axes -> bytes by which the peak of the last plan that did not fit exceeded its solution's.
+    """
+
+    captured_model: CapturedModel
+    mesh: Mesh
+    hand: Plan
+    hardware: Hardware
+    memory: float
+    options: Options
+    tried: dict[str, ScheduledPlan] = field(default_factory=dict)
+    prices: dict[tuple[str, ...], float] = field(default_factory=dict)
+    beyond: dict[tuple[str, ...], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.writer = Writer(
+            self.captured_model.source.model, self.mesh, self.captured_model.repeats, self.captured_model.keep
+        )
+        self.pinner = Pinner(self.captured_model, self.writer, self.mesh, self.options)
+        self.param_plans = self.captured_model.params(self.mesh, self.hand)
+
+    def forms(self) -> None:
+        """Schedule the ready-made plans (ddp, fsdp, ...), and the best of them with parameters kept unsharded for
+        backward.
+        """
+        for name, plan in self._forms():
+            self._schedule(plan, name)
+        if (best := self.best()) is not None:
+            self._schedule(kept_whole(best.plan, self.hand), best.origin)
+
+    def least(self) -> float:
+        """Return a lower bound of the cost of every solution in seconds, from little work; inf if there is no
+        solution.
+        """
+        gather, reduce = map(min, *HIDDEN)
+        problem = self.problem(None, Weights(gather, reduce, self.captured_model.weight))
+        try:
+            return solve(problem.energy(LEAST), work=GLANCE).bound
+        except Infeasible:
+            return inf
+
+    def run(self) -> ScheduledPlan:
+        """Search, and return the fastest plan that fits.
+
+        Raises:
+            PlanError: no plan fits; the text has the memory of the smallest one.
+        """
+        weighed = [Weights(*hidden, of=self.captured_model.weight) for hidden in HIDDEN]
+        for _ in range(ROUNDS):
+            before = len(self.tried)
+            for weights in weighed:
+                self._solutions(weights)
+            best = self.best()
+            if best is not None and best.origin == "found":
+                self._schedule(kept_whole(best.plan, self.hand), "found", best)
+            if best is None or len(self.tried) == before:
+                break
+            weighed = [exposed(best.schedule, weighed[0], self.captured_model.source.shapes)]
+        self._fit()
+        if (best := self.best()) is None:
+            least = min((t.memory for t in self.tried.values()), default=0)
+            raise PlanError(
+                f"no plan on {self.mesh} fits in {self.memory / 1e9:g} GB a rank: the smallest that was found takes "
+                f"{least / 1e9:.3g} GB",
+                fix="use more ranks, or a smaller batch",
+            )
+        return best
+
+    def _try(self, candidate: Candidate) -> ScheduledPlan | None:
+        """Schedule the plan of a solution; None if the plan cannot be compiled."""
+        with suppress(ShardcError):
+            return self._schedule(self.pinner.pinned(candidate.plan, candidate.borders), "found", candidate)
+        return None
+
+    def _fit(self) -> None:
+        """Reduce the memory of the fastest plan and of the smallest one until they fit, while they are faster than the
+        best.
+        """
+        tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
+        globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
+        for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
+
+            def cost(plan: Plan, periodic: bool, start: ScheduledPlan = start) -> ScheduledPlan | None:
+                captured_model = self.captured_model
+                if not periodic and captured_model.repeats:
+                    captured_model = CapturedModel.of(captured_model.source, plan, self.mesh)
+                return self._schedule(plan, start.origin, start, captured_model)
+
+            host = not self.hardware.is_host
+            Fit(self.captured_model.source.model, globs, self.hand, self.memory, host, cost, self.limit).run(start.plan)
+
+    def limit(self) -> float:
+        """Return the seconds of the fastest plan that fits; inf if there is none."""
+        best = self.best()
+        return inf if best is None else best.seconds
+
+    def best(self) -> ScheduledPlan | None:
+        """Return the fastest plan that fits, or None."""
+        fitting = [t for t in self.tried.values() if self._fits(t)]
+        return min(fitting, key=lambda t: (round(t.seconds, 9), str(t.plan)), default=None)
+
+    # --- solutions
+
+    def _solutions(self, weights: Weights) -> None:
+        """Schedule the fastest solutions that are expected to fit."""
+        by_price: dict[tuple[str, ...], dict[float, Candidate]] = {over: {} for over in self._overs()}
+        solved = [self._fastest(over, weights, points) for over, points in by_price.items()]
+        for best in sorted((c for c in solved if c is not None), key=lambda c: c.at(0.0))[:KEPT]:
+            over = best.over
+            candidate = best if best.bytes <= self._room(over) else self._fastest(over, weights, by_price[over])
+            while candidate is not None:
+                tried = self._try(candidate)
+                if tried is None or self._fits(tried):
+                    break
+                self.beyond[over] = tried.memory - candidate.bytes
+                smaller = self._fastest(over, weights, by_price[over])
+                candidate = smaller if smaller is not None and smaller.bytes < candidate.bytes else None
+
+    def _fastest(self, over: tuple[str, ...], weights: Weights, by_price: dict[float, Candidate]) -> Candidate | None:
+        """Return the fastest solution with storage split over ``over`` that is expected to fit, or else the smallest.
+
+        The first price per byte is the one that sufficed before, with storage split over these axes or over others.
+        """
+        problem = cache(partial(self.problem, over, weights))
+        within = PriceSearch(lambda price, ceiling: self._solved(problem(), price, ceiling), by_price)
+        first = self.prices.get(over, min(self.prices.values(), default=LEAST))
+        candidate = within.fastest(self._room(over), MARGIN * self.limit(), first)
+        if candidate is not None:
+            self.prices[over] = candidate.byte
+        return candidate
+
+    def _room(self, over: tuple[str, ...]) -> float:
+        """Return the bytes that a solution may have if its plan is to fit, learned from plans that did not fit."""
+        return self.memory - self.beyond.get(over, min(self.beyond.values(), default=0.0))
+
+    def _fits(self, tried: ScheduledPlan) -> bool:
+        return tried.memory <= self.memory
+
+    def _overs(self) -> Iterator[tuple[str, ...]]:
+        """Yield the sets of axes over which storage only may be split: those that the user's entries do not mention."""
+        mentioned = set(self.hand.axes)
+        by_hand = any(entry.batch for entry in self.hand.entries)  # an ``fsdp`` entry would split the batch further
+        free = [axis for axis in self.mesh.axes if axis not in mentioned and self.mesh.size(axis) > 1 and not by_hand]
+        for count in range(len(free), -1, -1):
+            yield from combinations(free, count)
+
+    def problem(self, over: tuple[str, ...] | None, weights: Weights) -> PlanProblem:
+        """Return the layout problem, with storage split further over ``over`` or not; None: over any axes, per
+        parameter.
+        """
+        start = time.perf_counter()
+        planned = self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
+        storages = self._anywhere if over is None else partial(self._storages, over)
+        free = Free(over or (), storages, tuple(self._batches()), COPIES)
+        problem = PlanProblem(planned.problem, planned.graph, weights, free, planned=planned)
+        problem.seconds = time.perf_counter() - start
+        return problem
+
+    def _solved(self, problem: PlanProblem, byte: float, ceiling: float) -> Candidate | None:
+        """Return the best solution at ``byte`` seconds per byte, if it costs less than ``ceiling``."""
+        start = time.perf_counter()
+        try:
+            solution = solve(problem.energy(byte), ceiling=ceiling)
+        except Infeasible:
+            return None
+        solved = time.perf_counter()
+        problem.apply(solution.labels)
+        over = problem.free.over
+        plan = self.hand | self.writer.plan(
+            problem.stored(solution.labels), over, problem.batch(solution.labels), 3, self.captured_model.source.inputs
+        )
+        return Candidate(
+            plan, borders(problem.planned), over, solution.value, solution.bound, solution.variables, problem.seconds,
+            solved - start, problem.bytes(solution.labels), byte,
+        )  # fmt: skip
+
+    def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
+        """Return the storage layouts that a parameter (by its name in the captured model) may have under the user's
+        entries.
+        """
+        param = self.param_plans[name]
+        if param.storage_cause or param.host or (param.compute_cause and compute != param.compute):
+            return []
+        return storages(over, name, compute)
+
+    def _anywhere(self, name: str, compute: Layout) -> list[Layout]:
+        """Return the storage layouts of a parameter with storage split over any axes."""
+        overs = [over for over in self._overs() if not set(over) & set(compute.bound)]
+        return list(dict.fromkeys(layout for over in overs for layout in self._storages(over, name, compute)))
+
+    def _batches(self) -> Iterator[tuple[str, ...]]:
+        """Yield the sets of axes that may split the batch."""
+        if any(entry.batch for entry in self.hand.entries):
+            return
+        mentioned = set(self.hand.axes)
+        free = [axis for axis in self.mesh.axes if axis not in mentioned]
+        for count in range(len(free) + 1):
+            yield from combinations(free, count)
+
+    # --- schedules
+
+    def _forms(self) -> Iterator[tuple[str, Plan]]:
+        """Yield (name, plan) of the ready-made plans."""
+        if self.hand.entries:
+            return
+        axes = [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        whole = Plan()
+        for axis in axes:
+            whole |= ddp(axis)
+        yield "ddp", whole
+        yield "fsdp", fsdp(tuple(axes)) if axes else whole
+        graph = self.captured_model.captured.graph.graph
+        for axis in axes if any(n.op == "call_function" and is_attention(n.target) for n in graph.nodes) else ():
+            yield "fsdp and cp", fsdp(tuple(axes)) | cp(axis)
+        for axis in axes:
+            rest = tuple(a for a in axes if a != axis)
+            try:
+                tensor = Plan.from_hf(self.captured_model.source.model, axis)
+            except PlanError:
+                break
+            yield "fsdp and from_hf", (fsdp(rest) if rest else Plan()) | tensor
+
+    def _schedule(
+        self,
+        plan: Plan,
+        origin: str,
+        candidate: Candidate | ScheduledPlan | None = None,
+        captured_model: CapturedModel | None = None,
+    ) -> ScheduledPlan | None:
+        """Schedule a plan that is not scheduled yet, and record it; None if it cannot be compiled."""
+        tried = self.tried.get(str(plan))
+        if tried is None:
+            schedule = self.schedule(plan, captured_model or self.captured_model, by_hand=origin != "found")
+            if schedule is None:
+                return None
+            tried = ScheduledPlan(plan, schedule, origin)
+        if candidate is not None and not tried.variables:
+            tried = replace(
+                tried, over=candidate.over, value=candidate.value, bound=candidate.bound,
+                variables=candidate.variables, build=candidate.build, solve=candidate.solve,
+            )  # fmt: skip
+        self.tried[str(plan)] = tried
+        return tried
+
+    def schedule(self, plan: Plan, captured_model: CapturedModel, by_hand: bool = True) -> Schedule | None:
+        """Return the predicted schedule of ``plan``; None if it cannot be compiled.
+
+        Args:
+            by_hand: repeated blocks may get different layouts. In a found plan only the first and the last may differ,
+                because its entries are globs.
+        """
+        try:
+            return captured_model.program(self.mesh, plan, self.options).schedule(self.hardware)
+        except NotPeriodic:
+            more = captured_model.more
+            return (
+                self.schedule(plan, more, by_hand) if more.repeats or (by_hand and more is not captured_model) else None
+            )
+        except ShardcError:
+            return None
+
+
+def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
+    """Return the layouts at which ``fsdp(over)`` may store a parameter that has layout ``compute`` for compute."""
+    if not over:
+        return [compute]
+    plan = ParamPlan(compute, compute, compute.shape, 3, "", "")
+    stored = Fsdp(tuple(over)).store(plan, Placed((name,), compute.shape, 0, compute), None).storage
+    return [compute] if stored.shape != compute.shape or stored == compute else [compute, stored]
+
+
+def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
+    """Return ``weights`` with the share of gathers of ``params`` and of reductions of their gradients that a schedule
+    leaves exposed.
+    """
+
+    def share(kinds: Sequence[str], before: float) -> float:
+        collectives = [c for c in schedule.collectives if c.kind in kinds and set(c.cause.tensors) <= set(params)]
+        total = sum(c.seconds for c in collectives)
+        return max(0.02, min(1.0, sum(c.exposed for c in collectives) / total)) if total else before
+
+    gather, reduce = share(["all_gather"], weights.gather), share(["reduce_scatter", "all_reduce"], weights.reduce)
+    return replace(weights, gather=gather, reduce=reduce)
