@@ -14,7 +14,7 @@ from torch import fx
 from shardc import passes
 from shardc._compat import LazyGraphModule
 from shardc.cost.hardware import Hardware, find
-from shardc.cost.sequence import of_halves, of_joint
+from shardc.cost.step_sequence import of_halves, of_joint
 from shardc.errors import InputError, PlanError
 from shardc.ir import graph as ir
 from shardc.ir import verify

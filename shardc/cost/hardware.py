@@ -1,9 +1,10 @@
-"""Hardware: what a rank computes, holds and sends, and how a mesh lies on nodes.
+"""Hardware descriptions: what a rank computes, stores and sends, and how a mesh is placed on nodes; and prices of
+collectives.
 
-Peaks are those of the vendor's data sheets, dense; the efficiencies beside them say how much of a peak a good kernel
-or a large message reaches. ``sources`` says which of them were fitted to published runs; ``docs/looking.md``, what they
-predict for others. Start-up times are those that NCCL's own tuning model (NCCL, src/graph/tuning.cc) gives its ring and
-tree algorithms under the low-latency protocol.
+Peaks are the vendors' data sheet values without sparsity; efficiencies are the share of a peak that a good kernel or a
+large message reaches. ``sources`` says which values were fitted to published runs; ``docs/looking.md`` compares the
+predictions with other runs. Latencies are those of NCCL's tuning model (NCCL, src/graph/tuning.cc) for its ring and
+tree algorithms with the low-latency protocol.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from shardc.validate import near
 
 @dataclass(frozen=True)
 class Link:
-    """A way from rank to rank.
+    """A connection between ranks.
 
     Args:
-        name: what people call it.
+        name: its usual name.
         bandwidth: bytes per second that one rank sends.
-        ring, tree: seconds of one hop of a ring, and of one level of a tree.
+        ring, tree: latency of one hop of a ring, and of one level of a tree, in seconds.
     """
 
     name: str
@@ -39,29 +40,29 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Nodes of equal ranks.
+    """A cluster of nodes with equal ranks.
 
     Args:
-        name: as ``find`` knows it.
+        name: the name that ``find`` looks up.
         node: ranks in a node.
-        largest: ranks of the largest installation that the numbers are for.
-        flops: (dtype, peak operations per second of a matrix product) a rank.
-        memory: bytes a rank.
-        memory_bandwidth: bytes per second a rank reads or writes.
-        inside, between: the links within a node and from node to node.
-        host: between a rank's device and its host's memory, as much each way at once; ranks are not contended.
-        start: seconds that a collective takes before its first hop.
-        kernel: least seconds of a local kernel.
-        matmul, streaming, wire: shares of the peaks that are reached.
-        gathers_by_tree: all-gathers and reduce-scatters with one rank a node take a logarithm of hops.
+        largest: ranks of the largest installation that the numbers are valid for.
+        flops: (dtype, peak operations per second of a matrix product), per rank.
+        memory: bytes per rank.
+        memory_bandwidth: bytes per second that a rank reads or writes.
+        inside, between: the links within a node and between nodes.
+        host: the link between a rank's device and host memory, full duplex; ranks do not share it.
+        start: seconds of a collective before its first hop.
+        kernel: minimum seconds of a local kernel.
+        matmul, streaming, wire: shares of the peaks (flops, memory bandwidth, links) that are reached.
+        gathers_by_tree: with one rank per node, all-gathers and reduce-scatters need a logarithmic number of hops.
         sources: where the numbers come from.
         attention: share of the peak that attention reaches; None: ``matmul``.
-        launch: seconds more of each kernel, where the rank that runs it also starts it; 0 where that is done ahead.
-        call, message: seconds that a rank computes nothing because it starts a collective, and for each message of it.
-        share: of the time that something is on its way, how much the rank's own core works on it: what compute beside
-            it loses. 0 where other hardware sends.
-        rings: all-reduces among more than two CPU ranks as measured, which are no messages (`shardc.ir.comm`); of
-            other sizes each hop takes what one of the nearest size does.
+        launch: launch overhead per kernel in seconds, if the rank launches synchronously; 0 if launches are hidden.
+        call, message: seconds that a rank is busy for starting a collective, and for each of its messages.
+        share: share of the transfer time during which the rank's own core is busy sending, so that concurrent compute
+            is slower; 0 if other hardware sends.
+        rings: measured all-reduces among more than two CPU ranks, which use gloo's ring (`shardc.ir.comm`); for other
+            group sizes the latency per hop of the nearest size is used.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Hardware:
         return Hardware, self._values
 
     @cached_property
-    def _hash(self) -> int:  # asked for with every layout that is priced
+    def _hash(self) -> int:  # cached, because every priced layout needs it
         return hash(self._values)
 
     @property
@@ -103,12 +104,14 @@ class Hardware:
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def peak(self, dtype: torch.dtype) -> float:
-        """Peak operations per second of a matrix product in ``dtype``; of float32 for dtypes that are not listed."""
-        known = dict(self.flops)
-        return known.get(dtype, known[torch.float32])
+        """Return peak operations per second of a matrix product in ``dtype``; those of float32 for unlisted dtypes."""
+        by_dtype = dict(self.flops)
+        return by_dtype.get(dtype, by_dtype[torch.float32])
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Seconds of a collective of one tensor over ``axes``, its start included; each rank sends ``wire_bytes``."""
+        """Return the seconds of a collective of one tensor over ``axes``, with its start; each rank sends
+        ``wire_bytes``.
+        """
         where = route(mesh, axes, self.node)
         if where.ranks == 1:
             return 0.0
@@ -116,47 +119,49 @@ class Hardware:
         return price(self, kind, where, wire_bytes).seconds + self.start_seconds(messages)
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """A lower bound of the seconds of any collectives in which a rank sends ``wire_bytes`` in all."""
-        # To others in its node and to those outside it may send at once.
+        """Return a lower bound of the seconds of any collectives in which a rank sends ``wire_bytes`` in total."""
+        # A rank may send within its node and to other nodes at the same time.
         hop = min(self.inside.ring, self.inside.tree, self.between.ring, self.between.tree)
         return self.start + hop + wire_bytes / (self.wire * (self.inside.bandwidth + self.between.bandwidth))
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Seconds of a local kernel that reads and writes ``nbytes`` and computes nothing."""
+        """Return the seconds of a local kernel that reads and writes ``nbytes`` in total, and computes nothing."""
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """(seconds before the first byte of a collective, bytes per second after it), of links between nodes."""
+        """Return (seconds before the first byte, bytes per second after it) of a collective between nodes."""
         return self.start + self.between.ring + self.start_seconds(1), self.between.bandwidth * self.wire
 
     def compute_seconds(
         self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
     ) -> float:
-        """Seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009), and at least a launch."""
+        """Return the seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009), but at least
+        ``kernel``, plus the launch.
+        """
         reached = self.attention if attention and self.attention is not None else self.matmul
         work = max(flops / (self.peak(dtype) * reached), nbytes / (self.memory_bandwidth * self.streaming), self.kernel)
         return self.launch + work
 
     @property
     def sends(self) -> bool:
-        """Whether collectives are messages that the ranks' own cores send (`shardc.runtime.wire.direct`)."""
+        """Return whether the ranks' own cores send the messages of collectives (`shardc.runtime.wire.direct`)."""
         return self.call > 0
 
     def start_seconds(self, messages: int) -> float:
-        """Seconds of a rank's own time that starting a collective of so many messages takes."""
+        """Return the seconds that a rank is busy starting a collective of ``messages`` messages."""
         return self.call + self.message * messages
 
     @property
     def is_host(self) -> bool:
-        """Whether a rank computes in the host's memory, as on CPUs, so that nothing is won by keeping things there."""
+        """Return whether ranks compute in host memory (CPUs), so that offloading saves nothing."""
         return self.host.name == "memory"
 
     def move(self, nbytes: int) -> Price:
-        """Seconds of a copy of ``nbytes`` between device and (pinned) host memory."""
+        """Return the price of a copy of ``nbytes`` between device and pinned host memory."""
         return Price(self.host.ring + nbytes / (self.host.bandwidth * self.wire), "copy", self.host.name)
 
     def check(self, mesh: Mesh) -> None:
-        """Raises MeshError where ``mesh`` is larger than the description is good for."""
+        """Raise MeshError if ``mesh`` is larger than the description is valid for."""
         if mesh.ranks > self.largest:
             raise MeshError(
                 f"the mesh {mesh} has {mesh.ranks} ranks; {self.name} is described for at most {self.largest}",
@@ -166,12 +171,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Route:
-    """How a group of ranks lies on nodes.
+    """How a group of ranks is placed on nodes.
 
     Args:
-        ranks: in the group.
-        nodes: that the group touches.
-        per_node: ranks of the group in each of them.
+        ranks: size of the group.
+        nodes: number of nodes that the group spans.
+        per_node: ranks of the group in each node.
     """
 
     ranks: int
@@ -179,11 +184,13 @@ class Route:
     per_node: int
 
     def link(self, hardware: Hardware) -> Link:
-        """The slowest link that the group needs."""
+        """Return the slowest link that the group uses."""
         return hardware.inside if self.nodes == 1 else hardware.between
 
     def ring_bandwidth(self, hardware: Hardware) -> float:
-        """Bytes per second that a rank sends on a ring; the ranks of a node share all of their network cards."""
+        """Return the bytes per second that a rank sends in a ring; the ranks of a node share all of its network
+        cards.
+        """
         inside = hardware.inside.bandwidth
         across = hardware.between.bandwidth * self.per_node
         if self.nodes == 1:
@@ -193,10 +200,11 @@ class Route:
 
 @lru_cache(maxsize=4096)
 def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
-    """How the groups along ``axes`` lie on nodes of ``node`` ranks, rank 0 being the first of the first node.
+    """Return how the groups along ``axes`` are placed on nodes of ``node`` ranks; rank 0 is the first rank of the first
+    node.
 
-    The last axes of a mesh vary fastest, so they are the ones inside a node. A group of an axis that fits no node
-    evenly counts as crossing.
+    The last axes of a mesh vary fastest, so they are inside a node. If a node does not hold a whole number of groups,
+    the groups count as crossing nodes.
 
     >>> route(Mesh(dp=4, tp=8), ("tp",), 8), route(Mesh(dp=4, tp=8), ("dp",), 8)
     (Route(ranks=8, nodes=1, per_node=8), Route(ranks=4, nodes=4, per_node=1))
@@ -214,14 +222,14 @@ def route(mesh: Mesh, axes: tuple[str, ...], node: int) -> Route:
     if node % block == 0:
         return Route(len(offsets), 1, len(offsets))
     nodes = len({at // node for at in offsets})
-    if nodes == 1:  # in one node for the first group only
+    if nodes == 1:  # the first group is in one node, but others are not
         return Route(len(offsets), 2, ceil(len(offsets) / 2))
     return Route(len(offsets), nodes, ceil(len(offsets) / nodes))
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of one collective and the algorithm that takes them."""
+    """The seconds of one collective, with the algorithm and the link assumed."""
 
     seconds: float
     algorithm: str
@@ -229,10 +237,11 @@ class Price:
 
 
 def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Price:
-    """Seconds of a collective in which each rank sends ``wire_bytes``: start-up, hops, and bytes over bandwidth.
+    """Return the seconds of a collective in which each rank sends ``wire_bytes``: start, hops, and bytes over
+    bandwidth.
 
-    The cheapest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank a
-    node, NCCL 2.23's logarithmic all-gather and reduce-scatter. An all-to-all sends each peer its part directly.
+    The fastest of a ring, a double binary tree (all-reduce; Sanders, Speck and Traeff, 2009) and, with one rank per
+    node, NCCL 2.23's logarithmic all-gather and reduce-scatter. An all-to-all sends point to point.
     """
     link = where.link(hardware).name
     if where.ranks == 1:
@@ -258,7 +267,9 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Bytes per second that a rank sends straight to their receivers, those within and those between nodes at once."""
+    """Return the bytes per second that a rank sends point to point, within its node and between nodes at the same
+    time.
+    """
     outside = 0.0 if where.nodes == 1 else 1.0
     if kind == "all_to_all" and where.ranks > 1:
         outside *= (where.ranks - where.per_node) / (where.ranks - 1)
@@ -339,7 +350,9 @@ CPU = Hardware(
 
 
 def calibrated(cost: CostModel) -> Hardware:
-    """This machine's CPU ranks, as ``python -m shardc calibrate`` measured them: reached, not peak, numbers."""
+    """Return the description of this machine's CPU ranks from ``python -m shardc calibrate``: reached rates, not
+    peaks.
+    """
     sent = cost.messages or Messages(cost.latency, 0.0, 0.0, cost.hop, cost.bandwidth, 0.0)
     link = Link("measured", sent.bandwidth, sent.hop, sent.hop)
     flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))
@@ -352,15 +365,15 @@ def calibrated(cost: CostModel) -> Hardware:
     )  # fmt: skip
 
 
-KNOWN: dict[str, Hardware] = {each.name: each for each in (A100, H100, H100_500W, H200, B200, CPU)}
+KNOWN: dict[str, Hardware] = {hardware.name: hardware for hardware in (A100, H100, H100_500W, H200, B200, CPU)}
 
 
 def find(name: str) -> Hardware:
-    """The description called ``name``, or that of the machine that the file ``name`` was calibrated on.
+    """Return the description called ``name``, or that of the machine on which the file ``name`` was calibrated.
 
     Raises:
-        MeshError: there is none.
-        InputError: the file is none that ``calibrate`` wrote.
+        MeshError: there is no such description.
+        InputError: the file was not written by ``calibrate``.
     """
     if name.endswith(".json"):
         return calibrated(CostModel.load(name))

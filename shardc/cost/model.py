@@ -1,7 +1,7 @@
 """The cost model: seconds of communication, compute and local copies, per rank.
 
-Linear in bytes and messages (the alpha-beta model of Hockney, 1994): good enough to rank plans, and
-its few numbers can be measured: ``python -m shardc calibrate`` writes a file that `CostModel.load` reads.
+It is linear in bytes and messages (the alpha-beta model of Hockney, 1994), which is accurate enough to rank plans. Its
+parameters can be measured: ``python -m shardc calibrate`` writes a file that `CostModel.load` reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, Protocol
 
 import torch
 
@@ -24,12 +24,44 @@ Rate = Annotated[float, Range(0, above=True)]
 _EXCHANGEABLE = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
+class Pricing(Protocol):
+    """Predicts the seconds of a rank's collectives and local ops; implementations are frozen and hashable.
+
+    `CostModel` prices a collective by the size of its group, `shardc.cost.hardware.Hardware` also by the links between
+    its ranks. Layouts are chosen, and steps predicted, with the same methods.
+    """
+
+    def __hash__(self) -> int: ...
+
+    def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
+        """Return the seconds of a collective of one tensor over ``axes``, in which a rank receives ``wire_bytes``."""
+
+    def least_seconds(self, wire_bytes: float) -> float:
+        """Return a lower bound of the seconds of any collectives in which a rank receives ``wire_bytes`` in total."""
+
+    def compute_seconds(
+        self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
+    ) -> float:
+        """Return the seconds of a local op with ``flops`` operations in ``dtype`` that reads and writes ``nbytes``."""
+
+    def copy_seconds(self, nbytes: float) -> float:
+        """Return the seconds of a local op that reads and writes ``nbytes``, and computes nothing."""
+
+    def linear(self, direct: bool) -> tuple[float, float]:
+        """Return (seconds before the first byte, bytes per second after it) of a collective, by which buckets are
+        sized.
+
+        Args:
+            direct: whether collectives may be messages between ranks.
+        """
+
+
 class Measured(NamedTuple):
-    """What a kind of collective takes on groups of ``ranks`` ranks.
+    """The measured cost of a kind of collective on groups of ``ranks`` ranks.
 
     Args:
         kind: as in `shardc.cost.redistribute.Step`.
-        ranks: ranks of a group; a group of another size is priced by the nearest.
+        ranks: size of the group; a group of another size is priced by the nearest measured size.
         latency: seconds before the first byte.
         bandwidth: bytes per second that a rank receives.
     """
@@ -41,16 +73,16 @@ class Measured(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """What collectives take that go in messages from rank to rank (`shardc.runtime.wire.direct`).
+    """The cost of collectives that are sent as messages between ranks (`shardc.runtime.wire.direct`).
 
     Args:
-        latency: seconds from a collective's start to its first byte that a rank could compute meanwhile.
-        call: seconds of a rank's own time, whatever is sent.
-        message: seconds of its own time more for each message, that is to each peer for each tensor, or for those that
-            share one (`shardc.ir.packing`).
-        hop: seconds more of latency for each peer after the first.
+        latency: seconds from a collective's start to its first byte, during which the rank can compute.
+        call: seconds that a rank is busy per collective.
+        message: further busy seconds per message: one per peer and tensor, or per tensors that share a message
+            (`shardc.ir.packing`).
+        hop: further latency for each peer after the first.
         bandwidth: bytes per second that a rank receives while it sends as many.
-        share: of the time that bytes are on their way, how much of a rank's core they take.
+        share: share of the transfer time during which a rank's core is busy.
     """
 
     latency: float
@@ -63,18 +95,18 @@ class Messages(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """What a rank and its links can do.
+    """The performance of a rank and its links.
 
     Args:
-        latency: seconds that a collective takes before its first byte.
-        hop: seconds more for each further rank of the group.
+        latency: seconds of a collective before its first byte.
+        hop: further seconds for each rank of the group.
         bandwidth: bytes per second that a rank receives.
         flops: floating-point operations per second.
         memory_bandwidth: bytes per second read or written by local ops.
-        kinds: collectives that differ, as measured; ``latency``, ``hop`` and ``bandwidth`` are of the others.
+        kinds: collectives that were measured by kind; ``latency``, ``hop`` and ``bandwidth`` apply to all others.
         attention: share of ``flops`` that attention reaches.
-        launch: seconds that a step takes for each of its kernels, beside their work.
-        messages: of collectives in messages between CPU ranks, for schedules; None where it was not measured.
+        launch: launch overhead in seconds per kernel.
+        messages: cost of collectives in messages between CPU ranks, for schedules; None if not measured.
     """
 
     latency: Time = 20e-6
@@ -103,11 +135,13 @@ class CostModel:
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
     def measured(self, kind: str) -> bool:
-        """Whether ``kind`` was measured by itself."""
+        """Return whether ``kind`` was measured by itself."""
         return kind in self._by_kind
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
-        """Seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks, each receiving ``wire_bytes`` in all."""
+        """Return the seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks; each rank receives
+        ``wire_bytes`` in total.
+        """
         if ranks == 1:
             return 0.0
         rows = self._by_kind.get(kind)
@@ -118,53 +152,57 @@ class CostModel:
         return messages * (row.latency + further) + wire_bytes / row.bandwidth
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Seconds of a collective over ``axes``, as `best_seconds` has them for so many ranks."""
+        """Return the seconds of a collective over ``axes``, by `best_seconds` for the size of its group."""
         return self.best_seconds(kind, prod([mesh.size(axis) for axis in axes]), wire_bytes)
 
     def best_seconds(self, kind: str, ranks: int, wire_bytes: float) -> float:
-        """Seconds of a collective of ``kind`` by its fastest algorithm; see `shardc.passes.algorithms`."""
+        """Return the seconds of a collective of ``kind`` by its fastest algorithm (`shardc.passes.algorithms`)."""
         native = self.seconds(kind, ranks, wire_bytes)
-        if ranks == 1 or not any(self.measured(one) for one in _EXCHANGEABLE):
+        if ranks == 1 or not any(map(self.measured, _EXCHANGEABLE)):
             return native
         if kind in ("reduce_scatter", "all_gather"):
             return min(native, self.exchanged_seconds(ranks, wire_bytes))
         if kind == "all_reduce":
-            halves = (self.best_seconds(one, ranks, wire_bytes / 2) for one in ("reduce_scatter", "all_gather"))
+            halves = (self.best_seconds(half, ranks, wire_bytes / 2) for half in ("reduce_scatter", "all_gather"))
             return min(native, sum(halves))
         return native
 
     def exchanged_seconds(self, ranks: int, wire_bytes: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather as an all-to-all, and of what each rank sums up, or copies."""
-        held = wire_bytes / max(ranks - 1, 1)  # of the result, or of what is gathered
-        local = self.compute_seconds(0, (ranks + 1) * held)
+        """Return the seconds of a reduce-scatter or all-gather as an all-to-all, with the local sum or copy."""
+        shard = wire_bytes / max(ranks - 1, 1)
+        local = self.compute_seconds(0, (ranks + 1) * shard)
         return self.seconds("all_to_all", ranks, wire_bytes) + local
 
     def least_seconds(self, wire_bytes: float) -> float:
-        """A lower bound of ``seconds`` for receiving ``wire_bytes`` by whatever collectives."""
+        """Return a lower bound of ``seconds`` for receiving ``wire_bytes`` by any collectives."""
         latency, bandwidth = self._best
         return latency + wire_bytes / bandwidth
 
     def compute_seconds(
         self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
     ) -> float:
-        """Seconds of a local op that does ``flops`` operations, in whatever dtype, and moves ``nbytes`` of memory."""
+        """Return the seconds of a local op with ``flops`` operations (in any dtype) that reads and writes ``nbytes`` in
+        total.
+        """
         rate = self.flops * self.attention if attention else self.flops
         return max(flops / rate, nbytes / self.memory_bandwidth)
 
     def copy_seconds(self, nbytes: float) -> float:
-        """Seconds of a local op that reads and writes ``nbytes`` and computes nothing."""
+        """Return the seconds of a local op that reads and writes ``nbytes`` in total, and computes nothing."""
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """(seconds before the first byte of a collective, bytes per second after it): of messages if ``direct``."""
-        if (sent := self.messages) is not None and direct:
-            return sent.latency + sent.call + sent.message, sent.bandwidth
+        """Return (seconds before the first byte, bytes per second after it) of a collective; of messages if
+        ``direct``.
+        """
+        if (messages := self.messages) is not None and direct:
+            return messages.latency + messages.call + messages.message, messages.bandwidth
         return self.latency, self.bandwidth
 
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Writes the numbers as JSON; makes the folder."""
+        """Write the numbers as JSON, and create the folder."""
         table = asdict(self) | {"kinds": [row._asdict() for row in self.kinds]}
         if self.messages is not None:
             table["messages"] = self.messages._asdict()
@@ -173,21 +211,21 @@ class CostModel:
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
-        """What `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            InputError: no such file, or one that is not a cost model.
+            InputError: the file does not exist, or is not a cost model.
         """
         fix = "write it with python -m shardc calibrate"
         try:
             table = json.loads(Path(path).read_text())
             if lacking := {"latency", "bandwidth", "flops", "memory_bandwidth"} - set(table):
                 raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
-            made: CostModel = checked(table, cls, "it", tables=True)
-            return made
+            model: CostModel = checked(table, cls, "it", tables=True)
+            return model
         except OSError as error:
             raise InputError(f"cost model {path} cannot be read: {error.strerror}", fix=fix) from error
         except (ValueError, TypeError, RecursionError) as error:
             names = ", ".join(field.name for field in fields(cls))
-            said = getattr(error, "what", error)
-            raise InputError(f"{path} is not a cost model ({names}): {said}", fix=fix) from error
+            reason = getattr(error, "what", error)
+            raise InputError(f"{path} is not a cost model ({names}): {reason}", fix=fix) from error

@@ -1,8 +1,10 @@
-"""Two layouts of one tensor brought to common terms: axis parts, and the places where each may stand.
+"""Translates two layouts of one tensor into common terms for the redistribution search: axis parts and their places.
 
-A *place* is an interval of strides of one dim: an axis part bound there splits the digit that lies
-between them. A layout is then one place (or none, or a pending reduction) for each axis part, a
-change of layout is a change of places, and the planner searches over tuples of small integers.
+A *place* is an interval of strides of one dim; an axis part bound there splits the digit between these strides. A
+layout is then one location per axis part: a place, whole (it splits nothing), or a partial reduction. A redistribution
+changes locations, and the search runs over tuples of small integers.
+
+Example: from ``[8@x, 4]`` to ``[8, 4@x]`` axis x moves from place (dim 0, strides 4 to 8) to (dim 1, strides 2 to 4).
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import REDUCE_OPS, Digit, Layout, canonical_partial
 from shardc.ir.mesh import Mesh, split_part
 
-WHOLE = 0  # the location of a part that splits nothing; places count from 1, reductions down from -1
+WHOLE = 0  # location of a part that splits nothing; places count up from 1, reductions down from -1
 
 
 class Place(NamedTuple):
-    """The digit of ``dim`` above ``low`` elements and below ``high``: of radix ``high // low``."""
+    """The digit of ``dim`` between the strides ``low`` and ``high``; its radix is ``high // low``."""
 
     dim: int
     low: int
@@ -30,14 +32,14 @@ class Place(NamedTuple):
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
-        """Whether both can be digits of one dim at once."""
+        """Return whether both can be digits of one dim at the same time."""
         if self.dim != other.dim:
             return True
         return self.low % other.high == 0 or other.low % self.high == 0
 
 
 def bound_places(layout: Layout) -> list[tuple[str, Place]]:
-    """(axis part, its place) of each bound digit of ``layout``."""
+    """Return (axis part, its place) of each split digit of ``layout``."""
     out = []
     for dim, digits in enumerate(layout.dims):
         low = 1
@@ -53,14 +55,13 @@ class Places:
     """The common terms of a source and a target layout.
 
     Args:
-        parts: the axis parts, each bound as one; those of the source and of the target may overlap
-            where the two cut an axis in ways that have no common refinement.
+        parts: the axis parts. Parts of the source and of the target may overlap, if the two layouts cut an axis in
+            ways that have no common refinement.
         sizes: ranks along each part.
-        places: every place that the search knows; location ``k + 1`` is ``places[k]``.
+        places: all places of the search; location ``k + 1`` is ``places[k]``.
         source, target: the location of each part.
-        parks: for each part the locations, other than its target, where it may stand for a while: those that
-            are in the way of no target first.
-        neutral: bit mask of the locations that are in the way of no target.
+        parks: per part the locations, other than its target, that it may have temporarily.
+        neutral: bit mask of the locations that block no target.
     """
 
     mesh: Mesh
@@ -78,7 +79,7 @@ class Places:
     """For each part the parts that share ranks with it, itself left out."""
 
     def layout(self, state: tuple[int, ...]) -> Layout:
-        """The layout in which each part is at its location in ``state``."""
+        """Return the layout in which each part is at its location in ``state``."""
         dims: list[list[tuple[Place, str]]] = [[] for _ in self.shape]
         partial = []
         for part, at in zip(self.parts, state, strict=True):
@@ -105,7 +106,7 @@ def _digits(size: int, bound: list[tuple[Place, str]]) -> list[Digit]:
 
 
 def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
-    """``parts`` in mesh order, neighbouring parts of one axis joined."""
+    """Return ``parts`` in mesh order; adjacent parts of one axis are joined."""
     return tuple(axis for axis, _ in canonical_partial(mesh, [(part, "") for part in parts]))
 
 
@@ -113,10 +114,10 @@ def join_axes(mesh: Mesh, parts: list[str]) -> tuple[str, ...]:
 
 
 def common_places(src: Layout, dst: Layout) -> Places:
-    """``src`` and ``dst`` in common terms.
+    """Translate ``src`` and ``dst`` into common terms.
 
     Raises:
-        LayoutError: different meshes or global shapes.
+        LayoutError: the meshes or global shapes differ.
     """
     if src.mesh != dst.mesh:
         raise LayoutError(f"cannot go from {src} on {src.mesh!r} to {dst} on {dst.mesh!r}", fix="use one mesh for both")
@@ -125,23 +126,23 @@ def common_places(src: Layout, dst: Layout) -> Places:
     mesh = src.mesh
     used = (*src.axes, *dst.axes)
     idle = [axis for axis in mesh.axes if mesh.size(axis) > 1 and not any(mesh.overlap(axis, a) for a in used)]
-    here, there = mesh.edges(src.axes), mesh.edges(dst.axes)
-    _cut_at_edges(src, dst, here, there)
-    source = _located(src, here)
-    target = _located(dst, there)
+    src_cuts, dst_cuts = mesh.edges(src.axes), mesh.edges(dst.axes)
+    _cut_at_edges(src, dst, src_cuts, dst_cuts)
+    source = _located(src, src_cuts)
+    target = _located(dst, dst_cuts)
     parts = tuple(sorted({*source, *target, *idle}, key=lambda part: (mesh.order(part), mesh.size(part))))
     sizes = tuple(mesh.size(part) for part in parts)
     places = [p for p in dict.fromkeys([*source.values(), *target.values()]) if isinstance(p, Place)]
     ends = [p for p in source.values() if isinstance(p, Place)], [p for p in target.values() if isinstance(p, Place)]
-    parked = [park for taken in (places, *ends) for park in _parks(src.shape, taken, sizes)]
+    parked = [park for occupied in (places, *ends) for park in _parks(src.shape, occupied, sizes)]
     places += [p for p in dict.fromkeys(parked) if p not in places]
     number: dict[Place | int, int] = {place: at + 1 for at, place in enumerate(places)}
     number |= {code: code for code in range(-len(REDUCE_OPS), 1)}
     start = tuple(number[source.get(part, WHOLE)] for part in parts)
     goal = tuple(number[target.get(part, WHOLE)] for part in parts)
     clashes = (0, *(sum(1 << (j + 1) for j, q in enumerate(places) if not p.fits(q)) for p in places))
-    wanted = sum(1 << at for at in set(goal) if at > WHOLE)
-    neutral = sum(1 << at for at, mask in enumerate(clashes) if at and not mask & wanted)
+    target_mask = sum(1 << at for at in set(goal) if at > WHOLE)
+    neutral = sum(1 << at for at, mask in enumerate(clashes) if at and not mask & target_mask)
     return Places(
         mesh=mesh,
         shape=src.shape,
@@ -164,12 +165,18 @@ def _is_chain(cuts: set[int]) -> bool:
     return all(upper % lower == 0 for lower, upper in pairwise(sorted(cuts)))
 
 
-def _cut_at_edges(src: Layout, dst: Layout, here: dict[str, set[int]], there: dict[str, set[int]]) -> None:
-    """Cuts the axes of each layout where the other cuts the same axis or has an edge inside its digit."""
-    shared = {name for name in here.keys() | there.keys() if _is_chain(here.get(name, set()) | there.get(name, set()))}
+def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
+    """Cut the axes of each layout where the other layout cuts the same axis, or has the edge of a digit inside its
+    digit.
+    """
+    shared = {
+        name
+        for name in src_cuts.keys() | dst_cuts.keys()
+        if _is_chain(src_cuts.get(name, set()) | dst_cuts.get(name, set()))
+    }
     for name in shared:
-        here[name] = there[name] = here.get(name, set()) | there.get(name, set())
-    edges = [_edges(src, here), _edges(dst, there)]
+        src_cuts[name] = dst_cuts[name] = src_cuts.get(name, set()) | dst_cuts.get(name, set())
+    edges = [_edges(src, src_cuts), _edges(dst, dst_cuts)]
     changed = True
     while changed:
         changed = False
@@ -182,15 +189,15 @@ def _cut_at_edges(src: Layout, dst: Layout, here: dict[str, set[int]], there: di
                     if not place.low < edge < place.high or edge % place.low or place.high % edge:
                         continue
                     cut = pre * (place.high // edge)
-                    if cut not in here[name] and _is_chain(here[name] | {cut}):
-                        here[name].add(cut)
+                    if cut not in src_cuts[name] and _is_chain(src_cuts[name] | {cut}):
+                        src_cuts[name].add(cut)
                         changed = True
         if changed:
-            edges = [_edges(src, here), _edges(dst, there)]
+            edges = [_edges(src, src_cuts), _edges(dst, dst_cuts)]
 
 
 def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
-    """For each dim the strides at which a digit begins or ends, once the axes are cut."""
+    """Return per dim the strides at which a digit begins or ends after the axes are cut."""
     out: list[set[int]] = [set() for _ in layout.dims]
     for place in _located(layout, cuts).values():
         if isinstance(place, Place):
@@ -199,7 +206,7 @@ def _edges(layout: Layout, cuts: dict[str, set[int]]) -> list[set[int]]:
 
 
 def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int]:
-    """Where each part of each used axis is: a place, or the code of a pending reduction."""
+    """Return the location of each part of each used axis: a place, or the code of a partial reduction."""
     mesh = layout.mesh
     out: dict[str, Place | int] = {}
     for axis, place in bound_places(layout):
@@ -215,13 +222,15 @@ def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int
 
 
 def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Places in digits that ``places`` leave local, at their major and minor ends, for each size of a part."""
+    """Return places in the digits that ``places`` leave local, at their major and minor ends, for each size of a
+    part.
+    """
     out = []
     for dim, size in enumerate(shape):
         edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})
-        taken = [p for p in places if p.dim == dim]
+        occupied = [p for p in places if p.dim == dim]
         for low, high in pairwise(edges):
-            if low and high % low == 0 and all(Place(dim, low, high).fits(p) for p in taken):
+            if low and high % low == 0 and all(Place(dim, low, high).fits(p) for p in occupied):
                 for radix in dict.fromkeys(sizes):
                     if (high // low) % radix == 0:
                         out += [Place(dim, high // radix, high), Place(dim, low, low * radix)]

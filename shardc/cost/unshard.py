@@ -1,4 +1,4 @@
-"""Selective unsharding: which parameters stay whole from forward to backward, where memory is left for it."""
+"""Selects parameters that stay unsharded from forward to backward, within a memory budget."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from math import inf, isinf
 
 from torch import Tensor, fx
 
-from shardc.cost.pricing import Pricing
-from shardc.cost.sequence import gathered_parameters
+from shardc.cost.model import Pricing
+from shardc.cost.step_sequence import gathered_parameters
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import collective_kind, group_of, wire_elements
@@ -17,96 +17,97 @@ from shardc.ir.tally import collective_kind, group_of, wire_elements
 
 @dataclass
 class Gathered:
-    """What it takes to gather a parameter again.
+    """The cost of gathering a parameter a second time, for backward.
 
     Args:
-        name: of the parameter.
-        seconds: that its collectives add to those of their buckets.
-        held: bytes of the gathered parameter, on each rank.
-        again: the place of the op of backward that uses it first; infinite where no gradient needs it.
+        name: name of the parameter.
+        seconds: time that its collectives add to those of their buckets.
+        size: bytes of the unsharded parameter.
+        first_use: position of the first backward op that uses it; infinite if no gradient needs it.
     """
 
     name: str
     seconds: float = 0.0
-    held: int = 0
-    again: float = inf
+    size: int = 0
+    first_use: float = inf
 
     @property
     def order(self) -> tuple[bool, float, float, str]:
-        """What saves most time for its bytes first; of equal ones what backward waits for first.
+        """Return the sort key: the most seconds saved per byte first; of equal ones the one that backward uses first.
 
-        That is what the forward used last: it is held for the shortest time, and its second gather would have the least
-        compute to hide behind.
+        The one that backward uses first is the one that forward used last: it stays unsharded for the shortest time,
+        and its second gather would have the least compute to overlap with.
         """
-        saved = float(f"{self.seconds / self.held:.6g}")  # of alike parameters the same
-        return isinf(self.again), -saved, self.again, self.name
+        saved = float(f"{self.seconds / self.size:.6g}")  # rounded, so that it is equal for equal parameters
+        return isinf(self.first_use), -saved, self.first_use, self.name
 
 
 def keep_within(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], budget: int, cost: Pricing, bucket: int
 ) -> dict[str, int]:
-    """``levels`` with 2 in the place of 3 for the parameters that save most time per byte, up to ``budget`` bytes.
+    """Return ``levels`` with 2 instead of 3 for the parameters that save the most time per byte, up to ``budget``
+    bytes.
 
     Args:
         graph: the localized joint graph.
         levels: reshard level of each parameter; those of level 3 are gathered again in backward.
-        budget: bytes on each rank for what stays whole; -1 for no limit.
-        bucket: bytes of the buckets in which collectives share a latency: -1 for all in one, 0 for none.
+        budget: bytes per rank for unsharded parameters; -1 for no limit.
+        bucket: bytes of a bucket, whose collectives share one latency; -1: all are in one bucket, 0: no buckets.
     """
     if not budget:
         return dict(levels)
     out, left = dict(levels), budget
-    for one in sorted(_gathered_again(graph, mesh, levels, cost, bucket), key=lambda one: one.order):
-        if budget < 0 or one.held <= left:
-            out[one.name] = 2
-            left -= one.held
+    for param in sorted(_gathered_again(graph, mesh, levels, cost, bucket), key=lambda param: param.order):
+        if budget < 0 or param.size <= left:
+            out[param.name] = 2
+            left -= param.size
     return out
 
 
 def _gathered_again(
     graph: fx.Graph, mesh: Mesh, levels: Mapping[str, int], cost: Pricing, bucket: int
 ) -> list[Gathered]:
-    """The parameters of level 3, but for empty ones and those of which the plan keeps a part."""
+    """Return the parameters of level 3, without empty ones and those of which the plan keeps a part."""
     whole = gathered_parameters(graph, {name: 3 for name, level in levels.items() if level == 3})
     made_of: dict[fx.Node, set[str]] = {}
-    found: dict[str, Gathered] = {}
+    by_name: dict[str, Gathered] = {}
     parts: set[str] = set()
     for at, node in enumerate(graph.nodes):
         if node in whole:
             for name in _parameters(node, made_of):
-                one, made = found.setdefault(name, Gathered(name)), node.meta["val"]
-                one.seconds += _seconds(node, mesh, cost, bucket)
-                if isinstance(made, Tensor):
-                    one.held = max(one.held, made.numel() * made.dtype.itemsize)
+                param, value = by_name.setdefault(name, Gathered(name)), node.meta["val"]
+                param.seconds += _seconds(node, mesh, cost, bucket)
+                if isinstance(value, Tensor):
+                    param.size = max(param.size, value.numel() * value.dtype.itemsize)
                 if ir.info(node).name.endswith(ir.KEPT):
                     parts.add(name)
         elif node.op == "call_function" and ir.info(node).origin.phase == "backward":
             for name in {name for read in node.all_input_nodes if read in whole for name in made_of[read]}:
-                found[name].again = min(found[name].again, at)
-    return [one for one in found.values() if one.held and one.name not in parts]
+                by_name[name].first_use = min(by_name[name].first_use, at)
+    return [param for param in by_name.values() if param.size and param.name not in parts]
 
 
-def _parameters(node: fx.Node, known: dict[fx.Node, set[str]]) -> set[str]:
-    """The parameters that ``node`` is made of."""
-    if node not in known:
+def _parameters(node: fx.Node, cache: dict[fx.Node, set[str]]) -> set[str]:
+    """Return the parameters from which ``node`` is computed; ``cache`` is filled."""
+    if node not in cache:
         if node.op == "placeholder":
             record = ir.info(node)
-            known[node] = {record.name} if record.role is not None and record.role.kind == "param" else set()
+            cache[node] = {record.name} if record.role is not None and record.role.kind == "param" else set()
         else:
-            known[node] = set().union(*(_parameters(read, known) for read in node.all_input_nodes))
-    return known[node]
+            cache[node] = set().union(*(_parameters(read, cache) for read in node.all_input_nodes))
+    return cache[node]
 
 
 def _seconds(node: fx.Node, mesh: Mesh, cost: Pricing, bucket: int) -> float:
-    """What a collective adds to its bucket; nothing where ``node`` is none."""
+    """Return the time that a collective adds to its bucket; 0 if ``node`` is not a collective."""
     kind = collective_kind(node)
     if kind is None:
         return 0.0
     axes, ranks = group_of(node, mesh)
-    sent = [x.meta["val"] for x in node.all_input_nodes]
-    wire = sum(wire_elements(kind, ranks, x.numel()) * x.dtype.itemsize for x in sent)
+    operands = [x.meta["val"] for x in node.all_input_nodes]
+    wire = sum(wire_elements(kind, ranks, x.numel()) * x.dtype.itemsize for x in operands)
     if not bucket:
         return cost.collective_seconds(kind, mesh, axes, wire)
     others = bucket if bucket > 0 else wire
-    together = cost.collective_seconds(kind, mesh, axes, others + wire)
-    return together - cost.collective_seconds(kind, mesh, axes, others)
+    combined = cost.collective_seconds(kind, mesh, axes, others + wire)
+    return combined - cost.collective_seconds(kind, mesh, axes, others)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from shardc.cost.hardware import CPU, calibrated
-from shardc.cost.model import CostModel
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import CostModel, Pricing
 from shardc.cost.unshard import keep_within
 from shardc.passes.absent import Absent as Absent
 from shardc.passes.algorithms import Algorithms

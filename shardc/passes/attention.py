@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import attention
 from shardc.ir import graph as ir

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from shardc.cost import redistribute
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 from torch.fx.node import Argument
 
-from shardc.cost.model import CostModel
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import CostModel, Pricing
 from shardc.cost.redistribute import Step, steps
 from shardc.ir import ops
 from shardc.ir.graph import KEY, Info, NameScope, info, layout, set_info, value

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import fx, nn
 
+from shardc.cost.fused_kernels import flops_of
 from shardc.cost.hardware import Hardware
-from shardc.cost.kernels import flops_of
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.mesh import Mesh

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from shardc.cost.kernels import is_dense
+from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.graph import Value, output_node

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from shardc.cost.again import CHOICES
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import CostModel
+from shardc.cost.recompute import CHOICES
 from shardc.passes.pipeline import Hook, Pipeline
 from shardc.plan.value import Plan
 from shardc.validate import Bytes, Range, check_fields

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from shardc._compat import LazyGraphModule
-from shardc.cost.again import runs_again
-from shardc.cost.sequence import is_coordinate
+from shardc.cost.recompute import runs_again
+from shardc.cost.step_sequence import is_coordinate
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
 from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
@@ -46,7 +46,7 @@ class Partition:
         levels: gives, for the joint graph, the reshard level of each parameter that is gathered.
         split: cuts a joint graph after so many forward outputs.
         recompute, save: mark a node for the cut.
-        collectives: of checkpoint regions; see `shardc.cost.again`.
+        collectives: of checkpoint regions; see `shardc.cost.recompute`.
     """
 
     levels: Callable[[fx.Graph], Mapping[str, int]]

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import fx
 
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.deferred import NOTHING, Deferred

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from shardc.cost.kernels import is_dense
+from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir.order import places, reorder
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shardc.cost import redistribute
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import NameScope

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from shardc.cost.sequence import ALIASED, aliased
+from shardc.cost.step_sequence import ALIASED, aliased
 from shardc.ir import graph as ir
 from shardc.ir.graph import Info, Origin, Role
 from shardc.ir.repeat import Repeat

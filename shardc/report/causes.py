@@ -10,7 +10,7 @@ from operator import getitem
 
 from torch import fx
 
-from shardc.cost.sequence import MOVE, START, WAIT, Sequence, of_halves
+from shardc.cost.step_sequence import MOVE, START, WAIT, Sequence, of_halves
 from shardc.ir import graph as ir
 from shardc.ir import tally
 from shardc.ir.executable import Executable

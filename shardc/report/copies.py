@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.kernels import tensor_bytes
-from shardc.cost.sequence import aliased
+from shardc.cost.fused_kernels import tensor_bytes
+from shardc.cost.step_sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring
 from shardc.ir.mesh import Mesh

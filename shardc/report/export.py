@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from shardc.cost.sequence import MOVE, WAIT, Sequence
+from shardc.cost.step_sequence import MOVE, WAIT, Sequence
 from shardc.report.memory import OWNERS
 from shardc.report.prediction import Collective, Prediction, Total, grouped
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardc.cost.kernels import Buffer, Kernel, is_inner
-from shardc.cost.sequence import INPUT, START, Sequence
+from shardc.cost.fused_kernels import Buffer, Kernel, is_inner
+from shardc.cost.step_sequence import INPUT, START, Sequence
 from shardc.ir import graph as ir
 
 OWNERS = ("parameters", "optimizer", "inputs", "gradients", "activations", "gathered", "communication", "temporaries")
@@ -89,7 +89,7 @@ def memory_of(
     for at, op in enumerate(step.ops):
         placed = step.placed.get(at, ())
         for number, buffer in enumerate(outputs[at]):
-            if buffer is None or buffer.made != at or not buffer.size or number in placed:
+            if buffer is None or buffer.allocated != at or not buffer.size or number in placed:
                 continue
             value = ir.info(op.node).value
             if isinstance(value, ir.Value) and value.host:
@@ -125,7 +125,7 @@ def _owner(gathered: bool, grad: bool, communicated: bool, buffer: Buffer, turn:
         return "gathered"
     if grad:
         return "gradients"
-    if buffer.made < turn <= buffer.last:
+    if buffer.allocated < turn <= buffer.last:
         return "activations"
     return "communication" if communicated else "temporaries"
 

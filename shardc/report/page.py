@@ -9,7 +9,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from shardc.cost.sequence import Sequence
+from shardc.cost.step_sequence import Sequence
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
 from shardc.report.causes import NEEDED_BY

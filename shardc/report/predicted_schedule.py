@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from shardc.cost.fused_kernels import Kernel, buffers, kernels
 from shardc.cost.hardware import Hardware, Price, price, route
-from shardc.cost.kernels import Kernel, buffers, kernels
-from shardc.cost.sequence import START, Sequence
+from shardc.cost.step_sequence import START, Sequence
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import tally

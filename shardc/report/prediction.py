@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from shardc.cost.fused_kernels import Kernel
 from shardc.cost.hardware import Hardware
-from shardc.cost.kernels import Kernel
-from shardc.cost.sequence import Sequence
+from shardc.cost.step_sequence import Sequence
 from shardc.ir.mesh import Mesh
 from shardc.report.causes import Cause
 from shardc.report.memory import Memory

@@ -8,7 +8,7 @@ from math import prod
 
 from torch import fx
 
-from shardc.cost.kernels import flops_of
+from shardc.cost.fused_kernels import flops_of
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir import ops

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardc.cost.kernels import Kernel
-from shardc.cost.sequence import INPUT, START, WAIT, Sequence
+from shardc.cost.fused_kernels import Kernel
+from shardc.cost.step_sequence import INPUT, START, WAIT, Sequence
 
 ORDERS = ("graph", "earliest")
 

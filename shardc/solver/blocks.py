@@ -7,8 +7,8 @@ from collections.abc import Collection
 import numpy as np
 
 from shardc.solver.clock import Clock
+from shardc.solver.cost_graph import Graph, recover
 from shardc.solver.eliminate import eliminate, plan_order
-from shardc.solver.graph import Graph, recover
 
 # The largest table that the elimination of a block may make.
 TABLE = 50_000

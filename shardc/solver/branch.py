@@ -1,4 +1,4 @@
-"""The search for the least labelling of a graph: tighten it, and split what stays open in two."""
+"""Branch and bound: tighten the bound of a graph, and split in two what stays open."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ import numpy as np
 
 from shardc.solver.blocks import improve_blocks
 from shardc.solver.clock import Clock
+from shardc.solver.cost_graph import Graph, recover
 from shardc.solver.eliminate import eliminate, plan_order
 from shardc.solver.energy import Infeasible
-from shardc.solver.graph import Graph, recover
 from shardc.solver.messages import Messages
 from shardc.solver.reduce import reduce
 from shardc.solver.rounding import cost, descend, round_messages
 
 # Pairs of sweeps between two attempts to drop labels.
 BATCH = 8
-# Labels are dropped when they are this part of all, or when nothing else helps: sweeps have to start anew then.
+# Labels are dropped if they are at least this share of all, or if nothing else helps: sweeps then start anew.
 WORTHWHILE = 0.2
-# Of a graph with more entries in its tables than this, many pairs share tables: dropping labels makes each its own.
+# In a graph with more table entries than this many pairs share tables; dropping labels gives each pair its own table.
 LARGE, WORTHWHILE_LARGE = 10_000_000, 0.5
-# A batch that closes less than this part of the gap has stalled: before the first split, and after it.
+# A batch that closes less than this share of the gap has stalled: before the first split, and after it.
 STALLED_WHOLE, STALLED_PART = 0.002, 0.02
-# So many batches may fail to give a labelling of finite cost.
+# Batches that may fail to give a labelling of finite cost.
 HOPEFUL = 5
 # Components are solved one by one down to this depth, and as one graph below it.
 DEEPEST = 50
-# A gap of this part of the value is closed.
+# A gap of at most this share of the value counts as closed.
 CLOSED = 1e-11
 
 
 @dataclass
 class Effort:
-    """What all searches of one solve have used.
+    """The work that all searches of one `solve` have done.
 
     Attributes:
-        clock: the time.
-        table: the entries that a table of an elimination may have.
-        iterations: pairs of sweeps.
-        branches: graphs that were split in two.
-        depth: how many searches have begun and not ended.
+        clock: the budget of work and time.
+        table: largest number of entries of an elimination's table.
+        iterations: pairs of sweeps done.
+        branches: graphs split in two.
+        depth: nested searches in progress.
     """
 
     clock: Clock
@@ -55,7 +55,7 @@ class Effort:
 def search(graph: Graph, effort: Effort, ceiling: float = math.inf) -> tuple[dict[int, int] | None, float, float]:
     """Return the labels of all variables of a reduced graph and of its trail, their cost, and a lower bound.
 
-    The labels are None and the cost is ``ceiling`` where none cost less, or where the time did not suffice.
+    The labels are None and the cost is ``ceiling`` if no labels cost less, or if the work did not suffice.
     """
     if len(parts := graph.components()) < 2:
         return Search(effort, ceiling).run(graph)
@@ -88,7 +88,7 @@ class Search:
         self.has_split = False
 
     def run(self, graph: Graph) -> tuple[dict[int, int] | None, float, float]:
-        """See `search`."""
+        """Search the graph; returns what the function `search` returns."""
         bounds = [math.inf]  # of the graphs that are done with
         open_graphs = [(-math.inf, graph)]
         while open_graphs:

@@ -1,4 +1,4 @@
-"""The work and the time that are left, and where the time went."""
+"""The budget of work and time of a solve, and the time spent by stage."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Counts work, which is the same on every machine, and the seconds since it was made.
+    """Counts work, which is the same on every machine, and the seconds since its creation.
 
     Attributes:
-        spent: entries of tables that were gone through.
+        spent: entries of tables that were visited.
         seconds: seconds spent, by stage.
     """
 
@@ -22,11 +22,11 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     def spend(self, entries: int) -> None:
-        """Count entries of tables that are gone through."""
+        """Count entries of tables that are visited."""
         self.spent += entries
 
     def over(self) -> bool:
-        """Return whether a limit has passed."""
+        """Return whether the work or the time is used up."""
         return self.spent > self.work or time.perf_counter() - self.started > self.limit
 
     @contextmanager

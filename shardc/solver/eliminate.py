@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardc.solver.clock import Clock
+from shardc.solver.cost_graph import Graph
 from shardc.solver.energy import Infeasible
-from shardc.solver.graph import Graph
 from shardc.solver.pair import PairCosts
 
-# What all tables together may have to add up, and may keep, in units of the largest table that is allowed.
+# Limits of the entries that all tables together add up, and that they store, in units of the largest allowed table.
 WORK, KEPT = 10, 2
 # Entries of a table that are added up at once.
 CHUNK = 1 << 20
@@ -41,14 +41,14 @@ def plan_order(graph: Graph, table: int) -> Order | None:
     current = {i: entries(i) for i in near}
     heap = [(count, i) for i, count in current.items()]
     heapq.heapify(heap)
-    order, total, kept = [], 0, 0
+    order, total, stored = [], 0, 0
     while heap:
         count, i = heapq.heappop(heap)
         if i not in near or current[i] != count:
             continue
         total += count
-        kept += count // sizes[i]
-        if count > table or total > WORK * table or kept > KEPT * table:
+        stored += count // sizes[i]
+        if count > table or total > WORK * table or stored > KEPT * table:
             return None
         order.append(i)
         around = near.pop(i)

@@ -59,5 +59,5 @@ def _check_costs(costs: np.ndarray, owner: str) -> None:
 
 def evaluate(energy: Energy, labels: Sequence[int]) -> float:
     """Return the cost of a labelling: one label index for each variable."""
-    own = sum(float(costs[x]) for costs, x in zip(energy.unary, labels, strict=True))
-    return own + sum(float(costs[labels[i], labels[j]]) for i, j, costs in energy.pairs)
+    unary = sum(float(costs[x]) for costs, x in zip(energy.unary, labels, strict=True))
+    return unary + sum(float(costs[labels[i], labels[j]]) for i, j, costs in energy.pairs)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardc.solver.graph import Graph
+from shardc.solver.cost_graph import Graph
 from shardc.solver.pair import PairCosts
 
 # Entries of costs that are gone through at once: what a core's cache holds.
@@ -164,21 +164,21 @@ class Messages:
                 send.run()
         return passed
 
-    def absorb(self, graph: Graph, kept: Mapping[int, np.ndarray]) -> list[int]:
+    def absorb(self, graph: Graph, masks: Mapping[int, np.ndarray]) -> list[int]:
         """Move what the messages say into the costs of the graph: no labelling costs more or less than before.
 
         Args:
             graph: the one of these messages, changed in place.
-            kept: for each variable, True for the labels that are to be left.
+            masks: for each variable, True for the labels that are to be left.
 
         Returns:
             the variables that lost labels.
         """
         for node in self.nodes:
             node.sends, node.rows = ([], []), []  # no tables are held beside those of the graph
-        changed = graph.keep(kept)
+        changed = graph.keep(masks)
         row = {(node.variable, j): r for node in self.nodes for r, j in enumerate(sorted(graph.near[node.variable]))}
-        inbox = {node.variable: node.inbox[:, kept[node.variable]] for node in self.nodes}
+        inbox = {node.variable: node.inbox[:, masks[node.variable]] for node in self.nodes}
         for i in self.order:
             graph.unary[i] = graph.unary[i] + inbox[i].sum(axis=0)
         for i, j, pair in graph.edges():  # all labels of a class get the same message

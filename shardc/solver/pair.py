@@ -45,17 +45,17 @@ class PairCosts:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """How many labels both variables have."""
+        """Return the number of labels of both variables."""
         return len(self.rows), len(self.columns)
 
     @property
     def size(self) -> int:
-        """How many costs are kept."""
+        """Return the number of costs that are stored."""
         return int(self.costs.size)
 
     @property
     def transposed(self) -> PairCosts:
-        """The same costs, the second variable first."""
+        """Return the same costs with the second variable first."""
         return PairCosts(self.costs.T, self.columns, self.rows)
 
     def __getitem__(self, labels: tuple[int, int]) -> float:
@@ -99,9 +99,9 @@ def least_of_classes(classes: np.ndarray, costs: np.ndarray) -> np.ndarray:
     return out
 
 
-def _joint(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return a number for each label that only labels of the same two classes share."""
-    joint: np.ndarray = one * (int(other.max()) + 1) + other
+def _joint(classes: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return for each label a number that identifies its pair of classes."""
+    joint: np.ndarray = classes * (int(other.max()) + 1) + other
     return joint
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from shardc.solver.cost_graph import Graph
 from shardc.solver.energy import Infeasible
-from shardc.solver.graph import Graph
 from shardc.solver.pair import PairCosts, least_of_classes
 
 # Entries of tables that are worked on at once: what a core's cache holds.
@@ -111,27 +111,29 @@ def _separate(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
-    """Drop label x where a label y costs no more, whatever the neighbours' labels are (Goldstein 1994).
+    """Drop label x if a label y never costs more, whatever the neighbours' labels are (Goldstein 1994).
 
-    Of labels that cost the same everywhere the lowest one stays. Not all such labels are found (see `_candidates`).
+    Of labels with equal costs everywhere the lowest one stays. Some such labels may be missed (see `_candidates`).
     """
     masks = {}
-    alike: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
+    mask_of: dict[tuple[bytes, tuple[int, ...]], np.ndarray | None] = {}
     for i in sorted(variables):
         costs, tables = graph.unary[i], list(graph.near[i].values())
         if len(costs) > MANY:
             continue
         key = (costs.tobytes(), tuple(map(id, tables)))
-        if key not in alike:
+        if key not in mask_of:
             better, worse = _dominations(costs, tables)
-            alike[key] = _without(len(costs), better, worse) if len(worse) else None
-        if (mask := alike[key]) is not None:
+            mask_of[key] = _without(len(costs), better, worse) if len(worse) else None
+        if (mask := mask_of[key]) is not None:
             masks[i] = mask
     return graph.keep(masks)
 
 
 def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return which labels are left if each goes that is worse than one that is left, the last label first."""
+    """Return the mask of labels that stay if each label is dropped that is worse than one that stays, from the last
+    label on.
+    """
     mask = np.ones(labels, dtype=bool)
     order = np.argsort(worse, kind="stable")
     better, worse = better[order], worse[order]
@@ -142,16 +144,16 @@ def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
 
 
 def _dominations(costs: np.ndarray, tables: list[PairCosts]) -> tuple[np.ndarray, np.ndarray]:
-    """Return labels y and x, where y never costs more than x."""
+    """Return labels y and x such that y never costs more than x."""
     cheapest = [table.costs.argmin(axis=1) for table in tables]
-    found = []
+    pairs = []
     for better, worse in _candidates(costs, tables, cheapest):
         excess = costs[better] - costs[worse]  # of y over x; not more than it is at worst
         for table, least in zip(tables, cheapest, strict=True):
             excess += _excess(table, least, better, worse)
         hold = excess <= 0
-        found.append((better[hold], worse[hold], excess[hold]))
-    better, worse, at_worst = map(np.concatenate, zip(*found, strict=True))
+        pairs.append((better[hold], worse[hold], excess[hold]))
+    better, worse, at_worst = map(np.concatenate, zip(*pairs, strict=True))
     for table, least in zip(tables, cheapest, strict=True):
         if not len(better):
             break
@@ -265,10 +267,10 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
     else:
         (a, to_a), (b, to_b) = near.items()
         existing = graph.near[a].get(b)
-        made = to_a.costs.shape[1] * to_b.costs.shape[1]
+        size = to_a.costs.shape[1] * to_b.costs.shape[1]
         if existing is not None:
-            made = existing.sum_size(to_a.columns, to_b.columns)
-        if made > to_a.size + to_b.size + (0 if existing is None else existing.size):
+            size = existing.sum_size(to_a.columns, to_b.columns)
+        if size > to_a.size + to_b.size + (0 if existing is None else existing.size):
             return False
         key = (id(to_a), id(to_b), costs.tobytes())
         if key not in products:
@@ -285,16 +287,16 @@ def _eliminate(graph: Graph, i: int, products: dict[tuple, tuple]) -> bool:
 def _through(costs: np.ndarray, to_a: PairCosts, to_b: PairCosts) -> tuple[PairCosts, int | None]:
     """Return the least costs of two neighbours of a variable, over its labels, and which neighbour decides its label.
 
-    That is 0 or 1 where the label of one neighbour alone leaves the variable one class of labels, else None.
+    That neighbour is 0 or 1 if its label alone leaves the variable one class of labels, else None.
     """
     both, classes = np.unique(to_a.rows * len(to_b.costs) + to_b.rows, return_inverse=True)
     of_a, of_b = np.divmod(both, len(to_b.costs))
     left, right = least_of_classes(classes, costs)[:, None] + to_a.costs[of_a], to_b.costs[of_b]
-    for one, other, turned in ((left, right, False), (right, left, True)):
-        finite = np.isfinite(one)
+    for decider, other, turned in ((left, right, False), (right, left, True)):
+        finite = np.isfinite(decider)
         if (finite.sum(axis=0) == 1).all():  # each label of the neighbour leaves one choice
             only = finite.argmax(axis=0)
-            product = one[only, np.arange(len(only))][:, None] + other[only]
+            product = decider[only, np.arange(len(only))][:, None] + other[only]
             return PairCosts(product.T if turned else product, to_a.columns, to_b.columns), int(turned)
     return PairCosts(min_product(left, right), to_a.columns, to_b.columns), None
 

@@ -1,4 +1,4 @@
-"""Labellings from messages, and cheap ways to make them better. Any labelling gives an upper bound."""
+"""Labellings from messages, and local search to improve them. The cost of any labelling is an upper bound."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from shardc.solver.graph import Graph
+from shardc.solver.cost_graph import Graph
 from shardc.solver.messages import Messages
 
 Labelling = dict[int, int]
@@ -14,13 +14,15 @@ Labelling = dict[int, int]
 
 
 def cost(graph: Graph, chosen: Labelling) -> float:
-    """Return what a labelling of a graph costs, what is decided already included."""
+    """Return the cost of a labelling of a graph, including what is already decided."""
     total = graph.constant + sum(float(costs[chosen[i]]) for i, costs in graph.unary.items())
     return total + sum(table[chosen[i], chosen[j]] for i, j, table in graph.edges())
 
 
 def round_messages(messages: Messages, forward: bool) -> Labelling:
-    """Choose label by label along the order: the costs with those chosen already, the messages of those to come."""
+    """Choose labels in order: each by its costs with the labels chosen before and the messages of the variables to
+    come.
+    """
     chosen: list[int] = [0] * len(messages.nodes)
     places = range(len(messages.nodes))
     for p in places if forward else reversed(places):
@@ -33,7 +35,7 @@ def round_messages(messages: Messages, forward: bool) -> Labelling:
 
 
 def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
-    """Change one label at a time while that lowers the cost, or how many costs are inf."""
+    """Change one label at a time while that lowers the cost, or the number of infinite costs."""
     chosen = dict(chosen)
     stale = set(graph.unary)
     for _ in range(rounds):
@@ -50,7 +52,9 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
 
 
 def _least(parts: list[np.ndarray]) -> int:
-    """Return the position of the least sum; where all are inf, of the least among those with the fewest inf."""
+    """Return the position of the least sum; if all are inf, of the least one among those with the fewest infinite
+    parts.
+    """
     total = sum(parts[1:], parts[0])
     best = int(np.argmin(total))
     if total[best] < math.inf:

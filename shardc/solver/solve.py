@@ -1,4 +1,4 @@
-"""The pipeline of the solver, and what it returns."""
+"""`solve`: the pipeline of the solver, and its result."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 from shardc.solver.branch import CLOSED, Effort, search
 from shardc.solver.clock import Clock
+from shardc.solver.cost_graph import Graph
 from shardc.solver.energy import Energy, Infeasible, evaluate
-from shardc.solver.graph import Graph
 from shardc.solver.reduce import reduce
 
-# Entries of tables; a core goes through some 8e8 in a second.
+# Entries of tables; a core visits about 8e8 per second.
 WORK = 1e11
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A labelling, and how far from the least one it can be.
+    """A labelling, with a lower bound of the least cost.
 
     Attributes:
         labels: a label index for each variable.
-        value: what they cost; inf if no labelling of finite cost was found in time.
-        bound: no labelling costs less, to within rounding. Equal to the value if the time sufficed.
-        variables: how many the energy has.
-        left: how many were left when every simple rule had been applied.
+        value: their cost; inf if no labelling of finite cost was found in time.
+        bound: lower bound of every labelling's cost, up to rounding. Equal to the value if the work sufficed.
+        variables: number of variables of the energy.
+        left: number of variables left after `reduce`.
         iterations: pairs of sweeps of message passing.
         branches: graphs that were split in two.
         seconds: where the time went, by stage. The only field that differs between runs.
@@ -42,7 +42,7 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """By how much a better labelling can be cheaper, as a part of the value."""
+        """Return how much cheaper a better labelling can be, as a share of the value."""
         if math.isinf(self.value):
             return math.inf
         return (self.value - self.bound) / max(abs(self.value), sys.float_info.min)
@@ -52,16 +52,16 @@ def solve(
     energy: Energy, *, work: float = WORK, table: int = 20_000_000, seconds: float = math.inf,
     ceiling: float = math.inf,
 ) -> Solution:  # fmt: skip
-    """Return a labelling of least cost, or the best one found with so much work, with a bound.
+    """Return a labelling of least cost, or the best one found within the limit of work, with a bound.
 
     The result is the same on every machine, unless `seconds` is given.
 
     Args:
         energy: the costs.
-        work: how many entries of tables are gone through before the best labelling so far is returned.
-        table: the largest table, in entries of 8 bytes, that dynamic programming may make.
-        seconds: a limit of time, for who needs an answer by then.
-        ceiling: only labellings that cost less are of interest, which cuts the work short where there is none.
+        work: limit of table entries to visit, after which the best labelling so far is returned.
+        table: the largest table, in entries of 8 bytes, that dynamic programming may create.
+        seconds: limit of time.
+        ceiling: only labellings that cost less are searched, which ends the search early if there is none.
 
     Raises:
         Infeasible: every labelling costs inf, or ``ceiling`` and more.

@@ -11,8 +11,7 @@ import torch
 
 from shardc.cost import hardware
 from shardc.cost.hardware import H100, Hardware, calibrated, price, route
-from shardc.cost.model import CostModel, Measured, Messages
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import CostModel, Measured, Messages, Pricing
 from shardc.cost.redistribute import seconds, steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh

@@ -16,7 +16,7 @@ from math import prod
 import torch
 from torch import fx
 
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.cost.redistribute import step_seconds
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout, strides

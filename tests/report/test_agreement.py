@@ -12,8 +12,8 @@ from torch import fx
 
 import shardc
 from examples.models import llama
+from shardc.cost.fused_kernels import is_dense
 from shardc.cost.hardware import H100, Hardware, calibrated
-from shardc.cost.kernels import is_dense
 from shardc.cost.model import CostModel, Messages
 from shardc.cost.redistribute import LOCAL, Step, steps
 from shardc.ir import graph as ir

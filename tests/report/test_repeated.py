@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import shardc
 from examples.models import convnet, gpt2, llama
-from shardc.cost.kernels import flops_of, is_dense
+from shardc.cost.fused_kernels import flops_of, is_dense
 from shardc.ir import graph as ir
 from shardc.ir.mesh import Mesh
 from shardc.program import Program

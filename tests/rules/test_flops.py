@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardc
-from shardc.cost.kernels import flops_of
+from shardc.cost.fused_kernels import flops_of
 from shardc.ir.flops import is_dense
 from shardc.passes.calls import call_of
 from shardc.rules import RULES, spec_of

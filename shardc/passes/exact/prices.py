@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.cost.redistribute import step_seconds
 from shardc.ir.layout import REDUCE_OPS, Digits, Layout, refine, strides
 from shardc.ir.mesh import Mesh, split_part

@@ -15,7 +15,7 @@ from itertools import combinations
 import numpy as np
 from torch import fx
 
-from shardc.cost.pricing import Pricing
+from shardc.cost.model import Pricing
 from shardc.ir.layout import Layout
 from shardc.passes.calls import call_of
 from shardc.passes.choose import Work, shares, with_sending

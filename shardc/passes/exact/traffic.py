@@ -1,7 +1,7 @@
 """Traffic: which of an op's operands it reads from memory and which results it writes, as kernels fuse.
 
-A run of ops between matrix products counts as one kernel, as in `shardc.cost.kernels`: it reads what it does not make
-and writes what others read. Views do no work.
+A run of ops between matrix products counts as one kernel, as in `shardc.cost.fused_kernels`: it reads what it does not
+make and writes what others read. Views do no work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from operator import getitem
 
 from torch import fx
 
-from shardc.cost.kernels import is_dense
+from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.passes.calls import operands_of

@@ -1,10 +1,10 @@
-"""The ops of one training step in the order in which a rank runs them.
+"""The ops of one training step in the order in which a rank runs them, from the graphs that run or from the joint
+graph.
 
-Read from the forward and backward graphs that run, or from the localized joint graph that they are cut from, which
-needs no cut: its forward ops, then its backward ops, with the gathers of level-3 parameters and checkpoint regions run
-again before their first use in backward, as ``partition`` has them. The cut also computes cheap ops again; in the joint
-graph their results are saved instead, so that its saved activations are an upper bound, and nothing is bucketed or
-moved yet.
+`of_halves` reads the forward and backward graphs that run. `of_joint` reads the localized joint graph, before it is
+partitioned: forward ops, then backward ops, with gathers of level-3 parameters and checkpointed regions repeated before
+their first use in backward. It differs from what runs: partitioning also recomputes cheap ops, so that here the saved
+activations are an upper bound, and collectives are neither bucketed nor reordered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.again import runs_again
+from shardc.cost.recompute import runs_again
 from shardc.ir import comm, tally
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
@@ -30,9 +30,9 @@ from shardc.ir.host import move_kind
 aten = torch.ops.aten
 
 INPUT, MOVE, START, WAIT, COMPUTE = "input", "move", "start", "wait", "compute"
-# On nodes whose example values do not tell: which of its inputs' memory a node's tensor is, -1 for none of them.
+# Meta key of nodes whose example values do not show aliasing: index of the input whose memory is shared; -1 for none.
 ALIASED = "shardc_aliased"
-# Ops that may copy, yet only move or cast what they read: they stand between a parameter and its uses.
+# Ops that may copy, but only move or cast their input: they occur between a parameter and its uses.
 _COPIES = {
     aten.clone.default, aten._to_copy.default, aten.index_select.default, aten.constant_pad_nd.default,
     aten.cat.default, aten.reshape.default,
@@ -41,15 +41,15 @@ _COPIES = {
 
 @dataclass(frozen=True)
 class Op:
-    """One run of a node.
+    """One execution of a node.
 
     Args:
-        node: what runs.
-        kind: INPUT (placeholders and constants), MOVE (a view: no work), START (of a collective, or of a copy between
-            host and device), WAIT or COMPUTE.
+        node: the node.
+        kind: INPUT (placeholders and constants), MOVE (a view: no work), START (of a collective or a host copy), WAIT
+            or COMPUTE.
         phase: "forward" or "backward".
-        reads: positions in the sequence of the ops whose values it reads.
-        gathered: it makes a whole parameter of its shards.
+        reads: positions of the ops whose values it reads.
+        gathered: its result is an unsharded parameter.
     """
 
     node: fx.Node
@@ -61,13 +61,13 @@ class Op:
 
 @dataclass(frozen=True)
 class Sequence:
-    """A step.
+    """The ops of a step.
 
     Args:
         ops: in order, inputs first.
         outputs: (role, position) of each output that is a tensor of the graph.
-        arena: bytes that are allocated once for the results of collectives.
-        placed: the positions of the collectives whose results lie there, with which of them do.
+        arena: bytes allocated once for results of collectives.
+        placed: position of a collective -> the indices of its results that are in the arena.
     """
 
     ops: tuple[Op, ...]
@@ -77,18 +77,18 @@ class Sequence:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Positions of the collectives, and of the copies between host and device."""
+        """Return the positions of collectives and host copies."""
         return tuple(at for at, op in enumerate(self.ops) if op.kind == START)
 
 
 @uncollected()
 def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "auto") -> Sequence:
-    """The step that a localized joint graph makes.
+    """Return the step of a localized joint graph.
 
     Args:
-        graph: local shapes, forward and backward, ``meta["val"]`` on every node.
-        levels: reshard level of each parameter that is gathered; 3 is gathered again in backward.
-        collectives: what becomes of those in checkpoint regions; see `shardc.cost.again`.
+        graph: has local shapes, forward and backward, and ``meta["val"]`` on every node.
+        levels: reshard level of each gathered parameter; those of level 3 are gathered again in backward.
+        collectives: which collectives of checkpointed regions are repeated (`shardc.cost.recompute`).
     """
     builder = _Builder(gathered_parameters(graph, levels))
     later: list[fx.Node] = []
@@ -97,8 +97,8 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
         if node.op in ("placeholder", "get_attr"):
             builder.add(node, FORWARD)
         elif node.op == "call_function":
-            first, again, _ = ir.info(node).name.partition(ir.REGATHERED)
-            if again and first in named:  # forward reads what it gathered first
+            first, regathered, _ = ir.info(node).name.partition(ir.REGATHERED)
+            if regathered and first in named:  # forward reads its first gather
                 builder.at[node] = builder.at[named[first]]
             elif ir.info(node).origin.phase == FORWARD:
                 builder.add(node, FORWARD)
@@ -113,17 +113,17 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
 
 @uncollected()
 def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
-    """The step that halves make which were cut from one joint graph: a forward and its backward, or an inference.
+    """Return the step of graphs that were cut from one joint graph: a forward and its backward, or an inference graph.
 
     Args:
-        halves: in order; placeholders of the second are named as what the first saves for it.
-        levels: of each parameter that is gathered.
+        halves: in order; placeholders of the backward have the names of the values that the forward saves.
+        levels: reshard level of each gathered parameter.
     """
     builder, plans = _Builder({}), {}
     outputs: tuple[tuple[Role, int], ...] = ()
     for half, phase in zip(halves, (FORWARD, BACKWARD), strict=False):
-        given = [node for node in ir.placeholders(half.graph) if node.name in builder.names]
-        builder.at = {node: builder.names[node.name] for node in given}
+        saved = [node for node in ir.placeholders(half.graph) if node.name in builder.names]
+        builder.at = {node: builder.names[node.name] for node in saved}
         builder.gathered = gathered_parameters(half.graph, levels)
         for node in half.graph.nodes:
             if node.op != "output" and node not in builder.at:
@@ -136,13 +136,13 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
 
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
-    """Which results of a collective lie in the arena."""
+    """Return the indices of a collective's results that are in the arena."""
     slots: Any = tally.arguments_of(start.node).get("slots") or ()
     return tuple(k for k, slot in enumerate(slots) if plan.slots and plan.slots[slot].region != OUTSIDE)
 
 
 class _Builder:
-    """Ops as they are added; ``at`` says where each node's value stands, ``names`` the same by name."""
+    """Collects the ops of a step; ``at`` maps each node to its position, ``names`` its name."""
 
     def __init__(self, gathered: dict[fx.Node, int]) -> None:
         self.gathered = gathered
@@ -150,37 +150,37 @@ class _Builder:
         self.at: dict[fx.Node, int] = {}
         self.names: dict[str, int] = {}
 
-    def forget(self, again: Set[fx.Node]) -> None:
-        """Backward begins: what level 3 gathered is gone, and so is what runs ``again``."""
-        gone = {node for node, level in self.gathered.items() if level == 3}
-        kept = {node for node, level in self.gathered.items() if level < 3}
-        for node in gone | (again - kept):
+    def forget(self, recomputed: Set[fx.Node]) -> None:
+        """Forget the values that backward does not have: parameters of level 3, and what is ``recomputed``."""
+        resharded = {node for node, level in self.gathered.items() if level == 3}
+        unsharded = {node for node, level in self.gathered.items() if level < 3}
+        for node in resharded | (recomputed - unsharded):
             self.at.pop(node, None)
 
     def add(self, node: fx.Node, phase: str) -> None:
-        """``node``, after what it reads and is not there."""
+        """Append ``node``, after its inputs that have no position."""
         work = [node]
         while work:
-            here = work[-1]
-            inputs = here.all_input_nodes
+            current = work[-1]
+            inputs = current.all_input_nodes
             if missing := [read for read in inputs if read not in self.at]:
                 work += reversed(missing)
                 continue
             work.pop()
-            if here in self.at:
+            if current in self.at:
                 continue
-            self.at[here] = self.names[here.name] = len(self.ops)
+            self.at[current] = self.names[current.name] = len(self.ops)
             reads = tuple([self.at[read] for read in inputs])
-            self.ops.append(Op(here, kind_of(here), phase, reads, here in self.gathered))
+            self.ops.append(Op(current, kind_of(current), phase, reads, current in self.gathered))
 
     def results(self, graph: fx.Graph) -> tuple[tuple[Role, int], ...]:
-        """The outputs of ``graph`` that leave the step."""
-        found = [(role, x) for role, x in ir.outputs(graph) if role.kind != "saved" and isinstance(x, fx.Node)]
-        return tuple((role, self.at[x]) for role, x in found)
+        """Return the outputs of ``graph`` that leave the step."""
+        outputs = [(role, x) for role, x in ir.outputs(graph) if role.kind != "saved" and isinstance(x, fx.Node)]
+        return tuple((role, self.at[x]) for role, x in outputs)
 
 
 def kind_of(node: fx.Node) -> str:
-    """What a node does to a rank's time."""
+    """Return the kind of a node (see `Op`)."""
     if node.op != "call_function":
         return INPUT
     if tally.collective_kind(node) is not None or move_kind(node) is not None:
@@ -191,33 +191,33 @@ def kind_of(node: fx.Node) -> str:
 
 
 def aliased(node: fx.Node) -> fx.Node | None:
-    """The operand whose memory ``node``'s tensor is, or None where it has its own."""
-    if (said := node.meta.get(ALIASED)) is not None:
-        return node.all_input_nodes[said] if said >= 0 else None
-    made, target = node.meta.get("val"), node.target
-    if not isinstance(made, Tensor) or not node.all_input_nodes:
+    """Return the operand whose memory ``node``'s result shares, or None."""
+    if (index := node.meta.get(ALIASED)) is not None:
+        return node.all_input_nodes[index] if index >= 0 else None
+    result, target = node.meta.get("val"), node.target
+    if not isinstance(result, Tensor) or not node.all_input_nodes:
         return None
     first = node.all_input_nodes[0]
     if target is aten.reshape.default:
-        return first if _reshapes_in_place(first.meta["val"], made) else None
+        return first if _reshapes_in_place(first.meta["val"], result) else None
     if _is_view(target):
         return first
-    mine = made.untyped_storage()._cdata
+    storage = result.untyped_storage()._cdata
     for read in node.all_input_nodes:
-        theirs = read.meta.get("val")
-        if isinstance(theirs, Tensor) and theirs.untyped_storage()._cdata == mine:
+        operand = read.meta.get("val")
+        if isinstance(operand, Tensor) and operand.untyped_storage()._cdata == storage:
             return read
     return None
 
 
-def _reshapes_in_place(x: Any, made: Tensor) -> bool:
-    """Whether a reshape of ``x`` to the shape of ``made`` is a view: no copy where the strides leave it a choice."""
+def _reshapes_in_place(x: Any, result: Tensor) -> bool:
+    """Return whether a reshape of ``x`` to the shape of ``result`` is a view."""
     if x.is_contiguous():
         return True
-    sizes = (*x.shape, *x.stride(), *made.shape)
-    if not all(isinstance(size, int) for size in sizes):  # known at run time: the longer life is safe
+    sizes = (*x.shape, *x.stride(), *result.shape)
+    if not all(isinstance(size, int) for size in sizes):  # dynamic shapes: to assume sharing is the safe choice
         return True
-    return _viewable(tuple(x.shape), x.stride(), tuple(made.shape))
+    return _viewable(tuple(x.shape), x.stride(), tuple(result.shape))
 
 
 @lru_cache(maxsize=4096)
@@ -231,7 +231,7 @@ def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ..
 
 @lru_cache(maxsize=4096)
 def _is_view(target: Any) -> bool:
-    """Whether ``target`` makes one tensor that lies in its operand's memory, whatever the operand."""
+    """Return whether ``target`` returns one tensor that always shares its operand's memory."""
     schema = getattr(target, "_schema", None)
     if schema is None or len(schema.returns) != 1:
         return False
@@ -240,7 +240,9 @@ def _is_view(target: Any) -> bool:
 
 
 def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.Node, int]:
-    """The nodes that hold gathered parameters, and the level at which: made of parameters alone, by a collective."""
+    """Return node -> reshard level of the nodes whose value is an unsharded parameter: computed from parameters only,
+    through a collective.
+    """
     alone: dict[fx.Node, int] = {}
     whole: dict[fx.Node, int] = {}
     for node in graph.nodes:

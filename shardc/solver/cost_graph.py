@@ -127,17 +127,17 @@ class Graph:
         """Keep only the labels that are True in the mask of their variable. Return the variables that lost some."""
         changed = [i for i in self.unary if i in masks and not masks[i].all()]
         lost = set(changed)
-        kept = {i: np.flatnonzero(masks[i]) for i in changed}
+        indices = {i: np.flatnonzero(masks[i]) for i in changed}
         cut: dict[tuple[int, bytes, bytes], tuple[PairCosts, PairCosts, PairCosts]] = {}
         for i in changed:
-            self.unary[i] = self.unary[i][kept[i]]
-            self.labels[i] = self.labels[i][kept[i]]
+            self.unary[i] = self.unary[i][indices[i]]
+            self.labels[i] = self.labels[i][indices[i]]
             for j, table in self.near[i].items():
                 if j in lost and j < i:
                     continue
-                key = (id(table), kept[i].tobytes(), kept[j].tobytes() if j in lost else b"")
+                key = (id(table), indices[i].tobytes(), indices[j].tobytes() if j in lost else b"")
                 if key not in cut:
-                    small = table.keep(kept[i], kept[j] if j in lost else None)
+                    small = table.keep(indices[i], indices[j] if j in lost else None)
                     cut[key] = (small, small.transposed, table)  # the last one keeps the id in the key alive
                 self.near[i][j], self.near[j][i] = cut[key][:2]
         return changed
@@ -145,7 +145,7 @@ class Graph:
     def components(self) -> list[list[int]]:
         """Return the variables of each connected component, in order of its first variable."""
         seen: set[int] = set()
-        found = []
+        components = []
         for start in sorted(self.unary):
             if start in seen:
                 continue
@@ -155,8 +155,8 @@ class Graph:
                 fresh = [j for j in self.near[i] if j not in seen]
                 seen.update(fresh)
                 members.extend(fresh)
-            found.append(sorted(members))
-        return found
+            components.append(sorted(members))
+        return components
 
 
 def recover(trail: Iterable[Eliminated], chosen: dict[int, int]) -> None:

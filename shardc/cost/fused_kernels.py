@@ -1,7 +1,8 @@
-"""What a step's ops do: memory that they make, kernels that they fuse to, flops and bytes of each.
+"""Estimates what a step's ops do: the buffers they allocate, the kernels they fuse to, and FLOPs and bytes of each
+kernel.
 
-A run of ops between matrix products, attentions, convolutions and collectives counts as one kernel, which reads what
-it does not make and writes what others read: roughly what Inductor's fusion does.
+Consecutive ops between matrix products, attentions, convolutions and collectives count as one kernel. It reads values
+from outside and writes those that are used outside: roughly what Inductor's fusion does.
 """
 
 from __future__ import annotations
@@ -13,44 +14,44 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardc.cost.sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
+from shardc.cost.step_sequence import COMPUTE, INPUT, MOVE, START, WAIT, Op, Sequence, aliased
 from shardc.ir import graph as ir
 from shardc.ir.flops import flops, is_attention
 from shardc.ir.flops import is_dense as is_dense_op
 
 aten = torch.ops.aten
-# They read rows of their first operand, not all of it.
+# Ops that read only some rows of their first operand.
 _LOOKUPS = {aten.embedding.default, aten.index_select.default, aten.gather.default, aten.index.Tensor}
 
 
 @dataclass
 class Buffer:
-    """Memory that one op makes.
+    """Memory that one op allocates.
 
     Args:
         size: bytes.
-        made: position of the op that makes it.
-        last: position of the last op that reads it, through whatever views.
-        readers: positions of the ops that do.
+        allocated: position of the op that allocates it.
+        last: position of the last op that reads it, directly or through views.
+        readers: positions of these ops.
     """
 
     size: int
-    made: int
+    allocated: int
     last: int
     readers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """Local work that runs as one.
+    """Local ops that run as one kernel.
 
     Args:
-        ops: positions in the sequence.
-        name, module, source, phase: of the first op.
+        ops: positions of the ops in the step.
+        name, module, source, phase: those of the first op.
         flops: operations of its dense ops.
-        bytes: read from and written to memory.
-        dtype: that its peak is counted in.
-        attention: it is one.
+        bytes: bytes read from and written to memory.
+        dtype: selects the peak of the hardware.
+        attention: whether it is an attention kernel.
     """
 
     ops: tuple[int, ...]
@@ -65,7 +66,7 @@ class Kernel:
 
 
 def flops_of(node: fx.Node) -> int:
-    """Operations of ``node`` at its shapes, global or local, by torch's own counter; 0 if it is not dense."""
+    """Return the operations of ``node`` at its shapes (global or local) by torch's counter; 0 if it is not dense."""
     if not is_dense(node):
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), _shape)
@@ -73,20 +74,20 @@ def flops_of(node: fx.Node) -> int:
 
 
 def _shape(node: fx.Node) -> Any:
-    """The shape of what a node makes, or those of its results."""
-    made = ir.info(node).value
-    if isinstance(made, tuple):
-        return tuple(torch.Size(one.shape) if one is not None else None for one in made)
-    return torch.Size(made.shape) if made is not None else None
+    """Return the shape of a node's result, or the shapes of its results."""
+    value = ir.info(node).value
+    if isinstance(value, tuple):
+        return tuple(torch.Size(x.shape) if x is not None else None for x in value)
+    return torch.Size(value.shape) if value is not None else None
 
 
 def is_dense(node: fx.Node) -> bool:
-    """Whether ``node`` is a kernel of its own; see `shardc.ir.flops`."""
+    """Return whether ``node`` is a kernel of its own (`shardc.ir.flops`)."""
     return is_dense_op(node.target)
 
 
 def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
-    """For each op the memory behind each of its results."""
+    """Return for each op the buffer of each of its results."""
     out: list[tuple[Buffer | None, ...]] = []
     for at, op in enumerate(step.ops):
         behind = _behind(op, at, out)
@@ -100,16 +101,16 @@ def buffers(step: Sequence) -> list[tuple[Buffer | None, ...]]:
     return out
 
 
-def _behind(op: Op, at: int, made: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
+def _behind(op: Op, at: int, buffers_of: list[tuple[Buffer | None, ...]]) -> tuple[Buffer | None, ...]:
     node = op.node
     if op.kind == WAIT:
-        return made[op.reads[0]]
+        return buffers_of[op.reads[0]]
     if op.kind == MOVE:
         owner = aliased(node)
         if owner is not None:
-            return made[op.reads[node.all_input_nodes.index(owner)]]
+            return buffers_of[op.reads[node.all_input_nodes.index(owner)]]
         index: Any = node.args[1]
-        return (made[op.reads[0]][index],)
+        return (buffers_of[op.reads[0]][index],)
     value = node.meta.get("val")
     results = value if isinstance(value, list | tuple) else (value,)
     return tuple(Buffer(x.untyped_storage().nbytes(), at, at) if isinstance(x, Tensor) else None for x in results)
@@ -120,14 +121,14 @@ def tensor_bytes(x: Any) -> int:
 
 
 def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int, Kernel]:
-    """The kernels of a step by the position of their last op."""
-    kept = {id(b) for _, at in step.outputs for b in memory[at]}
+    """Return the kernels of a step by the position of their last op."""
+    step_outputs = {id(b) for _, at in step.outputs for b in memory[at]}
     out: dict[int, Kernel] = {}
     run: list[int] = []
 
     def close() -> None:
         if run:
-            out[run[-1]] = _kernel(step, memory, tuple(run), kept)
+            out[run[-1]] = _kernel(step, memory, tuple(run), step_outputs)
             run.clear()
 
     for at, op in enumerate(step.ops):
@@ -143,22 +144,24 @@ def kernels(step: Sequence, memory: list[tuple[Buffer | None, ...]]) -> dict[int
     return out
 
 
-def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[int, ...], kept: set[int]) -> Kernel:
-    mine = set(run)
+def _kernel(
+    step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[int, ...], step_outputs: set[int]
+) -> Kernel:
+    members = set(run)
     reads: dict[int, int] = {}
     written = operations = 0
     for at in run:
         op = step.ops[at]
         operations += flops_of(op.node)
-        made = tensor_bytes(op.node.meta.get("val"))
+        result_bytes = tensor_bytes(op.node.meta.get("val"))
         for place, (node, read) in enumerate(zip(op.node.all_input_nodes, op.reads, strict=True)):
             size = tensor_bytes(node.meta.get("val"))
             if place == 0 and op.node.target in _LOOKUPS:
-                size = min(size, made)
+                size = min(size, result_bytes)
             for buffer in memory[read]:
-                if buffer is not None and buffer.made not in mine:
+                if buffer is not None and buffer.allocated not in members:
                     reads[id(buffer)] = max(reads.get(id(buffer), 0), min(size, buffer.size))
-        written += sum(b.size for b in memory[at] if b is not None and not is_inner(b, mine, kept))
+        written += sum(b.size for b in memory[at] if b is not None and not is_inner(b, members, step_outputs))
     first = step.ops[run[0]]
     record = ir.info(first.node)
     return Kernel(
@@ -167,9 +170,9 @@ def _kernel(step: Sequence, memory: list[tuple[Buffer | None, ...]], run: tuple[
     )  # fmt: skip
 
 
-def is_inner(buffer: Buffer, kernel: set[int], kept: set[int]) -> bool:
-    """Whether a buffer never leaves the kernel that makes it."""
-    return id(buffer) not in kept and all(reader in kernel for reader in buffer.readers)
+def is_inner(buffer: Buffer, kernel: set[int], step_outputs: set[int]) -> bool:
+    """Return whether a buffer is used only inside the kernel that allocates it."""
+    return id(buffer) not in step_outputs and all(reader in kernel for reader in buffer.readers)
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

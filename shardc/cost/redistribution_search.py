@@ -1,8 +1,8 @@
-"""The search for the cheapest moves of axis parts between places.
+"""Searches the cheapest redistribution: moves of axis parts between places, by A*.
 
-Uniform cost with a lower bound (A*; Hart, Nilsson and Raphael, 1968). A state says for each part where
-it is: `WHOLE`, at a place, or pending a reduction. Which states are worth visiting is what the moves
-below decide; ``tests/cost/test_cheapest.py`` holds them against brute force.
+A* (Hart, Nilsson and Raphael, 1968): uniform cost with a lower bound. A state is a tuple with the location of each part
+(`shardc.cost.places`): `WHOLE`, a place, or a partial reduction. The moves below restrict which states are visited;
+``tests/cost/test_cheapest.py`` compares the results with brute force.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Move:
     Args:
         kind: the kind of step, as in `shardc.cost.redistribute.Step`.
         parts: the parts whose location changes.
-        op: the reduce op, where it reduces.
+        op: the reduce op, if it reduces.
     """
 
     kind: str
@@ -38,30 +38,30 @@ class Move:
 
 @dataclass(frozen=True)
 class Prices:
-    """What the search pays.
+    """The costs that the search minimizes.
 
     Args:
         seconds: (kind, axes, elements held before, elements held after) -> seconds of a step.
-        least: elements that a rank must yet receive -> a lower bound of the seconds that it takes.
+        least: elements that a rank still must receive -> a lower bound of the seconds for them.
     """
 
     seconds: Callable[[str, tuple[str, ...], int, int], float]
     least: Callable[[int], float]
 
 
-# After so many moves the search goes the straight way from where it is best off: hundreds settle most pairs on two and
-# three small axes, but layouts of many parts on large axes would take a million.
+# Moves after which the search gives up optimality and goes straight to the target. Most pairs of layouts on two or
+# three small axes take hundreds of moves, but layouts of many parts on large axes would take a million.
 PATIENCE = 2000
-_FINISHED = 8  # states from which the straight way is then tried
+_FINISHED = 8  # number of the best states that are then continued straight to the target
 
 
 def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
-    """The cheapest moves from the source to the target of ``places``, each with the state after it.
+    """Return the cheapest moves from the source to the target of ``places``, each with the state after it.
 
-    After `PATIENCE` moves that were looked at they are good ones, but others may be cheaper.
+    If the search considers more than `PATIENCE` moves, the result is good but may not be the cheapest.
     """
     start, goal = places.source, places.target
-    known = _Known(places)
+    cache = _StateCache(places)
     best: dict[State, float] = {start: 0.0}
     came: dict[State, tuple[State, Move]] = {}
     queue: list[tuple[float, int, State]] = [(0.0, 0, start)]
@@ -69,40 +69,44 @@ def cheapest(places: Places, prices: Prices) -> list[tuple[Move, State]]:
     looked = 0
     while queue:
         if looked > PATIENCE:
-            return _straight(known, prices, best, came, [state for _, _, state in nsmallest(_FINISHED, queue)])
+            return _straight(cache, prices, best, came, [state for _, _, state in nsmallest(_FINISHED, queue)])
         _, _, state = heappop(queue)
         if state == goal:
             return _trace(came, goal)
         if state in done:
             continue
         done.add(state)
-        held, spent = known.held(state), best[state]
-        for move, after in _Moves(known, state).all():
+        elements, spent = cache.local_numel(state), best[state]
+        for move, after in _Moves(cache, state).all():
             looked += 1
             if after in done:
                 continue
-            total = spent + known.price(prices, move, held, after)
+            total = spent + cache.price(prices, move, elements, after)
             if total < best.get(after, float("inf")):
                 best[after], came[after] = total, (state, move)
-                missing = known.missing(after)
+                missing = cache.missing(after)
                 heappush(queue, (total + (prices.least(missing) if missing else 0.0), len(came), after))
     raise AssertionError(f"no way from {places.layout(start)} to {places.layout(goal)}")
 
 
 def _straight(
-    known: _Known, prices: Prices, best: dict[State, float], came: dict[State, tuple[State, Move]], states: list[State]
+    cache: _StateCache,
+    prices: Prices,
+    best: dict[State, float],
+    came: dict[State, tuple[State, Move]],
+    states: list[State],
 ) -> list[tuple[Move, State]]:
-    """The moves to one of ``states`` and straight on from there, the cheapest of all."""
-    found = []
-    for at, state in enumerate(states):
-        ways, total, here = _trace(came, state), best[state], state
-        while here != known.places.target:
-            move, after = _Moves(known, here).straight()
-            total += known.price(prices, move, known.held(here), after)
-            ways.append((move, after))
-            here = after
-        found.append((total, at, ways))
-    return min(found)[2]
+    """Return the cheapest path through one of ``states`` that continues from it straight to the target."""
+    paths = []
+    for at, start in enumerate(states):
+        path, total, state = _trace(came, start), best[start], start
+        while state != cache.places.target:
+            move, after = _Moves(cache, state).straight()
+            total += cache.price(prices, move, cache.local_numel(state), after)
+            path.append((move, after))
+            state = after
+        paths.append((total, at, path))
+    return min(paths)[2]
 
 
 def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Move, State]]:
@@ -114,56 +118,58 @@ def _trace(came: dict[State, tuple[State, Move]], state: State) -> list[tuple[Mo
     return out[::-1]
 
 
-class _Known:
-    """What is known of every state of one search."""
+class _StateCache:
+    """Cached properties of the states of one search: local sizes, prices, axes, lower bounds."""
 
     def __init__(self, places: Places) -> None:
         self.places = places
         self.numel = prod(places.shape)
         self._tilings: dict[tuple[Region, State], list[State]] = {}
-        self._held: dict[State, int] = {}
+        self._local_numel: dict[State, int] = {}
         self._axes: dict[tuple[int, ...], tuple[str, ...]] = {}
         self._prices: dict[tuple[str, tuple[str, ...], int, int], float] = {}
-        self.wanted = self.held(places.target)
+        self.target_numel = self.local_numel(places.target)
 
-    def held(self, state: State) -> int:
-        """Elements that a rank holds."""
-        if (known := self._held.get(state)) is None:
+    def local_numel(self, state: State) -> int:
+        """Return the elements of a rank's shard."""
+        if (numel := self._local_numel.get(state)) is None:
             shards = prod([size for size, at in zip(self.places.sizes, state, strict=True) if at > WHOLE])
-            known = self._held[state] = self.numel // shards
-        return known
+            numel = self._local_numel[state] = self.numel // shards
+        return numel
 
-    def price(self, prices: Prices, move: Move, held: int, after: State) -> float:
-        """Seconds of ``move`` from a state of ``held`` elements."""
-        key = move.kind, self.axes(move), held, self.held(after)
-        if (known := self._prices.get(key)) is None:
-            known = self._prices[key] = prices.seconds(*key)
-        return known
+    def price(self, prices: Prices, move: Move, before: int, after: State) -> float:
+        """Return the seconds of ``move`` from a state of ``before`` local elements."""
+        key = move.kind, self.axes(move), before, self.local_numel(after)
+        if (seconds := self._prices.get(key)) is None:
+            seconds = self._prices[key] = prices.seconds(*key)
+        return seconds
 
     def axes(self, move: Move) -> tuple[str, ...]:
-        """The axes that ``move`` acts on."""
-        if (known := self._axes.get(move.parts)) is None:
+        """Return the mesh axes that ``move`` acts on."""
+        if (axes := self._axes.get(move.parts)) is None:
             places = self.places
-            known = self._axes[move.parts] = join_axes(places.mesh, [places.parts[k] for k in move.parts])
-        return known
+            axes = self._axes[move.parts] = join_axes(places.mesh, [places.parts[k] for k in move.parts])
+        return axes
 
     def missing(self, state: State) -> int:
-        """A lower bound of the elements that a rank must receive to get to the target, averaged over the ranks."""
-        strangers, terms, kept = 1, 1, 1
+        """Return a lower bound of the elements that a rank must still receive, averaged over the ranks."""
+        senders, terms, partial = 1, 1, 1
         for size, at, goal in zip(self.places.sizes, state, self.places.target, strict=True):
             if at == goal:
-                kept *= size if at < WHOLE else 1
+                partial *= size if at < WHOLE else 1
             elif at != WHOLE:
-                strangers *= size
+                senders *= size
                 terms *= size if at < WHOLE else 1
         if terms == 1:
-            return self.wanted - self.wanted // strangers
-        # Each value is the end of a tree of `terms` ranks, and then goes to all who want it.
+            return self.target_numel - self.target_numel // senders
+        # Each element is reduced in a tree of `terms` ranks, and then sent to all ranks that need it.
         ranks = self.places.mesh.ranks
-        return (self.numel * kept * (terms - 2) + ranks * self.wanted) // ranks
+        return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Every state that binds exactly the digits of ``region``; parts that are pending in ``state`` stay so."""
+        """Return every state that splits exactly the digits of ``region``; parts that are partial in ``state`` stay
+        so.
+        """
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [
@@ -175,7 +181,9 @@ class _Known:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """``state`` with parts from ``part`` on bound at some of ``inside``, whose radices multiply to ``left``."""
+        """Yield ``state`` with parts from ``part`` on placed at some of ``inside``, whose radices multiply to
+        ``left``.
+        """
         places = self.places
         if left == 1:
             yield state
@@ -191,23 +199,24 @@ class _Known:
                 yield from self._fill(inside, left // places.sizes[part], bound, part + 1, blocked | places.clashes[at])
 
     def rivals_whole(self, state: State, part: int) -> bool:
+        """Return whether all parts that share ranks with ``part`` split nothing."""
         return all(state[rival] == WHOLE for rival in self.places.rivals[part])
 
 
 class _Moves:
     """The moves out of one state."""
 
-    def __init__(self, known: _Known, state: State) -> None:
-        self.known, self.state = known, state
-        self.places, self.goal = known.places, known.places.target
+    def __init__(self, cache: _StateCache, state: State) -> None:
+        self.cache, self.state = cache, state
+        self.places, self.goal = cache.places, cache.places.target
         wrong = [k for k, at in enumerate(state) if at != self.goal[k]]
         self.bound = [k for k in wrong if state[k] > WHOLE]
         self.pending = [k for k in wrong if state[k] < WHOLE]
-        self.idle = [k for k, at in enumerate(state) if at == WHOLE and known.rivals_whole(state, k)]
+        self.idle = [k for k, at in enumerate(state) if at == WHOLE and cache.rivals_whole(state, k)]
 
     @cached_property
     def blocked(self) -> int:
-        """Bit mask of the locations where nothing can be bound now."""
+        """Return the bit mask of the locations where nothing can be placed now."""
         mask = 0
         for at in self.state:
             if at > WHOLE:
@@ -216,13 +225,14 @@ class _Moves:
 
     @cached_property
     def crossed(self) -> bool:
-        """Whether some part's place and its target cut a dim in ways that clash: then every waiting place counts."""
+        """Return whether the place of some part clashes with its target; then every temporary place is considered."""
         return any(self.goal[k] > WHOLE and self.places.clashes[self.state[k]] >> self.goal[k] & 1 for k in self.bound)
 
     def all(self) -> Iterator[tuple[Move, State]]:
+        """Yield the moves that are worth considering, each with the state after it."""
         binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
         if binds:
-            # A slice costs no wire and makes all that follows smaller.
+            # Slicing needs no communication, and all later moves are smaller.
             yield self._set("shard", binds)
         elif not self.bound and not self.pending:
             yield from self._to_partial()
@@ -234,7 +244,7 @@ class _Moves:
             yield from self._waiting_slices()
 
     def straight(self) -> tuple[Move, State]:
-        """A move towards the target, without any regard to its price: of slices, reductions and gathers the first."""
+        """Return a move towards the target regardless of its price: the first of slices, reductions and gathers."""
         binds = {k: self.goal[k] for k in self.idle if self._open(self.goal[k])}
         if binds:
             return self._set("shard", binds)
@@ -252,7 +262,9 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Where ``part`` may wait now; unless ``every``, one place that is in nobody's way does for all of them."""
+        """Return where ``part`` may be placed temporarily; unless ``every``, one place that blocks no target represents
+        all.
+        """
         free = [at for at in self.places.parks[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 
@@ -283,14 +295,14 @@ class _Moves:
                 yield self._set("all_reduce", dict.fromkeys(some, WHOLE), op)
 
     def _bindings(self, parts: list[int], every: bool) -> Iterator[dict[int, int]]:
-        """Every way to bind some of ``parts``: each at its target where that is open, else where it may wait.
+        """Yield the choices of locations for some of ``parts``: the target if it is free, or else a temporary place.
 
         Args:
-            every: whether a part that waits for its target may do so anywhere.
+            every: whether a part may wait for its target at any temporary place.
         """
         choices = {}
         for k in parts:
-            if self._open(self.goal[k]) and self.known.rivals_whole(self.state, k):
+            if self._open(self.goal[k]) and self.cache.rivals_whole(self.state, k):
                 choices[k] = [self.goal[k]]
             elif waits := self._waits(k, self.crossed or (every and self.goal[k] > WHOLE)):
                 choices[k] = waits
@@ -300,19 +312,19 @@ class _Moves:
                     yield dict(zip(members, chosen, strict=True))
 
     def _permutes(self) -> Iterator[tuple[Move, State]]:
-        """Other ways to split the value into the very same shards, by which some part comes to its target."""
+        """Yield other splits of the value into the same shards, in which some part is at its target."""
         if not self.bound:
             return
-        for after in self.known.tilings(_region(self.places, self.state), self.state):
+        for after in self.cache.tilings(_region(self.places, self.state), self.state):
             changed = [k for k, at in enumerate(after) if at != self.state[k]]
             if any(after[k] == self.goal[k] > WHOLE for k in changed):
                 yield Move("permute_ranks", tuple(changed)), after
 
     def _waiting_slices(self) -> Iterator[tuple[Move, State]]:
-        """A part that is whole splits the value for a while, so that what follows moves less.
+        """Yield temporary slices over a part that splits nothing, which make later moves smaller.
 
-        That pays for a part that waits for its target. Another must be gathered again, which pays only
-        where it takes its share of a reduction, or makes shards that can change ranks.
+        This pays for a part whose target is blocked. Any other part must be gathered again, which pays only if it takes
+        a share of a reduction, or if it makes shards that can be permuted among ranks.
         """
         for k in self.idle:
             if self.pending or self.crossed or self.goal[k] > WHOLE:
@@ -321,7 +333,7 @@ class _Moves:
 
 
 def _region(places: Places, state: State) -> Region:
-    """The digits that are bound, neighbours merged: states of one region cut the value into the same shards."""
+    """Return the split digits with neighbours merged; states with the same region have the same shards."""
     out: list[Place] = []
     for place in sorted(places.places[at - 1] for at in state if at > WHOLE):
         if out and out[-1].dim == place.dim and out[-1].high == place.low:
