@@ -30,9 +30,9 @@ from shardc.lower.shared import caches, program_folder
 from shardc.passes import in_pieces
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options
-from shardc.plan.forms import PerRank
 from shardc.plan.ports import numbered, resolve_activations, resolve_inputs
 from shardc.plan.resolve import ParamPlan, Sizes, resolve_params
+from shardc.plan.spec_forms import PerRank
 from shardc.plan.value import Plan
 from shardc.precompiled import Identity, Store, load
 from shardc.precompiled.identity import described

@@ -24,8 +24,8 @@ from shardc.passes.options import Options
 from shardc.plan import ports
 from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Policies
-from shardc.plan.forms import Form
 from shardc.plan.resolve import ParamPlan
+from shardc.plan.spec_forms import Form
 from shardc.plan.value import Plan
 from shardc.report.repeated import Dense, dense, model_flops
 

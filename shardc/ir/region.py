@@ -61,7 +61,7 @@ class Region:
     """What `local_map` was given.
 
     Args:
-        inputs, outputs: the layout of each argument and of each result, as `shardc.plan.forms` reads them.
+        inputs, outputs: the layout of each argument and of each result, as `shardc.plan.spec_forms` reads them.
         source: ``file:line`` of the call of `local_map`.
         number: what stands for it in a graph.
     """

@@ -83,7 +83,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
     mesh, cost = plan.mesh, options.cost
     said = options.said(plan.plan)
     levels = partial(
-        keep_within, mesh=mesh, levels={n: p.again for n, p in plan.params.items()},
+        keep_within, mesh=mesh, levels={n: p.regather_level for n, p in plan.params.items()},
         budget=options.budget_bytes(), cost=cost, bucket=said.bucket_bytes(),
     )  # fmt: skip
     made = Pipeline(
@@ -112,7 +112,7 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # Each is spelled as steps.
             Collectives(cost),
             # A parameter's gathers are steps now.
-            KeepPart({name: p.kept for name, p in plan.params.items()}),
+            KeepPart({name: p.regather_axes for name, p in plan.params.items()}),
             # Global shapes become local ones.
             Localize(mesh, fake_mode, device),
             # The shards are known; what is moved is then cut, bucketed and scheduled as collectives are.

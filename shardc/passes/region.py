@@ -18,7 +18,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.region import Ranks, Region, on_ranks, region
 from shardc.passes.calls import operands_of
-from shardc.plan.spec import to_layout
+from shardc.plan.spec_layout import to_layout
 from shardc.rules.spec import Strategy
 
 CALL, GRADIENT = torch.ops.shardc_region.call.default, torch.ops.shardc_region.gradient.default

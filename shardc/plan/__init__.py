@@ -1,4 +1,4 @@
-"""Plans: frozen, composable values that say where a model's tensors lie on a mesh."""
+"""Plans: frozen, composable values that give the layouts of a model's tensors on a mesh."""
 
 from shardc.plan.constructors import cp as cp
 from shardc.plan.constructors import ddp as ddp
@@ -10,7 +10,6 @@ from shardc.plan.constructors import precision as precision
 from shardc.plan.constructors import recompute as recompute
 from shardc.plan.constructors import tp as tp
 from shardc.plan.expression import parse_plan as parse_plan
-from shardc.plan.forms import per_rank as per_rank
 from shardc.plan.from_hsdp import hsdp_plan as hsdp_plan
 from shardc.plan.ports import ActivationPin as ActivationPin
 from shardc.plan.ports import batch_axes as batch_axes
@@ -19,4 +18,5 @@ from shardc.plan.ports import resolve_inputs as resolve_inputs
 from shardc.plan.ports import resolve_outputs as resolve_outputs
 from shardc.plan.resolve import ParamPlan as ParamPlan
 from shardc.plan.resolve import resolve_params as resolve_params
+from shardc.plan.spec_forms import per_rank as per_rank
 from shardc.plan.value import Plan as Plan

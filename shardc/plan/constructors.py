@@ -1,4 +1,4 @@
-"""What plans are written with: a function for each kind of entry."""
+"""The functions that users write plans with, one for each kind of entry."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from shardc.errors import PlanError
 from shardc.plan.entries import Cp, Ddp, Ep, Fsdp, Offload, Precision, Recompute, Tp
 from shardc.plan.entries.data_parallel import axis_names, by_glob, regathered
-from shardc.plan.forms import quote
+from shardc.plan.spec_forms import quote
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import checked
 
 
 def ddp(axis: str | Sequence[str] | None = None) -> Plan:
-    """Data parallel, as DDP: parameters are whole, gradients are reduced once.
+    """Data parallel, as DDP: parameters are replicated and gradients are reduced once.
 
     Args:
         axis: a mesh axis, or several; the batch is split over them. None: the mesh's only axis.
@@ -40,36 +40,36 @@ def fsdp(
     thresholds: Mapping[str, int | str] | None = None,
     reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
 ) -> Plan:
-    """Fully sharded data parallel: the batch and the parameters' storage are split over ``axis``.
+    """Fully sharded data parallel: the batch, and the parameters in storage, are split over ``axis``.
 
     Args:
-        axis: a mesh axis, or several, bound in order. None: the mesh's only axis.
+        axis: a mesh axis, or several, the first is major. None: the mesh's only axis.
         level: parameters and optimizer state are split between steps at every level.
-            1 (ZeRO-1): parameters stay whole from forward to backward; gradients can be accumulated whole.
-            2 (ZeRO-2, ``reshard_after_forward=False``): the same, but every backward reduces gradients.
+            1 (ZeRO-1): parameters stay unsharded from forward to backward; gradients can be accumulated unsharded.
+            2 (ZeRO-2, ``reshard_after_forward=False``): as 1, but every backward reduces gradients.
             3 (ZeRO-3, ``reshard_after_forward=True``): as 2, and parameters are gathered again in backward.
-        threshold: parameters of fewer bytes stay whole (bytes of the whole parameter; ``"1 MiB"`` too).
-        shard_size: how many ranks a parameter is split over; -1 for all. They are neighbours along ``axis`` (the minor
-            ranks of several axes). Over the rest it is replicated, and gradients are reduced a second time.
-        overrides: parameter glob -> shard size, whatever the threshold; 1 keeps them whole. The last match wins.
-        levels: parameter glob -> level, where it is not ``level``. The last match wins.
-        thresholds: parameter glob -> threshold, where it is not ``threshold``. The last match wins.
-        reshard_after_forward: as FSDP2 means it. True is level 3, False level 2. A number of ranks: level 3, but from
-            forward to backward parameters stay split over that many neighbouring ranks only, and backward gathers them
-            over these; -1 for all that store them. Or parameter glob -> one of these, of which the last match wins.
+        threshold: parameters with fewer bytes (unsharded) are replicated; text such as ``"1 MiB"`` is accepted.
+        shard_size: number of ranks that a parameter is split over; -1 for all. They are neighbours along ``axis`` (the
+            minor ranks of several axes). Over the others it is replicated, and gradients are reduced a second time.
+        overrides: parameter glob -> shard size, regardless of the threshold; 1 replicates. The last match wins.
+        levels: parameter glob -> level, in place of ``level``. The last match wins.
+        thresholds: parameter glob -> threshold, in place of ``threshold``. The last match wins.
+        reshard_after_forward: as in FSDP2: True is level 3, False level 2. A number of ranks: level 3, but from forward
+            to backward parameters stay split over that many neighbouring ranks only, which backward gathers them over;
+            -1: all ranks that store them. Or parameter glob -> one of these; the last match wins.
 
     Raises:
-        PlanError: a shard size that is neither positive nor -1. When the plan is used: a shard size, or a number of
-            ranks to stay split over, that does not divide the ranks of ``axis``, two of which neither divides the
-            other, or a glob that matches no parameter.
+        PlanError: a shard size is neither positive nor -1. When the plan is used: a shard size (or number of ranks to
+            stay split over) does not divide the ranks of ``axis``, neither of two sizes divides the other, or a glob
+            matches no parameter.
     """
     entry = "fsdp(...)" if axis is None else f"fsdp({axis!r}, ...)"
     level, tables = regathered(reshard_after_forward, level, levels, entry)
-    said = {"overrides": overrides, "thresholds": thresholds} | tables
+    by_parameter = {"overrides": overrides, "thresholds": thresholds} | tables
     axes = () if axis is None else axis_names(axis, f"fsdp({axis!r})")
     if not axes and axis is not None:
         raise PlanError("fsdp needs an axis to split parameters over", fix='write fsdp("dp")')
-    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(said, entry))])
+    return Plan.of([Fsdp(axes, (), level, cast(int, threshold), shard_size, **by_glob(by_parameter, entry))])
 
 
 def hsdp(
@@ -81,59 +81,60 @@ def hsdp(
     thresholds: Mapping[str, int | str] | None = None,
     reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
 ) -> Plan:
-    """Hybrid sharded data parallel: storage split over ``shard`` and whole over ``replicate``, the batch over both.
+    """Hybrid sharded data parallel: storage is split over ``shard`` and replicated over ``replicate``; the batch is
+    split over both.
 
     ``level``, ``threshold``, ``levels``, ``thresholds`` and ``reshard_after_forward`` are those of `fsdp`.
     """
     entry = f"hsdp(shard={shard!r}, replicate={replicate!r})"
     level, tables = regathered(reshard_after_forward, level, levels, entry)
-    said = {"thresholds": thresholds} | tables
+    by_parameter = {"thresholds": thresholds} | tables
     axes = axis_names(shard, entry), axis_names(replicate, entry)
-    return Plan.of([Fsdp(*axes, level, cast(int, threshold), **by_glob(said, entry))])
+    return Plan.of([Fsdp(*axes, level, cast(int, threshold), **by_glob(by_parameter, entry))])
 
 
 def tp(axis: str, colwise: Sequence[str] = (), rowwise: Sequence[str] = (), vocab: Sequence[str] = ()) -> Plan:
-    """Tensor parallel over ``axis``, by globs over module names (``*`` matches dots too).
+    """Tensor parallel over ``axis``, by globs of module names (``*`` matches dots, too).
 
     Args:
-        colwise: ``weight`` split on dim 0 (the output features), and ``bias`` too.
-        rowwise: ``weight`` split on dim 1 (the input features), ``bias`` whole.
-        vocab: ``weight`` split on dim 0 (the vocabulary of an embedding).
+        colwise: split ``weight`` on dim 0 (output features), and ``bias``.
+        rowwise: split ``weight`` on dim 1 (input features); ``bias`` is replicated.
+        vocab: split ``weight`` on dim 0 (the vocabulary of an embedding).
     """
     (name,) = axis_names([axis], f"tp({axis!r})")
     globs = {"colwise": colwise, "rowwise": rowwise, "vocab": vocab}
     styles: dict[str, str] = {}
-    for style, given in globs.items():
-        fix = f"write {style}=[{quote(given)}]" if isinstance(given, str) else f'write {style}=["layers.*.up"]'
-        for glob in checked(given, tuple[str, ...], style, PlanError, plan_entry=f"tp({axis!r})", fix=fix):
+    for style, names in globs.items():
+        fix = f"write {style}=[{quote(names)}]" if isinstance(names, str) else f'write {style}=["layers.*.up"]'
+        for glob in checked(names, tuple[str, ...], style, PlanError, plan_entry=f"tp({axis!r})", fix=fix):
             if styles.setdefault(glob, style) != style:
                 raise PlanError(
                     f"{glob!r} is both {styles[glob]} and {style}", plan_entry=f"tp({axis!r})", fix="give it one style"
                 )
-    return Plan.of(Tp(name, style, glob) for style, given in globs.items() for glob in given)
+    return Plan.of(Tp(name, style, glob) for style, names in globs.items() for glob in names)
 
 
 def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto", dim: int = 1) -> Plan:
     """Context parallel: the sequence of inputs, activations and attention is split over ``axis``.
 
-    Parameters are whole over it, unless another entry stores them there; ``fsdp(("dp", "cp"))`` does.
+    Parameters are replicated over it, unless another entry splits their storage, such as ``fsdp(("dp", "cp"))``.
 
     Args:
         axis: a mesh axis.
-        method: how attention, whose queries are split, reaches the keys of the other ranks:
+        method: how attention, whose queries are split, gets the keys of the other ranks:
             "gather": keys and values are gathered.
-            "ring": each rank's keys and values go to one rank after the other, and what queries see of each is put
-            together as they come. No rank ever holds all of them.
-            "heads": an all-to-all splits heads in place of the sequence, and another brings it back (Ulysses).
-            "auto": the cheapest, by the cost model, for each attention.
-        modules: a glob of the modules whose attention this is about; of several entries the last that matches holds.
-        order: "striped": rank r holds the elements r, r + n, r + 2n, ... of the sequence. Under a causal mask, ranks
-            then compute the same. "contiguous": it holds one piece. "auto": contiguous for "heads", else striped.
-        dim: the dim of the inputs that is the sequence; inputs that have no such dim, or one element there, are whole.
+            "ring": keys and values are passed from rank to rank, and partial results are combined (ring attention).
+            No rank ever stores all of them.
+            "heads": an all-to-all splits heads instead of the sequence, and another one restores it (Ulysses).
+            "auto": the cheapest of these by the cost model, for each attention.
+        modules: a glob of the modules whose attention the entry applies to; of several entries the last match wins.
+        order: "striped": rank r has elements r, r + n, r + 2n, ... of the sequence, which balances the work under a
+            causal mask. "contiguous": it has one chunk. "auto": contiguous for "heads", else striped.
+        dim: the sequence dim of the inputs; inputs without this dim, or with one element there, are replicated.
 
     Raises:
-        PlanError: an unknown method or order, a dim below 1; when the plan is used, no input with such a dim, heads
-            that the axis does not divide, attention that cannot be split so.
+        PlanError: the method or order is unknown, or ``dim`` is below 1. When the plan is used: no input has the dim,
+            the axis does not divide the heads, or an attention cannot be split this way.
 
     >>> print(ddp("dp") | cp("cp", method="ring"))
     ddp("dp") | cp("cp", method="ring")
@@ -143,23 +144,23 @@ def cp(axis: str, method: str = "auto", modules: str = "*", order: str = "auto",
 
 
 def ep(axis: str, experts: str | Sequence[str], way: str = "auto", bound: float = 0.0) -> Plan:
-    """Expert parallel: each rank along ``axis`` holds some of the experts, and rows travel to them.
+    """Expert parallel: each rank along ``axis`` stores some of the experts, and rows are exchanged.
 
-    The batch is split over ``axis`` too. The experts' weights are never gathered over it.
+    The batch is split over ``axis``, too. The experts' weights are never gathered over it.
 
     Args:
         axis: a mesh axis. `fsdp` may split the other parameters over it as well.
-        experts: globs of the modules that hold all experts' weights, in tensors whose first dim is the experts.
+        experts: globs of the modules with the weights of all experts, in tensors whose first dim is the experts.
         way: how rows reach their experts:
-            "gather": every rank gathers all tokens of the axis; their results are reduced and scattered.
-            "send": each row goes to its expert's rank and back, by all-to-alls of exactly the rows that there are.
-            "bounded": as "send", with room for ``bound`` times the rows of an even load. If more come to some rank, all
-            ranks raise the same `InputError` before a row is sent.
-            "auto": the cheapest of the first two, by the cost model, for each layer.
-        bound: of "bounded": 1.0 is room for an even load alone.
+            "gather": every rank gathers all tokens of the axis; the results are reduce-scattered.
+            "send": each row is sent to its expert's rank and back, by all-to-alls with exact sizes.
+            "bounded": as "send", with buffers for ``bound`` times the rows of an even load. If a rank would receive
+            more, all ranks raise the same `InputError` before a row is sent.
+            "auto": the cheaper of the first two by the cost model, for each layer.
+        bound: for "bounded"; 1.0 is room for an even load only.
 
     Raises:
-        PlanError: an unknown way, a bound below 1.0; when the plan is used, a glob that matches no module.
+        PlanError: the way is unknown, or the bound is below 1.0. When the plan is used: a glob matches no module.
 
     >>> print(ep("ep", "*.experts", way="bounded", bound=1.5))
     ep("ep", experts="*.experts", way="bounded", bound=1.5)
@@ -181,58 +182,60 @@ def precision(
 ) -> Plan:
     """Mixed precision; `shardc.plan.entries.Precision` describes the arguments.
 
-    The order is fixed. The gradient of the output is scaled (``Plan(reduce=..., grad_scale=...)``). Parameters'
+    The order is fixed: the gradient of the output is scaled (``Plan(reduce=..., grad_scale=...)``); parameters'
     gradients are cast to ``reduce``, reduced over the shard axes, then over the replicate axes, and cast back.
 
     Raises:
-        PlanError: a dtype that is not floating-point; when the plan is used, a glob that matches no module that holds
-            parameters.
+        PlanError: a dtype is not floating-point. When the plan is used: a glob matches no module with parameters.
 
     >>> import torch
     >>> precision(param=torch.bfloat16) | precision(param=torch.float32, modules="head")
     precision(param=torch.bfloat16) | precision(param=torch.float32, modules="head")
     """
     globs = (modules,) if isinstance(modules, str) else modules
-    given = (param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval, cast_forward_inputs)
-    return Plan.of([Precision(*given, globs)])  # type: ignore[arg-type]
+    fields = (param, reduce, output, buffers, keep_low_precision_grads, full_precision_eval, cast_forward_inputs)
+    return Plan.of([Precision(*fields, globs)])  # type: ignore[arg-type]
 
 
 def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool = True) -> Plan:
-    """Keeps parameters, with their gradients and optimizer state, in the host's memory.
+    """Keep parameters, with their gradients and optimizer state, in host memory.
 
-    A step moves each rank's shard to its device before its gather (or first use), and the reduced gradient back. The
-    optimizer's update then runs on the host. Parameters of level 3, and whole ones, are moved again in backward. Those
-    of levels 1 and 2 are kept from forward to backward.
+    A step copies each rank's shard to its device before its gather (or first use), and the reduced gradient back. The
+    optimizer then updates on the host. Parameters of level 3, and replicated ones, are copied again in backward; those
+    of levels 1 and 2 stay on the device from forward to backward.
 
     Args:
-        names: a parameter glob, or several. If several entries match one parameter, the last wins.
+        names: a parameter glob, or several. If several entries match a parameter, the last one wins.
         to: "host", or "device" for parameters that an earlier entry matched too.
         pin_memory: pin the host memory if the device is an accelerator, so that copies overlap with compute. The
             system cannot swap pinned memory out.
 
     Raises:
-        PlanError: ``to`` is neither "host" nor "device"; when the plan is used, a glob that matches no parameter.
+        PlanError: ``to`` is neither "host" nor "device". When the plan is used: a glob matches no parameter.
     """
     return Plan.of(Offload(glob, to, pin_memory) for glob in _globs(names, "offload(...)"))
 
 
 def recompute(names: str | Sequence[str]) -> Plan:
-    """Keeps nothing that these modules compute for backward, which computes it again, as ``torch.utils.checkpoint``.
+    """Recompute the activations of these modules in backward instead of saving them, as ``torch.utils.checkpoint``
+    does.
 
-    What is kept of such a module is what it takes. `shardc.Options` says which of its collectives run again.
+    Only the inputs of such a module are saved. `shardc.Options` decides which of its collectives are repeated.
 
     Args:
-        names: a module glob, or several. A module inside another that is named belongs to that one.
+        names: a module glob, or several. A matching module inside another one belongs to the outer one.
 
     Raises:
-        PlanError: when the plan is used, a glob that matches no module.
+        PlanError: when the plan is used, a glob matches no module.
     """
     return Plan.of(Recompute(glob) for glob in _globs(names, "recompute(...)"))
 
 
 def _globs(names: Any, entry: str) -> Iterable[str]:
-    said = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
-    return [said] if isinstance(said, str) else tuple(said)
+    globs = checked(names, str | tuple[str, ...], "names", PlanError, plan_entry=entry)
+    return [globs] if isinstance(globs, str) else tuple(globs)
 
 
-CONSTRUCTORS |= {made.__name__: made for made in (ddp, fsdp, hsdp, tp, cp, ep, precision, offload, recompute, Plan)}
+CONSTRUCTORS |= {
+    function.__name__: function for function in (ddp, fsdp, hsdp, tp, cp, ep, precision, offload, recompute, Plan)
+}

@@ -1,4 +1,4 @@
-"""Plan expressions from a command line: ``fsdp("dp") | llama_tp("tp")``, evaluated without `eval`."""
+"""Parses plan expressions from a command line, ``fsdp("dp") | llama_tp("tp")``, without `eval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError, ShardcError
-from shardc.plan.forms import per_rank
+from shardc.plan.spec_forms import per_rank
 from shardc.plan.value import CONSTRUCTORS, Plan
 from shardc.validate import near
 
@@ -21,13 +21,13 @@ _FIX = 'write calls joined by |, as fsdp("dp") | ddp("rep")'
 
 
 def parse_plan(text: str, namespace: Mapping[str, Any] | None = None) -> Plan:
-    """The plan that ``text`` says: calls of known names, constants, lists, tuples, dicts, keywords and ``|``.
+    """Parse a plan: calls of known names, constants, lists, tuples, dicts, keywords and ``|``.
 
     Args:
-        namespace: further names, such as those of the target's file; they win over shardc's constructors.
+        namespace: further names, such as those of the target's file; they take precedence over shardc's constructors.
 
     Raises:
-        PlanError: with the column, where it is not such an expression or a call in it fails.
+        PlanError: the text is not such an expression, or a call in it fails; the message has the column.
 
     >>> parse_plan('fsdp("dp") | tp("tp", colwise=["*.up"])')
     fsdp("dp", level=3) | tp("tp", colwise=["*.up"])
@@ -49,7 +49,7 @@ def _error(text: str, column: int, what: str, fix: str | None = None) -> PlanErr
 
 
 class _Reader:
-    """Evaluates the nodes that a plan expression may hold."""
+    """Evaluates the syntax nodes that a plan expression may have."""
 
     def __init__(self, text: str, names: Mapping[str, Any]) -> None:
         self.text, self.names = text, names
@@ -80,8 +80,8 @@ class _Reader:
     def _name(self, node: ast.Name) -> Any:
         if node.id in self.names:
             return self.names[node.id]
-        known = ", ".join(sorted(name for name in self.names if not name.startswith("_")))
-        raise self._at(node, f"unknown name {node.id!r}", near(node.id, self.names, f"known are {known}"))
+        names = ", ".join(sorted(name for name in self.names if not name.startswith("_")))
+        raise self._at(node, f"unknown name {node.id!r}", near(node.id, self.names, f"known are {names}"))
 
     def _join(self, node: ast.BinOp) -> Plan:
         left, right = self.read(node.left), self.read(node.right)

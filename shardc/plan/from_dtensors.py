@@ -1,4 +1,4 @@
-"""A model that holds DTensors already: where these lie, as entries of the plan."""
+"""Reads plan entries from a model whose parameters are DTensors already."""
 
 from __future__ import annotations
 
@@ -15,69 +15,72 @@ from torch.distributed.tensor.placement_types import Placement
 from shardc.errors import InputError, PlanError
 from shardc.ir.mesh import Mesh
 from shardc.plan.entries import Param
-from shardc.plan.forms import OnAxes
 from shardc.plan.placed import ParamPlan
+from shardc.plan.spec_forms import OnAxes
 
 
 def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
-    """An entry for each parameter of ``model`` that is a DTensor, with the axes that split it.
+    """Return an entry for each parameter of ``model`` that is a DTensor, with the axes that split it.
 
-    An axis on which it is whole is left to the plan.
+    Axes on which it is replicated are left to the plan.
 
     Raises:
-        InputError: a DTensor on other ranks than those of ``mesh``, or a pending sum; a module of ``fully_shard``.
+        InputError: a DTensor is on other ranks than ``mesh``, or is a partial sum; a module is wrapped by
+            ``fully_shard``.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             what = f"module {name!r}" if name else f"the model {type(module).__name__}"
             fix = 'pass the plain model, and write shardc.fsdp("dp") in place of fully_shard'
             raise InputError(f"{what} is wrapped by fully_shard", fix=fix)
-    found = []
+    entries = []
     for name, param in model.named_parameters():
         if not isinstance(param, DTensor):
             continue
-        said = dict(zip(_axes(name, param, mesh), param.placements, strict=True))
-        if any(placement.is_partial() for placement in said.values()):
+        placements = dict(zip(_axes(name, param, mesh), param.placements, strict=True))
+        if any(placement.is_partial() for placement in placements.values()):
             raise InputError(
                 f"parameter {name!r} is a DTensor with a pending sum: {param.placements}",
                 fix="redistribute it to Shard or Replicate before shardc.compile",
             )
-        if split := tuple((axis, placement) for axis, placement in said.items() if not placement.is_replicate()):
-            found.append(Param(name, OnAxes(split)))
-    return found
+        if split := tuple((axis, placement) for axis, placement in placements.items() if not placement.is_replicate()):
+            entries.append(Param(name, OnAxes(split)))
+    return entries
 
 
-def check_kept(held: Sequence[Param], stored: Mapping[str, ParamPlan]) -> None:
-    """Raises PlanError where the whole plan stores a parameter elsewhere than the DTensor that the model holds.
+def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> None:
+    """Raise PlanError if the complete plan stores a parameter in another layout than the model's DTensor has.
 
     Args:
-        held: from `dtensor_entries`.
+        entries: the result of `dtensor_entries`.
     """
-    for entry in held:
+    for entry in entries:
         assert isinstance(entry.spec, OnAxes)
-        found = stored[entry.glob]
+        param_plan = stored[entry.glob]
         for axis, placement in entry.spec.placements:
-            mesh, dim = found.storage.mesh, _dim(placement)
-            if mesh.size(axis) > 1 and found.storage.dim_of(axis) != dim:
+            mesh, dim = param_plan.storage.mesh, _dim(placement)
+            if mesh.size(axis) > 1 and param_plan.storage.dim_of(axis) != dim:
                 raise PlanError(
                     f"parameter {entry.glob!r} is a DTensor whose dim {dim} is split over {axis!r}; the plan stores it "
-                    f"as {found.storage}",
-                    plan_entry=found.storage_cause,
+                    f"as {param_plan.storage}",
+                    plan_entry=param_plan.storage_cause,
                     fix="leave the parameter out of the plan, or redistribute it to what the plan says first",
                 )
 
 
 def drop_style_hooks(model: nn.Module) -> None:
-    """Takes off the hooks by which ``parallelize_module`` moves inputs and outputs: the compiler moves them.
+    """Remove the hooks with which ``parallelize_module`` redistributes inputs and outputs: the compiler inserts these
+    moves.
 
     Raises:
-        InputError: a hook of ``distribute_module`` or of a style that is not torch's own, which may do anything.
+        InputError: a hook is from ``distribute_module`` or from a style that is not torch's own: it may do anything.
     """
     for name, module in model.named_modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in list(hooks.items()):
-                held = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-                makers = {getattr(made, "__module__", None) for made in (hook, *(getattr(x, "func", x) for x in held))}
+                cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+                functions = (hook, *(getattr(x, "func", x) for x in cells))
+                makers = {getattr(function, "__module__", None) for function in functions}
                 if ColwiseParallel.__module__ in makers:
                     del hooks[key]
                 elif distribute_module.__globals__["__name__"] in makers:
@@ -89,7 +92,7 @@ def drop_style_hooks(model: nn.Module) -> None:
 
 
 def _axes(name: str, param: Any, mesh: DeviceMesh | Mesh) -> tuple[str, ...]:
-    """The axes of ``mesh`` that the placements of ``param`` are for."""
+    """Return the axes of ``mesh`` that the placements of ``param`` refer to."""
     names = param.device_mesh.mesh_dim_names or ()
     sizes = dict(zip(names, param.device_mesh.shape, strict=False))
     wanted = Mesh.of(mesh)

@@ -1,7 +1,7 @@
-"""The tensor-parallel plan that a Hugging Face model carries, read into entries.
+"""Reads the tensor- and expert-parallel plans that a Hugging Face model has into entries.
 
-Of a style only where the weights lie is read, and a gathered output: what a style does with hooks, local tensors and
-gradient reductions to keep the result right needs no word here, where values are global.
+Only the layout of the weights, and whether the output is gathered, are read from a style. Its hooks, local tensors and
+gradient reductions have no counterpart here: values are global, and the compiler inserts the communication.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
-from shardc.plan.calls import in_order
+from shardc.plan.constructor_calls import in_order
 from shardc.plan.entries import Activation, Entry, Ep, Param, Tp
-from shardc.plan.forms import OnAxes
 from shardc.plan.match import by_part, matching
+from shardc.plan.spec_forms import OnAxes
 
-# Style -> what of a weight (output features, input features) it splits; "" for styles that split nothing.
+# Style -> the part of a weight (output features, input features) that it splits; "" if it splits nothing.
 HF_STYLES: dict[str, str] = {
     "colwise": "output",
     "colwise_rep": "output",
@@ -53,12 +53,12 @@ WHERE = "Plan.from_hf(model)"
 
 
 def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
-    """The entries of the plan that ``model`` carries.
+    """Return the entries of the plan that ``model`` has.
 
-    A key that matches nothing is for other configurations of the model's class.
+    Keys that match nothing are ignored: they are for other configurations of the model's class.
 
     Raises:
-        PlanError: the model carries none, none of it is for this model, or a style is unknown (with key and style).
+        PlanError: the model has no plan, no key of it matches, or a style is unknown.
     """
     carried = hf_plan(model)
     if not carried:
@@ -67,7 +67,7 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
             plan_entry=WHERE,
             fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
         )
-    # Of experts, whose models carry both plans, whole experts are split, not the features of each.
+    # Models with experts have both plans: split the experts, not the features of each expert.
     carried |= {key: style for key, style in hf_plan(model, "ep").items() if key in carried and _of_experts(style)}
     modules = dict(model.named_modules(remove_duplicate=False))
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -83,8 +83,8 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
         glob = by_part(key)
         if named := matching(glob, params):
             entries += _of_parameter(glob, HF_STYLES[style], params[named[0]].ndim, axis)
-        elif found := [modules[name] for name in matching(glob, modules)]:
-            entries += _of_modules(glob, style, found, axis)
+        elif matches := [modules[name] for name in matching(glob, modules)]:
+            entries += _of_modules(glob, style, matches, axis)
         else:
             absent.append(key)
     if len(absent) == len(carried):
@@ -97,16 +97,16 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
 
 
 def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
-    """The experts that the model's expert-parallel plan names, split over ``axis``.
+    """Return entries that split the experts of the model's expert-parallel plan over ``axis``.
 
     Raises:
-        PlanError: the model carries no such plan.
+        PlanError: the model has no such plan.
     """
     carried = hf_plan(model, "ep")
     modules = dict(model.named_modules(remove_duplicate=False))
     globs = [by_part(key) for key, style in carried.items() if _of_experts(style)]
-    found = dict.fromkeys(glob if matching(glob, modules) else glob.rpartition(".")[0] for glob in globs)
-    entries: list[Entry] = [Ep(axis, glob) for glob in found if matching(glob, modules)]
+    candidates = dict.fromkeys(glob if matching(glob, modules) else glob.rpartition(".")[0] for glob in globs)
+    entries: list[Entry] = [Ep(axis, glob) for glob in candidates if matching(glob, modules)]
     if not entries:
         raise PlanError(
             f"{type(model).__name__} carries no expert-parallel plan",
@@ -121,41 +121,41 @@ def _of_experts(style: str) -> bool:
 
 
 def hf_plan(model: nn.Module, kind: str = "tp") -> dict[str, str]:
-    """Key -> style: the model's own plan, and its config's where the own one says nothing of the base model."""
-    own = dict(getattr(model, f"_{kind}_plan", None) or {})
+    """Return key -> style: the model's own plan, completed by that of its config for the base model."""
+    model_plan = dict(getattr(model, f"_{kind}_plan", None) or {})
     prefix = getattr(model, "base_model_prefix", "")
     prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-    if any(key.startswith(prefix) for key in own):
-        return own
+    if any(key.startswith(prefix) for key in model_plan):
+        return model_plan
     base = getattr(getattr(model, "config", None), f"base_model_{kind}_plan", None) or {}
-    return {f"{prefix}{key}": style for key, style in base.items()} | own
+    return {f"{prefix}{key}": style for key, style in base.items()} | model_plan
 
 
-def _of_modules(glob: str, style: str, found: Sequence[nn.Module], axis: str) -> list[Entry]:
+def _of_modules(glob: str, style: str, modules: Sequence[nn.Module], axis: str) -> list[Entry]:
     if style == "sequence_parallel":
         return [pin(f"{glob}:{where}", axis, Shard(1)) for where in ("input", "output")]
     gathered: list[Entry] = [pin(f"{glob}:output", axis, Replicate())] if style in GATHERED else []
     splits = HF_STYLES[style]
-    if splits in ("output", "input") and any(_parameter(module, "weight") is not None for module in found):
-        embedding = all(isinstance(module, nn.Embedding) for module in found)
+    if splits in ("output", "input") and any(_parameter(module, "weight") is not None for module in modules):
+        embedding = all(isinstance(module, nn.Embedding) for module in modules)
         return [*split_module(glob, splits, embedding, axis), *gathered]
     entries: list[Entry] = []
     for name in ("weight", "bias"):
-        held = [param for module in found if (param := _parameter(module, name)) is not None]
-        if held:
-            entries += _of_parameter(f"{glob}.{name}", splits, held[0].ndim, axis)
+        params = [param for module in modules if (param := _parameter(module, name)) is not None]
+        if params:
+            entries += _of_parameter(f"{glob}.{name}", splits, params[0].ndim, axis)
     return entries + gathered
 
 
 def _parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    held = getattr(module, name, None)
-    return held if isinstance(held, nn.Parameter) else None
+    param = getattr(module, name, None)
+    return param if isinstance(param, nn.Parameter) else None
 
 
 def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Entry]:
-    """Linear modules or embeddings with their "output" or "input" features split.
+    """Return the entries of linear modules or embeddings whose "output" or "input" features are split.
 
-    An embedding's weight is (vocabulary, features): its vocabulary is its input, its features are its output.
+    An embedding's weight is (vocabulary, features): the vocabulary counts as input, the features as output.
     """
     if not embedding:
         return [Tp(axis, "colwise" if splits == "output" else "rowwise", glob)]
@@ -165,7 +165,9 @@ def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Ent
 
 
 def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
-    """A parameter of dims (output features, input features), with a dim of experts in front; a bias has output only."""
+    """Return the entry of a parameter with dims ([experts,] output features, input features); a bias has output
+    features only.
+    """
     placements: dict[str, Placement] = {"experts": Shard(0)}
     output = ndim - 2 if ndim > 1 else 0
     placements |= {"output": Shard(output), "packed output": StridedShard(output, split_factor=2)}
@@ -175,5 +177,5 @@ def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
 
 
 def pin(target: str, axis: str, placement: Placement) -> Activation:
-    """What ``target`` reads lies so on ``axis``."""
+    """Return the entry that gives ``target`` this placement on ``axis``."""
     return Activation(target, OnAxes(((axis, placement),)))

@@ -1,4 +1,4 @@
-"""The arguments of hyper-parallel's ``hsdp()``, read into a plan."""
+"""Reads the arguments of hyper-parallel's ``hsdp()`` into a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardc.plan.value import Plan
 
 _KB = 1024
 _LEVELS = {"level1": 1, "level2": 2, "level3": 3}
-# What cells may differ in.
+# The arguments that may differ by cell, with their defaults.
 _CELL = {"shard_size": -1, "threshold": 64, "optimizer_level": "level1", "reduce_dtype": None}
 
 
@@ -34,7 +34,7 @@ def hsdp_plan(
     cells: Mapping[str, Mapping[str, Any]] | None = None,
     use_eager_hook: bool = True,
 ) -> Plan:
-    """The plan for the arguments of hyper-parallel's ``hsdp(cell, ...)``, with its meanings, units and defaults.
+    """Return the plan for the arguments of hyper-parallel's ``hsdp(cell, ...)``, with its meanings, units and defaults.
 
     As there, gradients are summed over the ranks, not averaged: divide the loss, or pass ``grad_scale=1 / ranks``.
     If a dim does not divide, hyper-parallel splits a parameter over fewer ranks; here it is padded.
@@ -64,8 +64,8 @@ def hsdp_plan(
     >>> hsdp_plan(shard_size=4, optimizer_level="level3", comm_async=True)
     fsdp("dp", level=3, threshold=65536, shard_size=4) | Plan(reduce="sum", bucket_size=0)
     """
-    given = (shard_size, threshold, optimizer_level, reduce_dtype)
-    _check_cell(root := dict(zip(_CELL, given, strict=True)))
+    cell_arguments = (shard_size, threshold, optimizer_level, reduce_dtype)
+    _check_cell(root := dict(zip(_CELL, cell_arguments, strict=True)))
     for name, value in {
         "enable_grad_accumulation": enable_grad_accumulation, "comm_async": comm_async, "comm_fusion": comm_fusion,
         "use_eager_hook": use_eager_hook,
@@ -75,16 +75,16 @@ def hsdp_plan(
     _check("bucket_size", bucket_size, _is_int(bucket_size) and bucket_size >= -1, "a number of KB, or -1")
     size = (bucket_size * _KB if bucket_size > 0 else bucket_size) if comm_fusion else 0
     _check("cells", cells, isinstance(cells, Mapping | None), 'a table such as {"layers.*": {"threshold": 0}}')
-    own = {glob: _cell(glob, arguments) for glob, arguments in (cells or {}).items()}
+    by_cell = {glob: _cell(glob, arguments) for glob, arguments in (cells or {}).items()}
     plan = fsdp(
         axis, _LEVELS[optimizer_level], threshold * _KB, shard_size,
-        overrides={f"{glob}.*": said["shard_size"] for glob, said in own.items()},
-        levels={f"{glob}.*": _LEVELS[said["optimizer_level"]] for glob, said in own.items()},
-        thresholds={f"{glob}.*": said["threshold"] * _KB for glob, said in own.items()},
+        overrides={f"{glob}.*": cell["shard_size"] for glob, cell in by_cell.items()},
+        levels={f"{glob}.*": _LEVELS[cell["optimizer_level"]] for glob, cell in by_cell.items()},
+        thresholds={f"{glob}.*": cell["threshold"] * _KB for glob, cell in by_cell.items()},
     )  # fmt: skip
-    reduced: dict[Any, dict[str, Any]] = {(): root, **own}
-    if any(said["reduce_dtype"] is not None for said in reduced.values()):
-        plan = reduce(or_, (precision(reduce=said["reduce_dtype"], modules=of) for of, said in reduced.items()), plan)
+    reduced: dict[Any, dict[str, Any]] = {(): root, **by_cell}
+    if any(cell["reduce_dtype"] is not None for cell in reduced.values()):
+        plan = reduce(or_, (precision(reduce=cell["reduce_dtype"], modules=of) for of, cell in reduced.items()), plan)
     return plan | Plan(
         reduce="sum",
         grad_scale=grad_scale if grad_scale != 1.0 else None,
@@ -95,17 +95,17 @@ def hsdp_plan(
 
 
 def _cell(glob: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the call of ``hsdp()`` for one cell, checked."""
+    """Return the checked arguments of one cell's call of ``hsdp()``, with defaults."""
     _check(f"cells[{glob!r}]", arguments, isinstance(arguments, Mapping), "a table of arguments of hsdp()")
-    said = dict(_CELL) | dict(arguments)
+    cell = dict(_CELL) | dict(arguments)
     for name in arguments:
         _check(f"cells[{glob!r}]", name, name in _CELL, f"one of {list(_CELL)}; the others hold for the whole model")
-    _check_cell(said)
-    return said
+    _check_cell(cell)
+    return cell
 
 
-def _check_cell(said: Mapping[str, Any]) -> None:
-    size, least, level, dtype = (said[name] for name in _CELL)
+def _check_cell(cell: Mapping[str, Any]) -> None:
+    size, least, level, dtype = (cell[name] for name in _CELL)
     _check("shard_size", size, _is_int(size) and (size > 0 or size == -1), "positive or -1")
     _check("threshold", least, _is_int(least) and least >= 0, "a number of KB, 0 or more")
     _check("optimizer_level", level, level in list(_LEVELS), f"one of {list(_LEVELS)}")

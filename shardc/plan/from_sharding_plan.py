@@ -1,4 +1,4 @@
-"""The plans of hyper-parallel's ``shard_module``, read into entries."""
+"""Reads the plans of hyper-parallel's ``shard_module`` into entries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardc._compat import StridedShard
 from shardc.errors import PlanError
 from shardc.plan.entries import Entry, Param, Setting
 from shardc.plan.entries.raw import activation_entries, port_entries
-from shardc.plan.forms import freeze, quote
+from shardc.plan.spec_forms import freeze, quote
 from shardc.validate import checked
 
 
@@ -22,23 +22,24 @@ def sharding_plan_entries(
     output_plan: Mapping[str, Any] | None,
     return_local_tensor: Iterable[str] | None,
 ) -> list[Entry]:
-    """The entries of ``ShardingPlan(plan, input_plan, output_plan, return_local_tensor)``.
+    """Return the entries of ``ShardingPlan(plan, input_plan, output_plan, return_local_tensor)``.
 
-    Keys name parameters, and modules followed by ``input`` or ``output``; the root's are the model's own inputs and
-    outputs. Values are alias tuples, placements or hyper-parallel's layouts, lists of these by position, dicts by
-    keyword. Its ``shard_module`` returns DTensors unless a module is told to return local tensors; so does the plan.
+    Keys are parameter names, or module names followed by ``input`` or ``output``; those without a module are the inputs
+    and outputs of the model. Values are alias tuples, placements or hyper-parallel's layouts, lists of these by
+    position, or dicts by keyword. As with ``shard_module``, outputs are DTensors unless ``return_local_tensor`` is
+    given.
 
     Raises:
-        PlanError: something else than a dict, a key that ends in neither ``input`` nor ``output``, a value that is
-            not a layout.
+        PlanError: an argument is not a dict, a key ends in neither ``input`` nor ``output``, or a value is not a
+            layout.
     """
     entries: list[Entry] = []
-    for what, given in (("plan", plan), ("input_plan", input_plan), ("output_plan", output_plan)):
-        if not isinstance(given, Mapping | None):
+    for what, table in (("plan", plan), ("input_plan", input_plan), ("output_plan", output_plan)):
+        if not isinstance(table, Mapping | None):
             example = '{"input": ("dp", "None")}' if what != "plan" else '{"w": ("dp", "None")}'
             raise PlanError(
-                f"{what} is a {type(given).__name__}, not a dict",
-                plan_entry=f"Plan.from_sharding_plan({what}={given!r})",
+                f"{what} is a {type(table).__name__}, not a dict",
+                plan_entry=f"Plan.from_sharding_plan({what}={table!r})",
                 fix=f"write {example}, with the name of what each layout is for; several inputs are a list in it",
             )
     for name, value in (plan or {}).items():
@@ -59,7 +60,7 @@ def sharding_plan_entries(
 
 
 def _translate(value: Any) -> Any:
-    """``value`` with hyper-parallel's layouts and placements as alias tuples and torch's placements."""
+    """Replace hyper-parallel's layouts and placements by alias tuples and torch's placements."""
     if isinstance(value, dict):
         return {name: _translate(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Styles of ``torch.distributed.tensor.parallel``, as ``parallelize_module`` takes them, read into entries."""
+"""Reads styles of ``torch.distributed.tensor.parallel``, as ``parallelize_module`` takes them, into entries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from shardc.errors import PlanError
-from shardc.plan.calls import in_order
+from shardc.plan.constructor_calls import in_order
 from shardc.plan.entries import Entry
-from shardc.plan.forms import quote
 from shardc.plan.from_hf import pin, split_module
 from shardc.plan.match import by_part, matching
+from shardc.plan.spec_forms import quote
 
 At = int | str
 KNOWN = (
@@ -38,18 +38,18 @@ KNOWN = (
 def style_entries(
     styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str, model: nn.Module | None
 ) -> list[Entry]:
-    """The entries of path -> style, or of one style for the root.
+    """Return the entries of path -> style, or of one style for the root.
 
-    Weights lie as the styles say. Borders are pinned where a style asks for other than its usual output, or prepares
-    one; usual ones (split features after column-wise, summed after row-wise) are left to propagation, which finds
-    cheaper ones where the next module wants a split sequence.
+    Weights get the layouts of the styles. Inputs and outputs are pinned only if a style asks for another output than
+    its default, or prepares them. Default outputs (split features after column-wise, a sum after row-wise) are left to
+    propagation, which may find cheaper layouts if the next module needs a split sequence.
 
     Args:
-        model: tells linear modules from embeddings; without it a row-wise module whose input is replicated is taken
-            for an embedding, and a column-wise one for linear.
+        model: distinguishes linear modules and embeddings. Without it a row-wise module with a replicated input counts
+            as an embedding, and a column-wise one as linear.
 
     Raises:
-        PlanError: a style of a class that is not one of torch's own.
+        PlanError: a style is of a class that is not torch's own.
     """
     entries: list[Entry] = []
     for key, style in styles.items() if isinstance(styles, Mapping) else [("", styles)]:
@@ -89,21 +89,21 @@ def _read(glob: str, style: ParallelStyle, axis: str, model: nn.Module | None) -
 
 
 def _embeddings(glob: str, model: nn.Module) -> bool:
-    found = matching(glob, [name for name, _ in model.named_modules()])
-    return bool(found) and all(isinstance(model.get_submodule(name), nn.Embedding) for name in found)
+    names = matching(glob, [name for name, _ in model.named_modules()])
+    return bool(names) and all(isinstance(model.get_submodule(name), nn.Embedding) for name in names)
 
 
 def _prepared_input(glob: str, style: PrepareModuleInput, axis: str) -> list[Entry]:
     pairs: dict[At, tuple[Placement | None, Placement | None]] = {}
     if style.input_layouts is not None:
         pairs.update(enumerate(zip(style.input_layouts, style.desired_input_layouts or (), strict=True)))
-    for name, given in style.input_kwarg_layouts.items():
-        pairs[name] = given, style.desired_input_kwarg_layouts.get(name)
+    for name, layout in style.input_kwarg_layouts.items():
+        pairs[name] = layout, style.desired_input_kwarg_layouts.get(name)
     return _prepared(f"{glob}:input", axis, pairs.items())
 
 
 def _prepared(
     target: str, axis: str, pairs: Iterable[tuple[At, tuple[Placement | None, Placement | None]]]
 ) -> list[Entry]:
-    """A pin for each tensor that the style takes in hand (the first of the pair) and wants somewhere (the second)."""
-    return [pin(f"{target}[{at}]", axis, wanted) for at, (given, wanted) in pairs if given and wanted]
+    """Return a pin for each tensor for which the style gives a current (first) and a desired placement (second)."""
+    return [pin(f"{target}[{at}]", axis, wanted) for at, (current, wanted) in pairs if current and wanted]

@@ -1,4 +1,4 @@
-"""Globs of a plan against a model's names, with near matches where nothing is found."""
+"""Matches globs of a plan against a model's names, and suggests similar names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from shardc.errors import PlanError
 
 
 def matching(glob: str, names: Iterable[str]) -> list[str]:
-    """The names that ``glob`` matches: ``*`` matches any text, dots too; ``?`` one character; ``[01]`` one of them.
+    """Return the names that ``glob`` matches: ``*`` matches any text, dots too; ``?`` one character; ``[01]`` one of
+    them.
 
-    A glob that starts with ``./`` matches part by part: no ``*`` in it reaches over a dot.
+    A glob that starts with ``./`` matches part by part: its ``*`` does not match dots.
     """
     return [name for name in names if name == glob or (name and _matches(glob, name))]
 
@@ -25,20 +26,20 @@ def _matches(glob: str, name: str) -> bool:
 
 
 def by_part(path: str) -> str:
-    """A path whose stars stand for one part each, as a glob."""
+    """Return a path in which each star stands for one part, as a glob."""
     return f"./{path}" if any(char in path for char in "*?[") else path
 
 
 def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[str]:
-    """The names that ``glob`` matches.
+    """Return the names that ``glob`` matches.
 
     Raises:
-        PlanError: none; the nearest names are shown.
+        PlanError: there are none; the message suggests similar names.
     """
     names = list(names)
-    found = matching(glob, names)
-    if found:
-        return found
+    matches = matching(glob, names)
+    if matches:
+        return matches
     near = near_names(glob, names)
     raise PlanError(
         f"{glob!r} matches no {kind}",
@@ -48,7 +49,7 @@ def must_match(glob: str, names: Iterable[str], kind: str, entry: str) -> list[s
 
 
 def near_names(glob: str, names: list[str]) -> list[str]:
-    """Up to three names that are like ``glob``, the likest first; numbers and stars count as the same."""
+    """Return up to three names similar to ``glob``, the most similar first; numbers and stars count as equal."""
     wanted = _plain(glob).removeprefix("./").removeprefix("*.")
     depth = wanted.count(".") + 1
     scores = {}
@@ -65,6 +66,6 @@ def _plain(name: str) -> str:
 
 
 def shorten(names: list[str], limit: int = 8) -> str:
-    """The names in a row, the first ``limit`` of them."""
+    """Return the first ``limit`` names as text, with the number of the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(map(repr, names[:limit])) + more if names else "none"

@@ -1,4 +1,4 @@
-"""One parameter, as the entries of a plan place it: where it lies for compute, then where it is stored."""
+"""One parameter while entries are applied to it: its compute layout, then its storage layout."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from math import prod
 
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
-from shardc.plan.forms import Form, leaves_dims
-from shardc.plan.spec import to_layout
-from shardc.plan.uneven import grown_layout
+from shardc.plan.spec_forms import Form, leaves_dims
+from shardc.plan.spec_layout import to_layout
+from shardc.plan.uneven_sizes import grown_layout
 
 
 @dataclass(frozen=True)
@@ -18,17 +18,18 @@ class ParamPlan:
     """One parameter's layouts.
 
     Args:
-        storage: between steps; its shape is ``padded``.
-        compute: for its consumers, at the parameter's own shape.
-        padded: the parameter's shape, a dim grown where storage could not be split otherwise.
-        level: of the ``fsdp`` entry that stores it, 0 where none does.
-        storage_cause: the entry that made storage what it is, and why where it kept it whole; "" if none did.
-        compute_cause: the same for compute, several entries joined by " | ".
-        split: where the entries split a dim for compute that they do not divide, the compute layout at ``padded``
-            sizes; ``compute`` then leaves that dim whole.
-        host: the entry that keeps it on the host, "" where none does.
-        pinned: whether it is pinned there.
-        kept: of level 3, the axes and parts of axes over which it stays split from forward to backward; all if none.
+        storage: layout between steps; its shape is ``padded``.
+        compute: layout for its consumers, at the parameter's own shape.
+        padded: the parameter's shape, with dims padded if storage could not be split otherwise.
+        level: level of the ``fsdp`` entry that stores it; 0 if none does.
+        storage_cause: the entry that decided storage, and why if it is replicated; "" if none did.
+        compute_cause: the same for compute; several entries are joined by " | ".
+        split: if entries split a dim for compute that they do not divide, the compute layout at ``padded`` sizes;
+            ``compute`` then does not split that dim.
+        host: the entry that keeps it on the host; "" if none does.
+        pinned: whether its host memory is pinned.
+        regather_axes: for level 3, the axes (or parts of axes) over which it stays split from forward to backward, and
+            over which backward gathers it; () for all.
     """
 
     storage: Layout
@@ -40,26 +41,28 @@ class ParamPlan:
     split: Layout | None = None
     host: str = ""
     pinned: bool = True
-    kept: tuple[str, ...] = ()
+    regather_axes: tuple[str, ...] = ()
 
     @property
-    def again(self) -> int:
-        """The level by which it is kept from forward to backward: one that is moved there whole is moved again."""
+    def regather_level(self) -> int:
+        """Return the level that decides whether backward gathers it again; an offloaded replicated one is copied
+        again.
+        """
         return self.level or (3 if self.host else 0)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """What entries say of one parameter so far.
+    """One parameter as placed by the entries applied so far.
 
     Args:
-        names: all that it has, its own first.
-        shape, nbytes: of all of it.
-        layout: for compute, and for storage before that is split further; sizes are the parameter's, or grown to what
-            its axes divide.
-        causes: the entries that made the layout.
+        names: all of its names (tied parameters have several), its own first.
+        shape, nbytes: of the unsharded parameter.
+        layout: the layout for compute, and for storage before entries split that further; sizes are the parameter's, or
+            padded to what its axes divide.
+        causes: the entries that decided the layout.
         host, pinned: as in `ParamPlan`.
-        kept: axes that split it for compute even where entries split storage over them.
+        compute_axes: axes that split it for compute, even if entries split storage over them.
     """
 
     names: tuple[str, ...]
@@ -69,7 +72,7 @@ class Placed:
     causes: tuple[str, ...] = ()
     host: str = ""
     pinned: bool = True
-    kept: frozenset[str] = frozenset()
+    compute_axes: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -77,17 +80,17 @@ class Placed:
 
     @property
     def odd(self) -> set[int]:
-        """The dims that are padded for compute."""
+        """Return the dims that are padded for compute."""
         return {dim for dim, size in enumerate(self.shape) if self.layout.shape[dim] != size}
 
     def by_spec(self, spec: Form, entry: str) -> Placed:
-        """It lies as ``spec`` says."""
+        """Return it with the layout of ``spec``."""
         what, base = f"parameter {self.name!r}", self.layout
-        mesh, held = base.mesh, base.shape
-        larger = grown_layout(spec, mesh, self.shape, what=what, entry=entry, held=held)
+        mesh, padded = base.mesh, base.shape
+        larger = grown_layout(spec, mesh, self.shape, what=what, entry=entry, padded=padded)
         if larger is not None:
-            kept = zip(base.dims, held, larger.shape, strict=True)
-            base = Layout(mesh, [dim if size == now else (Digit(now),) for dim, size, now in kept])
+            dims = zip(base.dims, padded, larger.shape, strict=True)
+            base = Layout(mesh, [dim if size == now else (Digit(now),) for dim, size, now in dims])
         layout = to_layout(spec, mesh, base.shape, base, what=what, entry=entry, uneven="drop")
         if layout.partial:
             raise PlanError(
@@ -99,11 +102,11 @@ class Placed:
         return replace(self, layout=layout, causes=causes)
 
     def keeping(self, axis: str) -> Placed:
-        """It is split over ``axis`` for compute, whatever else stores over that."""
-        return replace(self, kept=self.kept | {axis})
+        """Return it split over ``axis`` for compute, even if entries split storage over that axis."""
+        return replace(self, compute_axes=self.compute_axes | {axis})
 
     def split(self, dim: int, axis: str, entry: str) -> Placed:
-        """``dim`` is split over ``axis`` too, padded where it does not divide."""
+        """Return it with ``dim`` split over ``axis``, too; the dim is padded if it does not divide."""
         free = self.layout.unbind([axis])
         if shared := [bound for bound in free.bound if free.mesh.overlap(bound, axis)]:
             raise PlanError(
@@ -124,9 +127,10 @@ class Placed:
 
 
 def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
-    """``layout`` with ``dim``, of ``size`` elements, grown until its axes and ``axis`` divide it, and split over them.
+    """Return ``layout`` with ``dim`` (of ``size`` elements) padded until its axes and ``axis`` divide it, and split
+    over them.
 
-    None where an axis splits the dim inside of pieces: these would have to grow each.
+    None if an axis splits the dim inside of chunks, each of which would need padding.
     """
     mesh, axes = layout.mesh, (*layout.dim_axes(dim), axis)
     if any(digit.axis is None for digit in layout.dims[dim][:-1]):
@@ -137,5 +141,5 @@ def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
 
 
 def warn(text: str, entry: str) -> None:
-    """Warns of what an entry asks for and a parameter cannot have."""
+    """Warn that a parameter cannot have what an entry asks for."""
     warnings.warn(str(PlanError(text, plan_entry=entry)), ShardcWarning, stacklevel=3)

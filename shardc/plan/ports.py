@@ -1,4 +1,4 @@
-"""A plan against a model's inputs, outputs and named activations."""
+"""Resolves a plan for a model's inputs, outputs and named activations."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from shardc.ir import ops
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.trees import leaf_paths
-from shardc.plan.forms import Form, PerRank, freeze
 from shardc.plan.match import shorten
-from shardc.plan.spec import Uneven, to_layout
-from shardc.plan.uneven import grown_layout
+from shardc.plan.spec_forms import Form, PerRank, freeze
+from shardc.plan.spec_layout import Uneven, to_layout
+from shardc.plan.uneven_sizes import grown_layout
 from shardc.plan.value import Plan
 
 
 @dataclass(frozen=True)
 class ActivationPin:
-    """What a plan says of one tensor at a module's border.
+    """The spec that a plan gives one tensor at a module boundary.
 
     Args:
         module: the module's qualified name, "" for the root.
         where: "input" or "output".
-        index: the tensor's position among the module's inputs or outputs, or the keyword that passes it.
-        spec: for `shardc.plan.spec.to_layout`, with the layout that the value has anyway as ``base``.
+        index: position of the tensor among the module's inputs or outputs, or the keyword that passes it.
+        spec: argument of `shardc.plan.spec_layout.to_layout`; ``base`` is the layout that the value has without it.
         entry: the plan entry, as text.
     """
 
@@ -42,19 +42,21 @@ class ActivationPin:
 
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """The axes over which dim 0 of the inputs is split, in the mesh's order (else replicate before shard axes)."""
+    """Return the axes over which dim 0 of the inputs is split, in mesh order (without a mesh: replicate before shard
+    axes).
+    """
     axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
 
 
 @dataclass(frozen=True)
 class InputPlan:
-    """Where an input lies.
+    """The layout of an input.
 
     Args:
-        layout: in which it comes; a dim that its axes do not divide is whole.
+        layout: the layout in which it is passed; a dim that its axes do not divide is not split.
         cause: the plan entry.
-        padded: where such a dim is, the layout at padded sizes in which the program then computes.
+        padded: if there is such a dim, the layout at padded sizes in which the program computes.
     """
 
     layout: Layout
@@ -63,19 +65,19 @@ class InputPlan:
 
 
 def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[int]]]) -> list[InputPlan]:
-    """Where each input lies: as the plan says, else dim 0 split over the batch axes.
+    """Return the layout of each input: by the plan, or else with dim 0 split over the batch axes.
 
     Args:
         inputs: dotted path and global shape of each tensor, in order: ``("tokens", (8, 128))``.
 
     Raises:
-        PlanError: an entry for an input that there is not, an unknown axis, a spec of the wrong rank.
-        LayoutError: a sub-dim of a size that the plan gives does not divide.
+        PlanError: an entry names an unknown input or axis, or a spec has the wrong rank.
+        LayoutError: a sub-dim whose size the plan gives does not divide.
 
     Warns:
-        ShardcWarning: a dim that does not divide, with what is done instead.
+        ShardcWarning: a dim does not divide; the text says what is done instead.
     """
-    said = _said(plan, "inputs", [name for name, _ in inputs])
+    specs = _last_specs(plan, "inputs", [name for name, _ in inputs])
     cause = " | ".join(str(entry) for entry in plan.entries if entry.batch)
     for entry in plan.entries:
         if entry.sequence is not None and not any(len(shape) > entry.sequence[0] for _, shape in inputs):
@@ -85,7 +87,7 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
                 fix="write dim= with the dim of the inputs that is the sequence",
             )
     out = []
-    for (name, shape), wanted in zip(inputs, said, strict=True):
+    for (name, shape), wanted in zip(inputs, specs, strict=True):
         if wanted is not None and isinstance(wanted[0], PerRank):
             spec = _in_a_row(wanted[0], plan, mesh, shape, name, wanted[1])
             out.append(_input(mesh, tuple(shape), spec, name, wanted[1]))
@@ -99,16 +101,18 @@ def resolve_inputs(plan: Plan, mesh: Mesh, inputs: Sequence[tuple[str, Sequence[
 
 
 def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
-    """Of each input whose values are row numbers within a rank's part of another input (`shardc.per_rank`): that one.
+    """Return position -> position of another input, for inputs whose values are row numbers in a rank's part of that
+    (`shardc.per_rank`).
 
-    Both by position among ``names``, which are the dotted paths of the tensor inputs.
+    Args:
+        names: dotted paths of the tensor inputs.
 
     Raises:
-        PlanError: there is no such other input.
+        PlanError: the other input does not exist.
     """
     arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
     out = {}
-    for at, wanted in enumerate(_said(plan, "inputs", names)):
+    for at, wanted in enumerate(_last_specs(plan, "inputs", names)):
         if wanted is None or not isinstance(wanted[0], PerRank) or (to := wanted[0].relative_to) is None:
             continue
         argument, dot, rest = to.partition(".")
@@ -126,12 +130,12 @@ def numbered(plan: Plan, names: Sequence[str]) -> dict[int, int]:
 
 
 def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name: str, entry: str) -> Form:
-    """The batch axes split the dim along which the values of ranks are concatenated."""
+    """Return the form that splits, over the batch axes, the dim along which the ranks' values are concatenated."""
     if not -len(shape) <= form.dim < len(shape):
         raise PlanError(
             f"input {name!r} of shape {tuple(shape)} has no dim {form.dim}", plan_entry=entry, fix="write another dim="
         )
-    sequence = {said.sequence[1] for said in plan.entries if said.sequence is not None}
+    sequence = {item.sequence[1] for item in plan.entries if item.sequence is not None}
     batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
     dims = ["_"] * len(shape)
     dims[form.dim] = f"@({','.join(batch)})" if batch else "_"
@@ -139,9 +143,11 @@ def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name:
 
 
 def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
-    """Dim 0 split over the batch axes, and the sequence's dim over those that are the sequence's."""
-    said = [entry.sequence for entry in plan.entries if entry.sequence is not None]
-    sequence = {axis: (dim, striped) for dim, axis, striped in said}
+    """Return the form that splits dim 0 over the batch axes, and the sequence dim over the axes of sequence
+    parallelism.
+    """
+    splits = [entry.sequence for entry in plan.entries if entry.sequence is not None]
+    sequence = {axis: (dim, striped) for dim, axis, striped in splits}
     batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
     dims = [f"@({','.join(batch)})" if batch else "_", *["_"] * (len(shape) - 1)]
     for dim in {dim for dim, _ in sequence.values() if dim < len(shape) and shape[dim] > 1}:
@@ -157,15 +163,15 @@ def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str
     what = f"input {name!r}"
     uneven = grown_layout(spec, mesh, shape, what=what, entry=entry)
     if uneven is None:
-        # A dim of one element is not grown, as ops may expand it: each rank takes it whole.
+        # A dim of one element is not padded, because ops may expand it: each rank takes all of it.
         drop: Uneven = "drop" if 1 in shape else "error"
         return InputPlan(to_layout(spec, mesh, shape, what=what, entry=entry, uneven=drop), entry)
     odd = [dim for dim, size in enumerate(shape) if uneven.shape[dim] != size]
     axes = [axis for dim in odd for axis in uneven.dim_axes(dim)]
     ranks = prod(mesh.size(axis) for axis in axes)
-    told = "; ".join(f"dim {dim} of {shape[dim]} is padded to {uneven.shape[dim]}" for dim in odd)
+    paddings = "; ".join(f"dim {dim} of {shape[dim]} is padded to {uneven.shape[dim]}" for dim in odd)
     what_it_costs = f"every rank takes {what} whole over {', '.join(axes)} ({ranks} ranks) and splits it itself"
-    text = f"{what} of shape {shape} does not divide: {told}; {what_it_costs}"
+    text = f"{what} of shape {shape} does not divide: {paddings}; {what_it_costs}"
     fix = f"pass sizes that are multiples of {ranks}, or leave {', '.join(axes)} off"
     warnings.warn(str(LayoutError(text, plan_entry=entry, fix=fix)), ShardcWarning, stacklevel=4)
     whole = uneven.unbind(axes)
@@ -174,30 +180,30 @@ def _input(mesh: Mesh, shape: tuple[int, ...], spec: Form, name: str, entry: str
 
 
 def resolve_outputs(plan: Plan, names: Sequence[str]) -> list[tuple[Form, str] | None]:
-    """(spec, entry) of each output, None where the plan says nothing.
+    """Return (spec, entry) of each output; None if the plan has no entry for it.
 
     Args:
         names: dotted path of each output tensor: ``"0"``, ``"logits"``, ``"1.hidden"``.
 
     Raises:
-        PlanError: an entry for an output that there is not.
+        PlanError: an entry names an unknown output.
     """
-    return _said(plan, "outputs", names)
+    return _last_specs(plan, "outputs", names)
 
 
 def output_specs(plan: Plan, spec: pytree.TreeSpec) -> dict[int, tuple[Form, str]]:
-    """What the plan says of each tensor output, by flat position; ``spec`` is their structure.
+    """Return flat position -> (spec, entry) of tensor outputs; ``spec`` is the structure of the outputs.
 
     Raises:
         PlanError: as `resolve_outputs`.
     """
     flat = pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
     names = [".".join(map(str, path)) or "0" for path in leaf_paths(flat)]
-    return {at: one for at, one in enumerate(resolve_outputs(plan, names)) if one is not None}
+    return {at: pair for at, pair in enumerate(resolve_outputs(plan, names)) if pair is not None}
 
 
-def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:
-    """(spec, entry) of the last entry that speaks of each name."""
+def _last_specs(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] | None]:
+    """Return (spec, entry) of the last entry about each name, or None."""
     out: list[tuple[Form, str] | None] = [None] * len(names)
     for entry in plan.entries:
         for at, spec in entry.ports(kind, names).items():
@@ -206,11 +212,11 @@ def _said(plan: Plan, kind: str, names: Sequence[str]) -> list[tuple[Form, str] 
 
 
 def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[ActivationPin]:
-    """The pins on module inputs and outputs, in the plan's order; of two on one tensor the later stays.
+    """Return the pins of module inputs and outputs in the plan's order; of two pins of one tensor the later one.
 
     Raises:
-        PlanError: a glob that matches no module, or a target that reads in two ways (a module that is itself called
-            ``input`` or ``output``).
+        PlanError: a glob matches no module, or a target is ambiguous (a module is itself called ``input`` or
+            ``output``).
     """
     names = list(module_names)
     pins: dict[tuple[str, str, int | str], ActivationPin] = {}
@@ -222,22 +228,24 @@ def resolve_activations(plan: Plan, module_names: Iterable[str]) -> list[Activat
 
 
 def resolve_regions(plan: Plan, module_names: Iterable[str]) -> list[str]:
-    """The modules whose activations backward computes again, in the model's order, none inside another.
+    """Return the modules whose activations backward recomputes, in the model's order, none inside another.
 
     Raises:
-        PlanError: a glob that matches no module.
+        PlanError: a glob matches no module.
     """
     names = list(module_names)
-    said = {name for entry in plan.entries for name in entry.regions(names)}
+    regions = {name for entry in plan.entries for name in entry.regions(names)}
     out: list[str] = []
-    for name in names:  # what a module holds comes behind it
-        if name in said and not any(name.startswith(f"{outer}.") for outer in out):
+    for name in names:  # submodules come after their module
+        if name in regions and not any(name.startswith(f"{outer}.") for outer in out):
             out.append(name)
     return out
 
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
-    """Raises PlanError for a plan entry about activations none of which is in the program; ``tags`` name each pin's."""
+    """Raise PlanError if a plan entry is about activations that are not in the program; ``tags`` names the tag of each
+    pin.
+    """
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
     heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}
     for pin in pins:

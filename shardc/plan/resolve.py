@@ -1,7 +1,7 @@
-"""A plan against a mesh and a model's parameters: how each is stored, and how it is computed with.
+"""Resolves a plan for a mesh and a model's parameters: the storage and compute layout of each.
 
-The compute layout is what TP and raw entries say; storage is that, split further over the axes of the ``fsdp``
-entries. Their disagreement is what makes FSDP's gathers and reduce-scatters.
+The compute layout is given by TP and raw entries; the storage layout is the compute layout split further over the axes
+of the ``fsdp`` entries. Their difference causes FSDP's all-gathers and reduce-scatters.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.view import parts_of, view_of
 from shardc.plan.placed import ParamPlan, Placed
-from shardc.plan.spec import check_axis
-from shardc.plan.uneven import as_dtensor
+from shardc.plan.spec_layout import check_axis
+from shardc.plan.uneven_sizes import as_dtensor
 from shardc.plan.value import Plan
 
 __all__ = ["ParamPlan", "Sizes", "check_axes", "resolve_params"]
@@ -30,36 +30,36 @@ Sizes = Mapping[str, tuple[Sequence[int], int]]
 def resolve_params(
     plan: Plan, mesh: Mesh, params: Sizes, aliases: Mapping[str, str] | None = None
 ) -> dict[str, ParamPlan]:
-    """The layouts of every parameter.
+    """Return the layouts of every parameter.
 
     Args:
-        params: name -> (shape, bytes of one element).
+        params: name -> (shape, bytes per element).
         aliases: other names of tied parameters -> the name in ``params``; globs match these too.
 
     Raises:
-        PlanError: an unknown axis, a glob that matches nothing, a spec of the wrong rank, an axis that is given to
-            data parallelism and to TP. Nothing is changed before all entries are checked.
-        LayoutError: an entry that splits a dim as no DTensor can be.
+        PlanError: an axis is unknown or given to data parallelism and to TP, a glob matches nothing, or a spec has the
+            wrong rank. Nothing is changed before all entries are checked.
+        LayoutError: an entry splits a dim in a way that a DTensor cannot represent.
 
     Warns:
-        ShardcWarning: a dim that does not divide, with what is done instead.
+        ShardcWarning: a dim does not divide; the text says what is done instead.
     """
     check_axes(plan, mesh)
     names = {name: name for name in params} | dict(aliases or {})
-    known: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name, first in names.items():
-        known.setdefault(first, []).append(name)
+        names_of.setdefault(first, []).append(name)
     placed = {
-        name: Placed(tuple(known[name]), tuple(shape), prod(shape) * itemsize, Layout.whole(mesh, shape))
+        name: Placed(tuple(names_of[name]), tuple(shape), prod(shape) * itemsize, Layout.whole(mesh, shape))
         for name, (shape, itemsize) in params.items()
     }
     for entry in plan.entries:
         with _named(str(entry)):
             placed |= entry.place(placed, names)
-    with warnings.catch_warnings():  # a first look: which parts of axes there will be
+    with warnings.catch_warnings():  # a first pass, to find the parts of axes that the DTensors' mesh needs
         warnings.simplefilter("ignore")
-        first_look = [_store(plan, param, None) for param in placed.values()]
-    view = view_of(mesh, parts_of(mesh, (stored.storage for stored in first_look)))
+        first_pass = [_store(plan, param, None) for param in placed.values()]
+    view = view_of(mesh, parts_of(mesh, (stored.storage for stored in first_pass)))
     out = {name: _store(plan, param, view) for name, param in placed.items()}
     for name, stored in out.items():
         if not as_dtensor(stored.storage, placed[name].shape, view):
@@ -73,11 +73,11 @@ def resolve_params(
 
 
 def check_axes(plan: Plan, mesh: Mesh) -> None:
-    """What can be checked of a plan with the mesh alone.
+    """Check a plan against the mesh alone.
 
     Raises:
-        PlanError: an axis that is not on ``mesh``, one that is given to TP and to the batch, axes of the batch that
-            share ranks, levels that differ, shard sizes that do not divide.
+        PlanError: an axis is not on ``mesh``, or is given to TP and to the batch; axes of the batch share ranks; levels
+            differ; or shard sizes do not divide.
     """
     stores = {entry: level for entry in plan.entries if (level := entry.storage[1])}
     levels = set(stores.values())
@@ -104,7 +104,7 @@ def check_axes(plan: Plan, mesh: Mesh) -> None:
 
 @contextmanager
 def _named(entry: str) -> Iterator[None]:
-    """Names the plan entry that an error of a layout is about."""
+    """Turn a LayoutError into a PlanError that names ``entry``."""
     try:
         yield
     except LayoutError as error:
@@ -112,21 +112,24 @@ def _named(entry: str) -> Iterator[None]:
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
-    """What is placed is of storage; the axes that split storage only leave it for compute.
+    """Return the layouts of a placed parameter: storage as entries split it; for compute, axes that split storage only
+    are removed.
 
     Args:
-        view: the mesh that parameters are DTensors on, once it is known.
+        view: the mesh of the parameters' DTensors; None in the first pass.
     """
     shard = [axis for entry in plan.entries for axis in entry.storage[0]]
     level = max((entry.level_of(param) for entry in plan.entries), default=0)
-    kept = tuple(axis for entry in plan.entries for axis in entry.kept(param)) if level == 3 else ()
+    regather = tuple(axis for entry in plan.entries for axis in entry.regather_axes(param)) if level == 3 else ()
     cause = " | ".join(param.causes)
-    layout, free = param.layout, param.layout.unbind(set(shard) - param.kept)
+    layout, free = param.layout, param.layout.unbind(set(shard) - param.compute_axes)
     dims = [(Digit(size),) if dim in param.odd else free.dims[dim] for dim, size in enumerate(param.shape)]
     compute = free.replace(dims=dims)
-    out = ParamPlan(layout, compute, layout.shape, level, cause, cause, None, param.host, param.pinned, kept)
-    for entry in plan.entries if not set(layout.bound) & set(shard) - param.kept else ():
+    out = ParamPlan(layout, compute, layout.shape, level, cause, cause, None, param.host, param.pinned, regather)
+    for entry in plan.entries if not set(layout.bound) & set(shard) - param.compute_axes else ():
         with _named(f"{cause} | {entry}" if cause else str(entry)):
             out = entry.store(out, param, view)
-    split = out.storage.unbind(axis for axis in out.storage.bound if split_part(axis)[0] in set(shard) - param.kept)
+    split = out.storage.unbind(
+        axis for axis in out.storage.bound if split_part(axis)[0] in set(shard) - param.compute_axes
+    )
     return replace(out, split=split) if any(split.dim_axes(dim) for dim in param.odd) else out

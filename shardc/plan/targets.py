@@ -1,4 +1,4 @@
-"""What inputs, outputs and activations of a plan are about: targets, and pytrees of specs."""
+"""Parses the targets of a plan's inputs, outputs and activations, and flattens pytrees of specs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardc.errors import PlanError
-from shardc.plan.forms import is_one
+from shardc.plan.spec_forms import is_one
 
 
 @dataclass(frozen=True)
 class Target:
-    """Which tensor of which modules an activation entry is about.
+    """The tensor of which modules an activation entry is about.
 
     Args:
-        glob: over module names.
-        where: "input", "output", or None where the entry does not say.
+        glob: glob of module names.
+        where: "input", "output", or None if the entry does not say.
         index: position among the inputs or outputs, or the keyword that passes an input.
         explicit: whether ``where`` cannot be part of a module's name.
     """
@@ -28,10 +28,13 @@ class Target:
 
 
 def split_target(target: str) -> Target:
-    """``layers.*.attn`` is the first output of those modules; ``layers.*.attn.input`` and ``layers.*.attn:input``
-    the first input; ``layers.*.attn:input[1]`` the second, ``:input[mask]`` the one passed by that keyword.
+    """Parse the target of an activation entry.
 
-    Only ``:`` or an index makes it explicit: with a dot, the module could itself be called ``input`` or ``output``.
+        layers.*.attn                                   the first output of these modules
+        layers.*.attn.input, layers.*.attn:input        the first input
+        layers.*.attn:input[1], layers.*.attn:input[mask]    the second input, the one passed by keyword ``mask``
+
+    Only ``:`` or an index makes it explicit: with a dot, a module could itself be called ``input`` or ``output``.
     """
     match = re.fullmatch(r"(.*?)([.:]|^)(input|output)(?:\[(\w+)\])?", target)
     if not match:
@@ -42,7 +45,7 @@ def split_target(target: str) -> Target:
 
 
 def flatten(value: Any, entry: str, path: str = "") -> list[tuple[str, Any]]:
-    """(dotted path, spec of one tensor) for each spec in a pytree of specs; None says nothing."""
+    """Return (dotted path, spec of one tensor) for each spec in a pytree of specs; None is skipped."""
     if value is None:
         return []
     if is_one(value):

@@ -1,4 +1,4 @@
-"""The plan: a frozen, composable value that says where things lie, and never what is computed."""
+"""The plan: a frozen, composable value that gives layouts, and never changes what is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
-from shardc.plan.calls import Call, call_text, runs, to_call
+from shardc.plan.constructor_calls import Call, call_text, runs, to_call
 from shardc.plan.entries import (
     Entry,
     Param,
@@ -25,46 +25,47 @@ from shardc.plan.entries import (
 )
 from shardc.plan.entries.data_parallel import check_apart
 from shardc.plan.entries.raw import activation_entries, port_entries
-from shardc.plan.forms import freeze, quote
 from shardc.plan.from_hf import ep_entries, hf_entries
 from shardc.plan.from_sharding_plan import sharding_plan_entries
 from shardc.plan.from_styles import style_entries
-from shardc.plan.json import decode, encode
+from shardc.plan.plan_file import decode, encode
+from shardc.plan.spec_forms import freeze, quote
 from shardc.validate import checked, typed
 
 Constructors = Mapping[str, Callable[..., "Plan"]]
-# By name, what makes plans: the functions of `shardc.plan.constructors`, and the class.
+# Name -> what creates plans: the functions of `shardc.plan.constructors`, and the class `Plan`.
 CONSTRUCTORS: dict[str, Callable[..., Plan]] = {}
 
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan:
-    """Where parameters, inputs, outputs and activations lie on the mesh; `a | b` composes, ``b`` winning.
+    """The layouts of parameters, inputs, outputs and activations on the mesh; `a | b` composes, entries of ``b`` take
+    precedence.
 
-    Entries of two plans are about the same thing if they name the same data-parallel axes, the same glob (and TP axis),
-    the same input, output or activation, or the same setting. If several globs match one parameter or one module, the
-    last one wins. TP over different axes adds up.
+    An entry replaces an earlier one about the same data-parallel axes, the same glob (and TP axis), the same input,
+    output or activation, or the same setting. If several globs match a parameter or module, the last one wins. TP over
+    different axes adds up.
 
     Args:
-        params: parameter glob -> spec of its storage (see `shardc.plan.forms`). ``*`` matches dots too.
-        inputs: a spec for all inputs, a list by position, a dict by name, or a pytree of these; None says nothing.
-            `shardc.per_rank` is a spec for edge lists, offsets and other inputs of each rank's own rows.
+        params: parameter glob -> spec of its storage (see `shardc.plan.spec_forms`). ``*`` matches dots, too.
+        inputs: a spec for all inputs, a list by position, a dict by name, or a pytree of these; None is skipped.
+            `shardc.per_rank` is a spec for edge lists, offsets and other inputs with each rank's own rows.
         outputs: the same for outputs.
         activations: module glob, or glob with ``.input`` or ``.output`` -> a spec, a list for several tensors, or a
             dict by keyword.
-        reduce: "mean" (the default) or "sum". Without a loss in the graph, gradients are those of the mean, or of the
-            sum, of the losses of the ranks that split the batch. With one, it has no effect.
-        grad_scale: a factor on every parameter's gradient, 1.0 if not given. Gradients of inputs are not scaled.
-        dtensor_outputs: return outputs as DTensors rather than as local shards. A loss computed from them is already
-            the global loss, so ``reduce`` has no effect then.
-        accumulate: the module starts as after ``set_requires_grad_sync(False)``.
+        reduce: "mean" (the default) or "sum". Without a loss in the graph, gradients are those of the mean (or sum) of
+            the losses of the ranks that split the batch. With a loss in the graph, it has no effect.
+        grad_scale: a factor on every parameter's gradient, by default 1.0. Gradients of inputs are not scaled.
+        dtensor_outputs: return outputs as DTensors instead of local shards. A loss computed from them is the global
+            loss, so ``reduce`` has no effect then.
+        accumulate: the module starts in the state after ``set_requires_grad_sync(False)``.
         overlap: False waits for every collective where it starts.
-        bucket_size: as in `shardc.Options`, which wins if it gives one.
+        bucket_size: as in `shardc.Options`, which takes precedence.
         prefetch: module -> modules whose parameters' gathers start before it computes, in forward and in backward. The
-            other gathers start as the compiler finds best.
+            compiler schedules all other gathers.
 
     Raises:
-        PlanError: a value that is not a spec, an axis used twice in one spec, an unknown reduction.
+        PlanError: a value is not a spec, a spec uses an axis twice, or the reduction is unknown.
     """
 
     entries: tuple[Entry, ...]
@@ -83,9 +84,9 @@ class Plan:
         bucket_size: int | str | None = None,
         prefetch: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        for what, given in (("params", params), ("activations", activations), ("prefetch", prefetch)):
+        for what, table in (("params", params), ("activations", activations), ("prefetch", prefetch)):
             fix = f'write {what}={{"layers.*": ("dp", None)}}'
-            checked(given, Mapping[str, Any] | None, what, PlanError, fix=fix)
+            checked(table, Mapping[str, Any] | None, what, PlanError, fix=fix)
         entries: list[Entry] = []
         entries += [
             Param(glob, freeze(spec, f"params[{quote(glob)}] = {spec!r}")) for glob, spec in (params or {}).items()
@@ -94,8 +95,9 @@ class Plan:
         for target, value in (activations or {}).items():
             entries += activation_entries(target, value)
         for module, names in (prefetch or {}).items():
-            said = checked(names, tuple[str, ...], f"prefetch[{quote(module)}]", PlanError, fix='write ["layers.1"]')
-            entries.append(Prefetch(module, said))
+            what = f"prefetch[{quote(module)}]"
+            modules = checked(names, tuple[str, ...], what, PlanError, fix='write ["layers.1"]')
+            entries.append(Prefetch(module, modules))
         settings = {
             "reduce": reduce, "grad_scale": grad_scale, "dtensor_outputs": dtensor_outputs, "accumulate": accumulate,
             "overlap": overlap, "bucket_size": bucket_size,
@@ -105,22 +107,22 @@ class Plan:
 
     @classmethod
     def of(cls, entries: Iterable[Entry]) -> Plan:
-        """The plan with ``entries``; a later entry replaces an earlier one about the same thing.
+        """Return the plan with ``entries``; a later entry replaces an earlier one about the same thing.
 
         Raises:
-            PlanError: two data-parallel entries that share some of their axes, but not all.
+            PlanError: two data-parallel entries share some of their axes, but not all.
         """
-        said = distinct(entries)
-        check_apart(said)
+        last_entries = distinct(entries)
+        check_apart(last_entries)
         plan = cls.__new__(cls)
-        object.__setattr__(plan, "entries", said)
+        object.__setattr__(plan, "entries", last_entries)
         return plan
 
     def on(self, mesh: Mesh) -> Plan:
-        """The plan with the axes filled in that ``fsdp()`` and ``ddp()`` leave open.
+        """Return the plan with the axes filled in that ``fsdp()`` and ``ddp()`` leave open.
 
         Raises:
-            PlanError: such an entry, on a mesh of several axes.
+            PlanError: there is such an entry, and the mesh has several axes.
         """
         entries = tuple(entry.on(mesh) for entry in self.entries)
         return self if entries == self.entries else Plan.of(entries)
@@ -128,14 +130,14 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_hf(cls, model: nn.Module, axis: str | None = "tp", ep: str | None = None) -> Plan:
-        """The plans that a Hugging Face model carries: ``_tp_plan`` and ``_ep_plan``, and those of its config.
+        """Return the plans that a Hugging Face model has: ``_tp_plan`` and ``_ep_plan``, and those of its config.
 
         Args:
-            axis: the mesh axis of tensor parallelism; None for none.
-            ep: the mesh axis that experts are split over; None for none.
+            axis: the mesh axis of tensor parallelism, or None.
+            ep: the mesh axis that experts are split over, or None.
 
         Raises:
-            PlanError: the model carries no such plan, or one with an unknown style.
+            PlanError: the model has no such plan, or one with an unknown style.
         """
         tensor = [] if axis is None else hf_entries(model, axis)
         return cls.of([*tensor, *([] if ep is None else ep_entries(model, ep))])
@@ -145,16 +147,17 @@ class Plan:
     def from_styles(
         cls, styles: Mapping[str, ParallelStyle] | ParallelStyle, axis: str = "tp", model: nn.Module | None = None
     ) -> Plan:
-        """The plan for what ``parallelize_module`` takes: path -> style of ``torch.distributed.tensor.parallel``.
+        """Return the plan for the argument of ``parallelize_module``: path -> style of
+        ``torch.distributed.tensor.parallel``.
 
         Args:
             styles: path -> style, or one style for the root module.
             axis: the mesh axis of tensor parallelism.
-            model: shows which modules are linear and which are embeddings. Without it, a row-wise module whose input
-                is replicated counts as an embedding.
+            model: distinguishes linear modules and embeddings. Without it, a row-wise module with a replicated input
+                counts as an embedding.
 
         Raises:
-            PlanError: a style of a class that is not one of torch's own.
+            PlanError: a style is of a class that is not torch's own.
         """
         return cls.of(style_entries(styles, axis, model))
 
@@ -166,10 +169,10 @@ class Plan:
         output_plan: Mapping[str, Any] | None = None,
         return_local_tensor: Sequence[str] | None = None,
     ) -> Plan:
-        """The plan for what hyper-parallel's ``ShardingPlan`` takes, with the same meanings.
+        """Return the plan for the arguments of hyper-parallel's ``ShardingPlan``, with the same meanings.
 
         Raises:
-            PlanError: a key of ``input_plan`` or ``output_plan`` that ends in neither ``input`` nor ``output``.
+            PlanError: a key of ``input_plan`` or ``output_plan`` ends in neither ``input`` nor ``output``.
         """
         return cls.of(sharding_plan_entries(plan, input_plan, output_plan, return_local_tensor))
 
@@ -180,18 +183,18 @@ class Plan:
         return bool(self.entries)
 
     def setting(self, name: str) -> Any:
-        """The value of a setting, or its default."""
-        said = {key: value for entry in self.entries for key, value in entry.settings.items()}
-        return said.get(name, Setting.DEFAULTS[name])
+        """Return the value of a setting, or its default."""
+        settings = {key: value for entry in self.entries for key, value in entry.settings.items()}
+        return settings.get(name, Setting.DEFAULTS[name])
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that the plan speaks of, in order."""
+        """Return the mesh axes that the plan mentions, in order."""
         return tuple(dict.fromkeys(axis for entry in self.entries for axis in entry.axes))
 
     @property
     def precision(self) -> Policies:
-        """The dtypes that the plan gives modules."""
+        """Return the dtypes that the plan gives modules."""
         return Policies(tuple(entry for entry in self.entries if isinstance(entry, Precision)))
 
     # --- text
@@ -203,19 +206,19 @@ class Plan:
         return " | ".join(call_text(name, arguments) for name, arguments in self.calls()) or "Plan()"
 
     def calls(self) -> Iterator[Call]:
-        """The plan as calls of constructors, in order: (name, arguments that are not defaults)."""
+        """Yield the plan as calls of constructors, in order: (name, arguments that are not defaults)."""
         for run in runs(self.entries):
             yield to_call(run)
 
     def describe(self) -> str:
-        """A table of the entries for people."""
+        """Return a table of the entries for people."""
         rows = [entry.row for entry in self.entries]
         return str(tabulate(rows, ("what", "of", "where"), "plain", disable_numparse=True))
 
     # --- files
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON."""
+        """Write the plan as JSON."""
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def to_json(self) -> str:
@@ -224,13 +227,13 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def load(cls, path: str | Path, namespace: Constructors | None = None) -> Plan:
-        """The plan that `save` wrote.
+        """Read a plan that `save` wrote.
 
         Args:
-            namespace: constructors of entries of your own, by name.
+            namespace: constructors of your own entries, by name.
 
         Raises:
-            PlanError: the file is not a plan, or has a key that no plan has.
+            PlanError: the file is not a plan, or has an unknown key.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -242,7 +245,7 @@ class Plan:
     @classmethod
     @typed(PlanError)
     def from_json(cls, text: str, path: str = "the text", namespace: Constructors | None = None) -> Plan:
-        """The plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
+        """Read a plan that `to_json` wrote; ``path`` is for messages, otherwise as `load`."""
         plan, constructors = cls(), {**CONSTRUCTORS, **(namespace or {})}
         for name, arguments in decode(text, path, constructors):
             try:

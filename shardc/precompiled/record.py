@@ -113,7 +113,7 @@ class Record:
 
     Args:
         mesh: axes and sizes.
-        plan: as `shardc.plan.json` writes it.
+        plan: as `shardc.plan.plan_file` writes it.
         traced, sets: the code that was traced, and what the first call sets, as `shardc.ir.reads.Reads` has them.
         files: the other files and their sha256.
     """

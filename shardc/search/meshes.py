@@ -13,8 +13,8 @@ from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
 from shardc.search.captured_model import CapturedModel
-from shardc.search.plan_search import MARGIN, Candidate, ScheduledPlan, Search
-from shardc.search.result import Found, Trial
+from shardc.search.plan_search import MARGIN, Candidate, Search
+from shardc.search.result import Found, ScheduledPlan, Trial
 
 NAMES = ("rep", "dp", "tp")  # axis names, from across nodes to within a node
 Report = Callable[[Trial], None]

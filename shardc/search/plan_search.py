@@ -33,6 +33,7 @@ from shardc.search.memory_fit import Fit, kept_whole
 from shardc.search.memory_price import LEAST, PriceSearch
 from shardc.search.module_boundaries import Pinner, borders
 from shardc.search.plan_writer import Writer
+from shardc.search.result import ScheduledPlan
 from shardc.solver import Infeasible, solve
 
 COPIES = 4.0  # copies of a parameter in memory: itself, its gradient and two of AdamW's
@@ -42,43 +43,6 @@ ROUNDS = 3
 KEPT = 3  # solutions per round that are scheduled
 MARGIN = 1.02  # solutions up to this multiple of the best step time are considered: a schedule may hide more
 GLANCE = 1e8  # table entries that the solver may visit to bound the step time of a mesh
-
-
-@dataclass(frozen=True)
-class ScheduledPlan:
-    """A plan with its predicted schedule, and the solution of the layout problem that it was written from.
-
-    Args:
-        origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
-        over: the axes over which storage only is split.
-        value, bound: cost of its solution in seconds, and the proven lower bound; 0 if it is not a solution.
-        variables: number of variables of its problem; 0 if it is not a solution.
-        build, solve: seconds spent on stating and on solving the problem.
-    """
-
-    plan: Plan
-    schedule: Schedule
-    origin: str = "found"
-    over: tuple[str, ...] = ()
-    value: float = 0.0
-    bound: float = 0.0
-    variables: int = 0
-    build: float = 0.0
-    solve: float = 0.0
-
-    @property
-    def gap(self) -> float:
-        return (self.value - self.bound) / self.value if self.value else 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return the predicted step time."""
-        return self.schedule.seconds
-
-    @property
-    def memory(self) -> int:
-        """Return the bytes of a rank at the peak."""
-        return self.schedule.memory.peak.total
 
 
 @dataclass(frozen=True)

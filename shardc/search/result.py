@@ -9,12 +9,48 @@ from shardc.ir.mesh import Mesh
 from shardc.plan.value import Plan
 from shardc.report.export import gigabytes, milliseconds, plain, shorten
 from shardc.report.predicted_schedule import Schedule
-from shardc.search.plan_search import ScheduledPlan
 
 HEAD = (
     "mesh", "plan", "step ms", "exposed ms", "GB/rank", "fits", "value ms", "gap", "build s", "solve s",
 )  # fmt: skip
 WIDTH = 60  # characters of a plan in a table
+
+
+@dataclass(frozen=True)
+class ScheduledPlan:
+    """A plan with its predicted schedule, and the solution of the layout problem that it was written from.
+
+    Args:
+        origin: "found" for a solution, else the name of the ready-made plan that it is or was derived from.
+        over: the axes over which storage only is split.
+        value, bound: cost of its solution in seconds, and the proven lower bound; 0 if it is not a solution.
+        variables: number of variables of its problem; 0 if it is not a solution.
+        build, solve: seconds spent on stating and on solving the problem.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    origin: str = "found"
+    over: tuple[str, ...] = ()
+    value: float = 0.0
+    bound: float = 0.0
+    variables: int = 0
+    build: float = 0.0
+    solve: float = 0.0
+
+    @property
+    def gap(self) -> float:
+        return (self.value - self.bound) / self.value if self.value else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the predicted step time."""
+        return self.schedule.seconds
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes of a rank at the peak."""
+        return self.schedule.memory.peak.total
 
 
 @dataclass(frozen=True)

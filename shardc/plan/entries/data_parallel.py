@@ -1,4 +1,6 @@
-"""``ddp``, ``fsdp`` and ``hsdp``: the batch split over axes, and parameters split over some of them in storage."""
+"""``ddp``, ``fsdp`` and ``hsdp``: entries that split the batch over axes, and the storage of parameters over some of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh, split_part
-from shardc.plan.calls import BY_GLOB, Call
+from shardc.plan.constructor_calls import BY_GLOB, Call
 from shardc.plan.entries.entry import Entry
-from shardc.plan.forms import show_sizes
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import ParamPlan, Placed, grown, warn
-from shardc.plan.uneven import as_dtensor
+from shardc.plan.spec_forms import show_sizes
+from shardc.plan.uneven_sizes import as_dtensor
 from shardc.validate import Bytes, Range, check_fields, checked
 
 ShardSize = Annotated[int, Range(1, also=(-1,))]
@@ -24,7 +26,7 @@ KeptSize = Annotated[int, Range(2, also=(-1,))]
 
 
 class Data(Entry):
-    """The batch is split over all axes. An entry without axes stands for the mesh's only axis; see `on`."""
+    """An entry that splits the batch over all of its axes. Without axes it stands for the mesh's only axis (`on`)."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -35,10 +37,10 @@ class Data(Entry):
         return self.axes
 
     def only_axis(self, mesh: Mesh) -> str:
-        """The axis of a mesh of one axis.
+        """Return the axis of a mesh with one axis.
 
         Raises:
-            PlanError: ``mesh`` has several.
+            PlanError: ``mesh`` has several axes.
         """
         if len(mesh.axes) > 1:
             name = self.call[0]
@@ -52,7 +54,7 @@ class Data(Entry):
 
 @dataclass(frozen=True)
 class Ddp(Data):
-    """The batch split over ``axis``, parameters whole."""
+    """Splits the batch over ``axis``; parameters are replicated."""
 
     axis: str | None
 
@@ -74,9 +76,9 @@ class Ddp(Data):
 
 @dataclass(frozen=True)
 class Fsdp(Data):
-    """The batch and the parameters' storage split over ``shard``; the batch over ``replicate`` too, often none.
+    """Splits the batch over ``shard`` and ``replicate`` (often empty), and the storage of parameters over ``shard``.
 
-    The other fields are as in `shardc.fsdp`.
+    The other fields are those of `shardc.fsdp`.
     """
 
     shard: tuple[str, ...]
@@ -117,8 +119,8 @@ class Fsdp(Data):
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
         super().check(mesh, batch)
         ranks = prod(mesh.size(axis) for axis in self.shard)
-        given = (self.shard_size, *dict(self.overrides).values(), *dict(self.reshard_after_forward).values())
-        sizes = sorted({ranks, *((ranks if size == -1 else size) for size in given)})
+        named = (self.shard_size, *dict(self.overrides).values(), *dict(self.reshard_after_forward).values())
+        sizes = sorted({ranks, *((ranks if size == -1 else size) for size in named)})
         for size in sizes:
             if _minor(mesh, self.shard, size) is None or ranks % size:
                 over = " and ".join(f"{axis}={mesh.size(axis)}" for axis in self.shard)
@@ -128,10 +130,10 @@ class Fsdp(Data):
                     plan_entry=str(self),
                     fix=f"use one of {divisors}",
                 )
-        for one, other in pairwise(sizes):
-            if other % one:
+        for smaller, larger in pairwise(sizes):
+            if larger % smaller:
                 raise PlanError(
-                    f"parameters cannot be split over {one} and over {other} ranks of one axis",
+                    f"parameters cannot be split over {smaller} and over {larger} ranks of one axis",
                     plan_entry=str(self),
                     fix="use shard sizes of which one divides the other",
                 )
@@ -144,7 +146,7 @@ class Fsdp(Data):
     def level_of(self, param: Placed) -> int:
         return next((level for glob, level in reversed(self.levels) if matching(glob, param.names)), self.level)
 
-    def kept(self, param: Placed) -> tuple[str, ...]:
+    def regather_axes(self, param: Placed) -> tuple[str, ...]:
         sizes = [size for glob, size in self.reshard_after_forward if matching(glob, param.names)]
         return () if not sizes or sizes[-1] == -1 else _minor(param.layout.mesh, self.shard, sizes[-1]) or ()
 
@@ -158,16 +160,16 @@ class Fsdp(Data):
         if not axes:
             stored = replace(stored, storage_cause=f"{self}: split over 1 rank")
         for axis in axes:
-            if split_part(axis)[0] not in param.kept:
+            if split_part(axis)[0] not in param.compute_axes:
                 stored = self._split(stored, param, axis, view)
         return stored
 
     def _split(self, stored: ParamPlan, param: Placed, axis: str, view: Mesh | None) -> ParamPlan:
-        """``stored`` with storage split over ``axis`` too: at the first local digit that divides, else padded."""
+        """Return ``stored`` with storage split over ``axis``, too: at the first dim that divides, or else padded."""
         storage, size = stored.storage, stored.storage.mesh.size(axis)
         if not storage.ndim or size == 1 or storage.numel == 0:
             return stored
-        # DTensor cuts dims that are padded for compute already over one axis only.
+        # A DTensor can split a dim that is padded for compute over one axis only.
         free = [dim for dim in range(storage.ndim) if dim not in param.odd]
         for dim in free:
             split = storage.split(dim, axis)
@@ -191,27 +193,29 @@ class Fsdp(Data):
         options: dict[str, Any] = {"level": self.level} | super().call[1]
         shard, replicate = options.pop("shard"), options.pop("replicate", None)
         options |= {name: dict(options[name]) for name in BY_GLOB if name in options}
-        if (kept := options.get("reshard_after_forward")) and list(kept) == ["*"]:
-            options["reshard_after_forward"] = kept["*"]
+        if (sizes := options.get("reshard_after_forward")) and list(sizes) == ["*"]:
+            options["reshard_after_forward"] = sizes["*"]
         if replicate:
             return "hsdp", {"shard": shard, "replicate": replicate} | options
         return "fsdp", ({"axis": shard} if shard else {}) | options
 
     @property
     def row(self) -> tuple[str, str, str]:
-        kept = f", whole over {', '.join(self.replicate)}" if self.replicate else ""
+        replicated = f", whole over {', '.join(self.replicate)}" if self.replicate else ""
         small = f", under {self.threshold} B whole" if self.threshold else ""
         over = f"{self.shard_size} ranks of " if self.shard_size != -1 else ""
         other = f", {show_sizes(dict(self.overrides))}" if self.overrides else ""
         levels = "".join(f", {glob} level {level}" for glob, level in self.levels)
         levels += "".join(f", {glob} under {size} B whole" for glob, size in self.thresholds)
         levels += "".join(f", {glob} kept over {size}" for glob, size in self.reshard_after_forward)
-        where = f"storage over {over}{', '.join(self.shard) or 'the only axis'}{kept}{small}{other}{levels}"
+        where = f"storage over {over}{', '.join(self.shard) or 'the only axis'}{replicated}{small}{other}{levels}"
         return f"fsdp level {self.level}", "inputs, params", where
 
 
 def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """The axes, and parts of axes, that the minor ``size`` ranks of ``axes`` together differ along; None if none do."""
+    """Return the axes, and parts of axes, along which the minor ``size`` ranks of ``axes`` differ; None if there are no
+    such parts.
+    """
     if size == -1:
         return axes
     out: list[str] = []
@@ -230,40 +234,40 @@ def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | No
     return tuple(reversed(out)) if size == 1 else None
 
 
-def by_glob(said: Mapping[str, Any], entry: str) -> dict[str, Any]:
-    """Tables of numbers by glob, as entries hold them."""
+def by_glob(tables: Mapping[str, Any], entry: str) -> dict[str, Any]:
+    """Return tables glob -> number as tuples of pairs, which entries store."""
     return {
-        what: tuple(checked(given or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
-        for what, given in said.items()
+        what: tuple(checked(table or {}, Mapping[str, Any], what, PlanError, plan_entry=entry).items())
+        for what, table in tables.items()
     }
 
 
-def regathered(given: Any, level: int, levels: Any, entry: str) -> tuple[int, dict[str, Any]]:
-    """The level of all parameters, and tables by glob, that ``reshard_after_forward`` gives beside ``levels``.
+def regathered(reshard: Any, level: int, levels: Any, entry: str) -> tuple[int, dict[str, Any]]:
+    """Combine ``reshard_after_forward`` and ``levels``: return the level of all parameters, and tables by glob.
 
     Args:
-        given: True, False or a number of ranks, or one of these by parameter glob.
+        reshard: True, False or a number of ranks, or one of these by parameter glob.
     """
-    said = dict(checked(levels or {}, Mapping[str, Any], "levels", PlanError, plan_entry=entry))
-    if given is True and level != 3:
+    level_of = dict(checked(levels or {}, Mapping[str, Any], "levels", PlanError, plan_entry=entry))
+    if reshard is True and level != 3:
         raise PlanError(
             f"reshard_after_forward=True is level 3, and level is {level}", plan_entry=entry, fix="leave level out"
         )
-    if isinstance(given, bool) or given is None:
-        return level if given is not False else min(level, 2), {"levels": said, "reshard_after_forward": {}}
+    if isinstance(reshard, bool) or reshard is None:
+        return level if reshard is not False else min(level, 2), {"levels": level_of, "reshard_after_forward": {}}
     fix = "write True, False or a number of ranks, or one of these by parameter glob"
     table = (
-        {"*": given}
-        if isinstance(given, int)
-        else checked(given, Mapping[str, bool | int], "reshard_after_forward", PlanError, plan_entry=entry, fix=fix)
+        {"*": reshard}
+        if isinstance(reshard, int)
+        else checked(reshard, Mapping[str, bool | int], "reshard_after_forward", PlanError, plan_entry=entry, fix=fix)
     )
-    said |= {glob: 3 if size else 2 for glob, size in table.items() if isinstance(size, bool)}
-    kept = {glob: -1 if size is True else size for glob, size in table.items() if size is not False}
-    return level, {"levels": said, "reshard_after_forward": kept}
+    level_of |= {glob: 3 if size else 2 for glob, size in table.items() if isinstance(size, bool)}
+    sizes = {glob: -1 if size is True else size for glob, size in table.items() if size is not False}
+    return level, {"levels": level_of, "reshard_after_forward": sizes}
 
 
 def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
-    """``axis``, a name or a sequence of them, as a tuple."""
+    """Return ``axis``, a name or a sequence of names, as a tuple."""
     names = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
     for name in names:
         if not isinstance(name, str) or not name:
@@ -272,7 +276,7 @@ def axis_names(axis: Any, entry: str) -> tuple[str, ...]:
 
 
 def check_apart(entries: Sequence[Entry]) -> None:
-    """Raises PlanError where two data-parallel entries share some of their axes."""
+    """Raise PlanError if two data-parallel entries share some of their axes."""
     data = [entry for entry in entries if isinstance(entry, Data)]
     for at, entry in enumerate(data):
         for earlier in data[:at]:

@@ -1,4 +1,4 @@
-"""What an entry can say. Resolving, text and files ask the entries of a plan and know no kind of them."""
+"""The interface of plan entries. Resolving, text and files call it, and know no kind of entry."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shardc.ir.mesh import Mesh
-from shardc.plan.calls import Call, call_text, to_call
-from shardc.plan.forms import Form
+from shardc.plan.constructor_calls import Call, call_text, to_call
 from shardc.plan.placed import ParamPlan, Placed
+from shardc.plan.spec_forms import Form
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One statement of a plan. A kind of entry is a frozen dataclass that overrides what it has something to say on."""
+    """One statement of a plan. A kind of entry is a frozen dataclass that overrides the methods that it has an answer
+    for.
+    """
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of two entries with the same key the later one holds."""
+        """Return the identity of what it is about: of two entries with the same key the later one is used."""
         return (self,)
 
     def on(self, mesh: Mesh) -> Entry:
-        """The entry with the axes that it leaves open filled in from ``mesh``.
+        """Return the entry with the axes that it leaves open filled in from ``mesh``.
 
         Raises:
-            PlanError: it leaves its axis open, and ``mesh`` has several.
+            PlanError: it leaves its axis open, and ``mesh`` has several axes.
         """
         return self
 
@@ -33,91 +35,94 @@ class Entry:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it names."""
+        """Return the mesh axes that it names."""
         return ()
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """The axes over which it splits dim 0 of the inputs."""
+        """Return the axes over which it splits dim 0 of the inputs."""
         return ()
 
     @property
     def sequence(self) -> tuple[int, str, bool] | None:
-        """(dim, axis, striped) where it splits another dim of the inputs over one of its axes of ``batch``."""
+        """Return (dim, axis, striped) if it splits another dim of the inputs over one of its axes of ``batch``."""
         return None
 
     @property
     def storage(self) -> tuple[tuple[str, ...], int]:
-        """The axes over which it splits parameters in storage only, and at which level of ``fsdp``; 0 for none."""
+        """Return the axes over which it splits parameters in storage only, and the ``fsdp`` level (0: none)."""
         return (), 0
 
     def level_of(self, param: Placed) -> int:
-        """The level at which it stores a parameter; 0 where it stores none."""
+        """Return the level at which it stores a parameter; 0 if it does not."""
         return self.storage[1]
 
-    def kept(self, param: Placed) -> tuple[str, ...]:
-        """The axes, and parts of axes, that split a parameter of level 3 from forward to backward; none for all."""
+    def regather_axes(self, param: Placed) -> tuple[str, ...]:
+        """Return the axes (or parts) that split a parameter of level 3 from forward to backward; () for all."""
         return ()
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The settings of the plan that it gives, by name."""
+        """Return the settings of the plan that it gives, by name."""
         return {}
 
     def check(self, mesh: Mesh, batch: Mapping[str, Entry]) -> None:
-        """Raises PlanError for what can be told from the mesh alone; ``batch`` says which entry splits it by axis.
+        """Raise PlanError for what the mesh alone shows; ``batch`` maps axes to the entries that split the batch.
 
-        `axes` are on the mesh.
+        Requires that `axes` are on the mesh.
         """
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> Mapping[str, Placed]:
-        """The parameters that it is about, as it places them.
+        """Return the parameters that it is about, as it places them.
 
         Args:
-            params: every parameter, as the entries before this one place it.
-            names: every name of every parameter -> the first, by which ``params`` has it.
+            params: every parameter, as placed by the entries before this one.
+            names: every name of every parameter -> its first name, the key in ``params``.
 
         Raises:
-            PlanError: a glob that matches nothing, or a layout that a parameter cannot have.
+            PlanError: a glob matches nothing, or a parameter cannot have the layout.
         """
         return {}
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
-        """``stored`` with the storage that it gives the parameter, which no spec has split over axes of `storage`.
+        """Return ``stored`` with the storage that it gives a parameter; called if no spec splits that over axes of
+        `storage`.
 
         Args:
-            view: the mesh that parameters are DTensors on, once it is known.
+            view: the mesh of the parameters' DTensors; None while it is not known.
         """
         return stored
 
     def ports(self, kind: str, names: Sequence[str]) -> Mapping[int, Form]:
-        """By position in ``names`` the specs that it gives "inputs" or "outputs" (``kind``)."""
+        """Return position in ``names`` -> the spec that it gives "inputs" or "outputs" (``kind``)."""
         return {}
 
     def pins(self, modules: Sequence[str]) -> Mapping[tuple[str, str, int | str], Form]:
-        """The specs that it gives activations: module, "input" or "output", and position or keyword there -> spec."""
+        """Return (module, "input" or "output", position or keyword) -> the spec that it gives an activation."""
         return {}
 
     def regions(self, modules: Sequence[str]) -> Sequence[str]:
-        """The modules whose activations backward computes again."""
+        """Return the modules whose activations backward recomputes."""
         return ()
 
     # --- how it reads
 
     @property
     def call(self) -> Call:
-        """The constructor that makes it, by name, and the arguments that are not at their defaults."""
-        said = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return type(self).__name__, {name: value for name, (value, default) in said.items() if value != default}
+        """Return the constructor that creates it, by name, and the arguments that are not defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return type(self).__name__, {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def group(self) -> tuple[tuple[str, ...], int] | None:
-        """What entries that one call makes have in common, and where this one stands in it; None where it is alone."""
+        """Return (what entries of one constructor call have in common, position of this one's argument); None if it is
+        created alone.
+        """
         return None
 
     @property
     def row(self) -> tuple[str, str, str]:
-        """(what, of, where) for a table."""
+        """Return (what, of, where) for a table."""
         name, arguments = self.call
         return name, "", call_text("", arguments)[1:-1]
 
@@ -126,9 +131,9 @@ class Entry:
 
 
 def distinct(entries: Iterable[Entry]) -> tuple[Entry, ...]:
-    """``entries`` without those that a later one of the same key replaces."""
-    said: dict[Any, Entry] = {}
+    """Return ``entries`` without those that a later one with the same key replaces."""
+    by_key: dict[Any, Entry] = {}
     for entry in entries:
-        said.pop(entry.key, None)
-        said[entry.key] = entry
-    return tuple(said.values())
+        by_key.pop(entry.key, None)
+        by_key[entry.key] = entry
+    return tuple(by_key.values())

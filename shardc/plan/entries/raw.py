@@ -1,4 +1,6 @@
-"""The arguments of `Plan`, an entry for each: where parameters, inputs, outputs and activations lie, and settings."""
+"""Entries for the arguments of `Plan`: layouts of parameters, inputs, outputs and activations, prefetches, and
+settings.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +10,17 @@ from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
 from shardc.errors import PlanError
-from shardc.plan.calls import Call
+from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
-from shardc.plan.forms import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.plan.match import matching, must_match, near_names, shorten
 from shardc.plan.placed import Placed
+from shardc.plan.spec_forms import Form, PerRank, freeze, per_rank, quote, show, spec_axes
 from shardc.plan.targets import flatten, split_target
-from shardc.validate import Bytes, Range, checked
+from shardc.validate import Bytes, Range, check_fields, checked
 
 
 class Raw(Entry):
-    """Said by an argument of `Plan`."""
+    """An entry given by an argument of `Plan`."""
 
     @property
     def group(self) -> tuple[tuple[str, ...], int]:
@@ -27,7 +29,7 @@ class Raw(Entry):
 
 
 class Spec(Raw):
-    """An item of an argument of `Plan` that takes specs: ``key`` is the argument, and what the item is about."""
+    """An item of an argument of `Plan` that takes specs; ``key`` is the argument, and what the item is about."""
 
     spec: Form
 
@@ -52,7 +54,7 @@ class Spec(Raw):
 
 @dataclass(frozen=True)
 class Param(Spec):
-    """The parameters that ``glob`` matches lie as ``spec`` says."""
+    """Gives the parameters that ``glob`` matches the layout ``spec``."""
 
     glob: str
     spec: Form
@@ -62,17 +64,17 @@ class Param(Spec):
         return ("params", self.glob)
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
-        found = {names[name] for name in must_match(self.glob, names, "parameter", str(self))}
-        return {name: params[name].by_spec(self.spec, str(self)) for name in params if name in found}
+        matches = {names[name] for name in must_match(self.glob, names, "parameter", str(self))}
+        return {name: params[name].by_spec(self.spec, str(self)) for name in params if name in matches}
 
 
 @dataclass(frozen=True)
 class Port(Spec):
-    """The inputs or outputs at ``path`` lie as ``spec`` says.
+    """Gives the inputs or outputs at ``path`` the layout ``spec``.
 
     Args:
         kind: "inputs" or "outputs".
-        path: "" for all; else names or positions from the argument down, joined by dots: "tokens", "0", "batch.mask".
+        path: "" for all, or names and positions from the argument down, joined by dots: "tokens", "0", "batch.mask".
     """
 
     kind: str
@@ -87,18 +89,18 @@ class Port(Spec):
         if kind != self.kind:
             return {}
         arguments = list(dict.fromkeys(name.partition(".")[0] for name in names))
-        found = {at: self.spec for at, name in enumerate(names) if self._is_about(name, arguments)}
-        if not found:
+        specs = {at: self.spec for at, name in enumerate(names) if self._is_about(name, arguments)}
+        if not specs:
             near = near_names(self.path, list(names))
             raise PlanError(
                 f"there is no {kind.removesuffix('s')} {self.path!r}",
                 plan_entry=str(self),
                 fix=f"did you mean {near[0]!r}?" if near else f"the {kind} are {shorten(list(names))}",
             )
-        return found
+        return specs
 
     def _is_about(self, name: str, arguments: list[str]) -> bool:
-        """Whether the path is ``name``, the start or a glob of it, or the same with the argument's position."""
+        """Return whether the path is ``name``, its start or a glob of it, or the same with the argument's position."""
         path, (argument, dot, rest) = self.path, name.partition(".")
         spelled = (name, f"{arguments.index(argument)}{dot}{rest}")
         return not path or any(s == path or s.startswith(f"{path}.") or fnmatchcase(s, path) for s in spelled)
@@ -110,10 +112,10 @@ class Port(Spec):
 
 @dataclass(frozen=True)
 class Activation(Spec):
-    """A tensor at a module's border lies as ``spec`` says.
+    """Gives a tensor at a module boundary the layout ``spec``.
 
     Args:
-        target: a module glob and which of its tensors, as `shardc.plan.targets.split_target` reads it.
+        target: a module glob and one of its tensors, in the form that `shardc.plan.targets.split_target` parses.
     """
 
     target: str
@@ -125,24 +127,59 @@ class Activation(Spec):
 
     def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
         target = split_target(self.target)
-        found = matching(target.glob, modules)
+        matches = matching(target.glob, modules)
         whole = matching(self.target, modules) if target.where and not target.explicit else []
-        if found and whole:
+        if matches and whole:
             raise PlanError(
-                f"{self.target!r} is the {target.where} of {found[0]!r} and also the module {whole[0]!r}",
+                f"{self.target!r} is the {target.where} of {matches[0]!r} and also the module {whole[0]!r}",
                 plan_entry=str(self),
                 fix=f"write '{target.glob}:{target.where}' for the {target.where}, or '{self.target}:output' for that "
                 "module's output",
             )
         if whole:
             return {(module, "output", 0): self.spec for module in whole}
-        found = must_match(target.glob, modules, "module", str(self))
-        return {(module, target.where or "output", target.index): self.spec for module in found}
+        matches = must_match(target.glob, modules, "module", str(self))
+        return {(module, target.where or "output", target.index): self.spec for module in matches}
+
+
+@dataclass(frozen=True)
+class Prefetch(Raw):
+    """Starts the gathers of the parameters of ``modules`` before ``module`` computes, in forward and in backward."""
+
+    module: str
+    modules: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return ("prefetch", self.module)
+
+    def pins(self, modules: Sequence[str]) -> dict[tuple[str, str, int | str], Form]:
+        """Return nothing; raises PlanError if one of the modules does not exist."""
+        for name in (self.module, *self.modules):
+            if name not in modules:
+                near = near_names(name, list(modules))
+                fix = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {shorten(list(modules))}"
+                raise PlanError(f"there is no module {name!r}", plan_entry=str(self), fix=fix)
+        return {}
+
+    @property
+    def call(self) -> Call:
+        return "Plan", {"prefetch": {self.module: list(self.modules)}}
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return "prefetch", self.module, f"parameters of {', '.join(self.modules)}"
+
+    def __str__(self) -> str:
+        return f"prefetch[{quote(self.module)}] = [{', '.join(map(quote, self.modules))}]"
 
 
 @dataclass(frozen=True)
 class Setting(Raw):
-    """One of the plan's plain values: ``reduce``, ``grad_scale`` and so on."""
+    """One of the plan's plain values: ``reduce``, ``grad_scale``, ..."""
 
     name: str
     value: str | float | bool
@@ -157,8 +194,8 @@ class Setting(Raw):
     }  # fmt: skip
 
     def __post_init__(self) -> None:
-        made = checked(self.value, self.KINDS[self.name], self.name, PlanError, plan_entry=str(self))
-        object.__setattr__(self, "value", made)
+        value = checked(self.value, self.KINDS[self.name], self.name, PlanError, plan_entry=str(self))
+        object.__setattr__(self, "value", value)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -181,7 +218,7 @@ class Setting(Raw):
 
 
 def port_entries(kind: str, value: Any) -> list[Port]:
-    """The entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
+    """Return the entries of ``Plan(inputs=...)`` or ``Plan(outputs=...)``."""
     out = []
     for path, spec in flatten(value, kind):
         form = per_rank() if spec is per_rank else spec
@@ -192,7 +229,7 @@ def port_entries(kind: str, value: Any) -> list[Port]:
 
 
 def activation_entries(target: str, value: Any) -> list[Activation]:
-    """The entries of ``Plan(activations={target: value})``: a spec, a list or a dict by keyword."""
+    """Return the entries of ``Plan(activations={target: value})``: a spec, a list, or a dict by keyword."""
     entry = f"activations[{quote(target)}] = {value!r}"
     base = target if split_target(target).where else f"{target}:output"
     out = []

@@ -1,4 +1,4 @@
-"""``tp``: modules whose weights, and so whose products, are split over an axis."""
+"""``tp``: splits the weights of modules, and thereby their matrix products, over an axis."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Annotated, Literal
 
 from shardc.errors import PlanError
 from shardc.ir.mesh import Mesh
-from shardc.plan.calls import Call
+from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import must_match
 from shardc.plan.placed import Placed
 from shardc.validate import check_fields
 
 STYLES = ("colwise", "rowwise", "vocab")
-PACKED = "in_proj_weight"  # of `torch.nn.MultiheadAttention`: weights of queries, keys and values, one below the other
+PACKED = "in_proj_weight"  # in `torch.nn.MultiheadAttention`: the stacked weights of queries, keys and values
 
 
 @dataclass(frozen=True)
 class Tp(Entry):
-    """The modules that ``glob`` matches are computed split over ``axis``, in one of `STYLES`.
+    """Splits the modules that ``glob`` matches over ``axis``, in one of `STYLES`.
 
-    The packed weight of a `torch.nn.MultiheadAttention` goes by its own name: ``attn.in_proj_weight``.
+    The packed weight of a `torch.nn.MultiheadAttention` is matched by its own name: ``attn.in_proj_weight``.
     """
 
     axis: str
@@ -53,8 +53,8 @@ class Tp(Entry):
         weights = [name for name in names if name.rpartition(".")[2] in ("weight", PACKED)]
         of = {name if name.endswith(PACKED) else name.rpartition(".")[0]: name for name in weights}
         placed: dict[str, Placed] = {}
-        for found in must_match(self.glob, of, "module with a weight", str(self)):
-            weight, packed = of[found], of[found].endswith(PACKED)
+        for match in must_match(self.glob, of, "module with a weight", str(self)):
+            weight, packed = of[match], of[match].endswith(PACKED)
             if packed and self.style != "colwise":
                 raise PlanError(
                     f"{weight!r} makes queries, keys and values and is split by colwise alone",
@@ -70,7 +70,7 @@ class Tp(Entry):
         return placed
 
     def _split_parts(self, param: Placed) -> Placed:
-        """Its first dim split inside of each of the three parts that attention packs in it."""
+        """Split the first dim inside each of the three parts that attention packs in it."""
         dims = [f"(3 _@{self.axis})", *("_" for _ in param.shape[1:])]
         return param.by_spec(", ".join(dims), str(self))
 

@@ -1,4 +1,4 @@
-"""A spec applied to a tensor: its `Layout`, once mesh and shape are known (`shardc.plan.forms` shows the forms)."""
+"""Applies a spec (`shardc.plan.spec_forms`) to a tensor of known mesh and shape, and returns its `Layout`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardc.errors import LayoutError, PlanError, ShardcWarning
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import from_placements
-from shardc.plan.forms import DimSpec, DimsSpec, Form, OnAxes, freeze, is_placements, read, show
+from shardc.plan.spec_forms import DimSpec, DimsSpec, Form, OnAxes, freeze, is_placements, read, show
 from shardc.validate import near
 
 Uneven = Literal["error", "drop"]
 
 
 def check_axis(axis: str, mesh: Mesh, entry: str) -> None:
-    """Raises PlanError, with near matches, where ``axis`` is neither an axis of ``mesh`` nor a part of one."""
+    """Raise PlanError, with suggestions, if ``axis`` is neither an axis of ``mesh`` nor a part of one."""
     name, colon, part = axis.partition(":")
     if name not in mesh.axes:
         fix = near(axis, mesh.axes, f"use one of {list(mesh.axes)}")
@@ -47,20 +47,20 @@ def to_layout(
     entry: str,
     uneven: Uneven = "error",
 ) -> Layout:
-    """The layout that ``spec`` asks for.
+    """Return the layout that ``spec`` describes.
 
     Args:
-        spec: any form that the module's docstring shows.
+        spec: any form of `shardc.plan.spec_forms`.
         shape: the tensor's global shape.
-        base: what ``~`` leaves as it is, less the axes that the spec itself uses; whole if not given.
+        base: the layout whose dims ``~`` keeps, without the axes that the spec uses itself; by default not split.
         what: the tensor, for messages, e.g. ``parameter 'up.weight'``.
         entry: the plan entry, for messages.
-        uneven: what to do where a size does not divide over an axis: raise, or leave that axis off with a
-            `ShardcWarning` that names tensor, axis and dim.
+        uneven: if a size does not divide over an axis: "error" raises, "drop" leaves the axis off with a
+            `ShardcWarning`.
 
     Raises:
-        PlanError: an unknown axis, one used twice, a wrong rank, a size that is not the tensor's.
-        LayoutError: a size that does not divide.
+        PlanError: an axis is unknown or used twice, or rank or sizes are not the tensor's.
+        LayoutError: a size does not divide.
     """
     form = freeze(spec, entry)
     tensor = _Tensor(mesh, tuple(shape), form, what, entry, uneven)
@@ -83,7 +83,7 @@ def to_layout(
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor and the spec that is applied to it."""
+    """A tensor, and the spec that is applied to it."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class _Tensor:
         return f"{self.what} of shape {self.shape}"
 
     def fill(self, spec: DimsSpec) -> list[DimSpec]:
-        """One spec for each dim of the tensor, the missing leading ones filled."""
+        """Return one spec per dim of the tensor; missing leading dims are filled."""
         dims = list(spec.dims)
         if spec.leading is not None and len(dims) <= len(self.shape):
             dims = [spec.leading] * (len(self.shape) - len(dims)) + dims
@@ -109,14 +109,14 @@ class _Tensor:
         return dims
 
     def digits(self, dim: int, spec: DimSpec) -> list[Digit]:
-        """``dim`` as the spec cuts it."""
+        """Return the digits of ``dim`` as the spec splits it."""
         size = self.shape[dim]
-        given = prod(sub for sub, _ in spec.subs if sub is not None)
-        rest = size // given if given else size
-        fits = rest * given == size if any(sub is None for sub, _ in spec.subs) else size == given
+        explicit = prod(sub for sub, _ in spec.subs if sub is not None)
+        rest = size // explicit if explicit else size
+        fits = rest * explicit == size if any(sub is None for sub, _ in spec.subs) else size == explicit
         if not fits:
             raise PlanError(
-                f"spec {show(self.form)} gives dim {dim} {given} elements, {self} has {size}",
+                f"spec {show(self.form)} gives dim {dim} {explicit} elements, {self} has {size}",
                 plan_entry=self.entry,
                 fix="write _ for whatever size is left",
             )
@@ -143,7 +143,9 @@ class _Tensor:
         warnings.warn(str(error), ShardcWarning, stacklevel=4)
 
     def on_axes(self, form: OnAxes, base: Layout) -> Layout:
-        """``base`` with each axis of ``form`` placed anew, as major as it can below the pieces of its split factor."""
+        """Return ``base`` with each axis of ``form`` placed anew: at the most major digit that fits, below the chunks
+        of its split factor.
+        """
         layout = base.unbind(axis for axis, _ in form.placements if axis in self.mesh)
         for axis, placement in form.placements:
             check_axis(axis, self.mesh, self.entry)
@@ -173,7 +175,7 @@ class _Tensor:
         return placement.dim % len(self.shape)
 
     def read_placements(self) -> DimsSpec | Layout:
-        """DTensor placements as dims: one placement for each mesh axis, earlier axes major."""
+        """Read DTensor placements (one per mesh axis, earlier axes are major) as dims."""
         form = self.form
         assert isinstance(form, tuple)
         if len(form) != len(self.mesh.axes):

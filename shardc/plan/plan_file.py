@@ -1,11 +1,11 @@
-"""A plan's calls as JSON, and back.
+"""Encodes a plan's constructor calls as JSON, and decodes them.
 
     {"shardc_plan": 1, "calls": [
       {"fsdp": {"axis": "dp", "level": 3}},
       {"Plan": {"params": {"head.weight": ["tp", null]}, "inputs": {"tokens": "@dp, _"}}}]}
 
-A spec is a list (axes for each dim), a string (a layout), or ``{"placements": ["Shard(0)", "Replicate()"]}``
-(``{"placements": {"tp": "Shard(0)"}}`` for some axes only); ``{"per_rank": {"dim": 1, "relative_to": "x"}}``.
+A spec is a list (axes for each dim), a string (a layout), ``{"placements": ["Shard(0)", "Replicate()"]}``,
+``{"placements": {"tp": "Shard(0)"}}`` (for some axes only), or ``{"per_rank": {"dim": 1, "relative_to": "x"}}``.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from shardc._compat import StridedShard
 from shardc.errors import PlanError
-from shardc.plan.calls import SPECS, Call
-from shardc.plan.entries.precision import DTYPE_FIELDS
-from shardc.plan.forms import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
+from shardc.plan.constructor_calls import SPECS, Call
+from shardc.plan.entries.mixed_precision import DTYPE_FIELDS
+from shardc.plan.spec_forms import Form, OnAxes, PerRank, is_placements, per_rank, show_placement
 from shardc.validate import DTYPES
 
 VERSION = 1
 
 
 def encode(calls: Iterable[Call]) -> str:
-    """``calls`` as JSON text."""
+    """Return ``calls`` as JSON text."""
     items = [{name: {key: _encode_argument(key, value) for key, value in args.items()}} for name, args in calls]
     return json.dumps({"shardc_plan": VERSION, "calls": items}, indent=2) + "\n"
 
@@ -54,10 +54,10 @@ def _encode_form(form: Form) -> Any:
 
 
 def decode(text: str, path: str, constructors: Mapping[str, Callable[..., Any]]) -> Iterator[Call]:
-    """The calls of ``constructors`` that `encode` wrote.
+    """Yield the calls of ``constructors`` in a text that `encode` wrote.
 
     Raises:
-        PlanError: the text is not a plan, or has a key that no plan has (near matches are shown).
+        PlanError: the text is not a plan, or has an unknown key (the message suggests similar ones).
     """
     try:
         data = json.loads(text)
@@ -84,11 +84,11 @@ def _of(kind: type, value: Any, path: str, what: str) -> Any:
     return value
 
 
-def _check_keys(found: dict[str, Any], known: tuple[str, ...], path: str, what: str) -> None:
-    for key in found:
-        if key not in known:
-            near = get_close_matches(key, known)
-            fix = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {list(known)}"
+def _check_keys(table: dict[str, Any], allowed: tuple[str, ...], path: str, what: str) -> None:
+    for key in table:
+        if key not in allowed:
+            near = get_close_matches(key, allowed)
+            fix = f"did you mean {' or '.join(map(repr, near))}?" if near else f"use one of {list(allowed)}"
             raise PlanError(f"unknown key {key!r} in {what}", source=path, fix=fix)
 
 

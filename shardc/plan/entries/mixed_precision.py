@@ -1,4 +1,4 @@
-"""``precision``: the dtypes in which a model is computed and its gradients are reduced."""
+"""``precision``: the dtypes in which a model computes and its gradients are reduced."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from shardc.errors import PlanError
-from shardc.plan.calls import Call
+from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import Placed
@@ -20,21 +20,21 @@ DTYPE_FIELDS = ("param", "reduce", "output", "buffers")
 
 @dataclass(frozen=True)
 class Precision(Entry):
-    """The dtypes in which tensors are sent and computed; None leaves them as they are.
+    """The dtypes in which tensors are sent and computed; None leaves them unchanged.
 
     Args:
-        param: parameters are cast to it before their gather, and floating-point inputs to it too.
+        param: parameters are cast to it before their gather; floating-point inputs, too.
         reduce: gradients are reduced in it; None: in ``param``.
         output: floating-point outputs of the model, or of ``modules``, are cast to it.
         buffers: floating-point buffers are cast to it.
         keep_low_precision_grads: leave reduced gradients in ``reduce`` instead of casting them back.
         full_precision_eval: compute in the parameters' own dtype while the model is in eval mode.
-        cast_forward_inputs: what is cast to ``param``. True: the floating-point inputs of the model, or of ``modules``,
-            and those of each layer in it: the children with parameters of a ModuleList, ModuleDict or Sequential. It is
-            what FSDP2 does where each layer is wrapped. "model": those of the model, or of ``modules``, alone. False:
-            none.
-        modules: module globs. The policy is for these modules, and for all inside of them; () is the whole model. A
-            module follows the last policy that matches it, and that one alone.
+        cast_forward_inputs: which inputs are cast to ``param``. True: the floating-point inputs of the model (or of
+            ``modules``), and those of each layer in it: the children with parameters of a ModuleList, ModuleDict or
+            Sequential. FSDP2 does the same if each layer is wrapped. "model": only those of the model (or of
+            ``modules``). False: none.
+        modules: module globs. The policy applies to these modules and everything inside; () is the complete model. A
+            module has the last policy that matches it, and no other.
     """
 
     param: torch.dtype | None = None
@@ -68,31 +68,31 @@ class Precision(Entry):
         return {}
 
     def covers(self, module: str) -> bool:
-        """Whether the policy is for a module, by its path."""
+        """Return whether the policy applies to a module, by its path."""
         return not self.modules or any(matching(glob, _around(module)) for glob in self.modules)
 
     @property
     def grads(self) -> torch.dtype | None:
-        """The dtype that gradients are left in, None for each parameter's own."""
+        """Return the dtype of gradients after their reduction; None for each parameter's own."""
         return (self.reduce or self.param) if self.keep_low_precision_grads else None
 
     @property
-    def said(self) -> dict[str, Any]:
-        """The fields that are not at their defaults."""
+    def non_defaults(self) -> dict[str, Any]:
+        """Return the fields that are not at their defaults."""
         return super().call[1]
 
     @property
     def call(self) -> Call:
-        return "precision", self.said
+        return "precision", self.non_defaults
 
     @property
     def row(self) -> tuple[str, str, str]:
-        said = ", ".join(f"{name} {value}" for name, value in self.said.items() if name != "modules")
-        return "precision", ", ".join(self.modules) or "all", said
+        dtypes = ", ".join(f"{name} {value}" for name, value in self.non_defaults.items() if name != "modules")
+        return "precision", ", ".join(self.modules) or "all", dtypes
 
 
 def _around(name: str) -> list[str]:
-    """``name`` and the modules that it is in, innermost first; the model itself is not named."""
+    """Return ``name`` and the modules that contain it, innermost first, without the model itself."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
 
@@ -102,19 +102,19 @@ _AS_IT_IS = Precision()
 
 @dataclass(frozen=True)
 class Policies:
-    """The precision of every module of a model: that of the last entry that covers it."""
+    """The precision of every module of a model."""
 
     entries: tuple[Precision, ...] = ()
 
     def of(self, module: str) -> Precision:
-        """The policy of a module, by its path; one that leaves all as it is where no entry covers it."""
+        """Return the policy of a module, by its path: the last entry that covers it, or one that changes nothing."""
         return next((entry for entry in reversed(self.entries) if entry.covers(module)), _AS_IT_IS)
 
     def of_param(self, name: str) -> Precision:
-        """The policy of the module that holds a parameter."""
+        """Return the policy of the module that has a parameter."""
         return self.of(name.rpartition(".")[0])
 
     def mode(self, training: bool) -> Policies:
-        """Those of a model in this mode."""
+        """Return the policies of a model in training or evaluation mode."""
         whole = [Precision(modules=e.modules) if e.full_precision_eval and not training else e for e in self.entries]
         return Policies(tuple(whole))

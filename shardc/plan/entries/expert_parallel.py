@@ -1,4 +1,4 @@
-"""``ep``: modules whose parameters have one entry for each expert, which are split over an axis."""
+"""``ep``: splits modules whose parameters have one slice for each expert over an axis."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
-from shardc.plan.calls import Call
+from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import matching, must_match
 from shardc.plan.placed import Placed
@@ -18,9 +18,9 @@ WAYS = ("auto", "gather", "send", "bounded")
 
 @dataclass(frozen=True)
 class Ep(Entry):
-    """The experts of the modules that ``glob`` matches are split over ``axis``, and so is the batch.
+    """Splits the experts of the modules that ``glob`` matches over ``axis``, and the batch, too.
 
-    The other fields are as in `shardc.ep`.
+    The other fields are those of `shardc.ep`.
     """
 
     axis: str
@@ -56,7 +56,7 @@ class Ep(Entry):
         return (self.axis,)
 
     def says(self, module: str) -> bool:
-        """Whether it is about the experts of ``module``."""
+        """Return whether it applies to the experts of ``module``."""
         return bool(matching(self.glob, (module,)))
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
@@ -78,8 +78,8 @@ class Ep(Entry):
 
     @property
     def call(self) -> Call:
-        said = {name: value for name, value in super().call[1].items() if name in ("way", "bound")}
-        return "ep", {"axis": self.axis, "experts": self.glob, **said}
+        options = {name: value for name, value in super().call[1].items() if name in ("way", "bound")}
+        return "ep", {"axis": self.axis, "experts": self.glob, **options}
 
     @property
     def row(self) -> tuple[str, str, str]:

@@ -1,19 +1,19 @@
-"""A plan's entries as calls of its constructors, for its text and its file."""
+"""A plan's entries as calls of plan constructors, for its text and its file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from shardc.plan.forms import Form, quote, show, show_sizes
+from shardc.plan.spec_forms import Form, quote, show, show_sizes
 
 Call = tuple[str, dict[str, Any]]
 SPECS = ("params", "inputs", "outputs", "activations")  # arguments that take specs
-BY_GLOB = ("overrides", "levels", "thresholds", "reshard_after_forward")  # arguments that are a number for each glob
+BY_GLOB = ("overrides", "levels", "thresholds", "reshard_after_forward")  # arguments that map globs to numbers
 
 
 class Called(Protocol):
-    """What an entry says of the call that makes it; see `shardc.plan.entries.entry.Entry`."""
+    """The properties of an `shardc.plan.entries.entry.Entry` that describe the call which creates it."""
 
     @property
     def group(self) -> tuple[tuple[Any, ...], int] | None: ...
@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Called)
 
 
 def runs(entries: Iterable[E]) -> list[list[E]]:
-    """``entries`` cut into runs that one constructor call makes, in their order."""
+    """Cut ``entries`` into runs, in order, each of which one constructor call creates."""
     out: list[list[E]] = []
     for entry in entries:
         group, before = entry.group, out[-1][-1].group if out else None
@@ -38,7 +38,9 @@ def runs(entries: Iterable[E]) -> list[list[E]]:
 
 
 def in_order(entries: Iterable[E]) -> list[E]:
-    """Entries of calls of their own, then raw ones, each in the order of their call's arguments: few calls say all."""
+    """Sort entries: those with their own constructor first, then raw ones, each in the order of the call's
+    arguments.
+    """
 
     def order(entry: E) -> tuple[bool, int]:
         group, place = entry.group or ((), 0)
@@ -48,9 +50,9 @@ def in_order(entries: Iterable[E]) -> list[E]:
 
 
 def to_call(run: Sequence[Called]) -> Call:
-    """The call that makes ``run``: lists, tuples and dicts of its entries are joined, and tuples of one item are that.
+    """Return the call that creates all entries of ``run``: their lists, tuples and dicts are joined.
 
-    Inputs and outputs are a dict of dotted paths.
+    A tuple of one item becomes the item. Inputs and outputs are dicts by dotted path.
     """
     arguments: dict[str, Any] = {}
     for entry in run:
@@ -59,12 +61,12 @@ def to_call(run: Sequence[Called]) -> Call:
             if isinstance(before, list | tuple):
                 value = before + value
             arguments[key] = {**before, **value} if isinstance(before, dict) else value
-    alone = {key: value[0] for key, value in arguments.items() if isinstance(value, tuple) and len(value) == 1}
-    return run[0].call[0], arguments | alone
+    unpacked = {key: value[0] for key, value in arguments.items() if isinstance(value, tuple) and len(value) == 1}
+    return run[0].call[0], arguments | unpacked
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """The call as Python source that evaluates to the plan; ``axis`` and ``names`` stand without their keyword."""
+    """Return the call as Python source that evaluates to the plan; ``axis`` and ``names`` are positional."""
     texts = {key: _argument_text(key, value) for key, value in arguments.items()}
     return f"{name}({', '.join(x if key in ('axis', 'names') else f'{key}={x}' for key, x in texts.items())})"
 

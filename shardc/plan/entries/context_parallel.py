@@ -1,4 +1,4 @@
-"""``cp``: the sequence of inputs and activations is split over an axis, and attention reaches over it."""
+"""``cp``: splits the sequence of inputs and activations over an axis; attention communicates over it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from shardc.errors import PlanError
-from shardc.plan.calls import Call
+from shardc.plan.constructor_calls import Call
 from shardc.plan.entries.entry import Entry
 from shardc.plan.match import matching
 from shardc.validate import check_fields
@@ -16,7 +16,7 @@ METHODS = ("auto", "gather", "ring", "heads")
 
 @dataclass(frozen=True)
 class Cp(Entry):
-    """The dim ``dim`` of inputs is split over ``axis``; the other fields are as in `shardc.cp`."""
+    """Splits dim ``dim`` of inputs over ``axis``; the other fields are those of `shardc.cp`."""
 
     axis: str
     method: Annotated[str, Literal["auto", "gather", "ring", "heads"]] = "auto"
@@ -51,13 +51,13 @@ class Cp(Entry):
         return self.dim, self.axis, striped
 
     def says(self, module: str) -> bool:
-        """Whether it is about attention that ``module`` computes."""
+        """Return whether it applies to attention computed by ``module``."""
         return self.modules == "*" or bool(matching(self.modules, (module,)))
 
     @property
     def call(self) -> Call:
-        name, said = super().call
-        return "cp", said
+        name, options = super().call
+        return "cp", options
 
     @property
     def row(self) -> tuple[str, str, str]:

@@ -1,8 +1,8 @@
-"""``offload``: parameters that are kept in the host's memory."""
+"""``offload`` and ``recompute``: entries that save device memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ from shardc.validate import check_fields
 
 @dataclass(frozen=True)
 class Offload(Entry):
-    """The parameters that ``glob`` matches are kept on the host, or not; the fields are as in `shardc.offload`."""
+    """Keeps the parameters that ``glob`` matches on the host, or not; the fields are those of `shardc.offload`."""
 
     glob: str
     to: Annotated[str, Literal["host", "device"]] = "host"
@@ -30,9 +30,9 @@ class Offload(Entry):
         return ("offload", self.glob)
 
     def place(self, params: Mapping[str, Placed], names: Mapping[str, str]) -> dict[str, Placed]:
-        found = {names[name] for name in must_match(self.glob, names, "parameter", str(self))}
+        matches = {names[name] for name in must_match(self.glob, names, "parameter", str(self))}
         host, pinned = (str(self), self.pin_memory) if self.to == "host" else ("", True)
-        return {name: replace(params[name], host=host, pinned=pinned) for name in found}
+        return {name: replace(params[name], host=host, pinned=pinned) for name in matches}
 
     @property
     def call(self) -> Call:
@@ -47,3 +47,28 @@ class Offload(Entry):
     def row(self) -> tuple[str, str, str]:
         pinned = "" if self.pin_memory or self.to != "host" else ", not pinned"
         return "offload", self.glob, f"on the {self.to}{pinned}"
+
+
+@dataclass(frozen=True)
+class Recompute(Entry):
+    """Recomputes the activations of the modules that ``glob`` matches in backward (`shardc.recompute`)."""
+
+    glob: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, PlanError, "", plan_entry=str(self))
+
+    def regions(self, modules: Sequence[str]) -> list[str]:
+        return must_match(self.glob, modules, "module", str(self))
+
+    @property
+    def call(self) -> Call:
+        return "recompute", {"names": (self.glob,)}
+
+    @property
+    def group(self) -> tuple[tuple[str, ...], int]:
+        return ("recompute",), 0
+
+    @property
+    def row(self) -> tuple[str, str, str]:
+        return "recompute", self.glob, "activations"

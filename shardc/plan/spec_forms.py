@@ -1,17 +1,18 @@
-"""Forms of specs: how people write where a tensor lies, before mesh and shape are known.
+"""The forms of specs: how users write the layout of a tensor, before mesh and shape are known.
 
-    ("dp", None)                   an axis, axes or nothing for each dim; "None" is nothing too
+    ("dp", None)                   an axis, axes or nothing for each dim; "None" is nothing, too
     (("tp", "dp"), None)           dim 0 split over tp first, then dp
     (Shard(0), Replicate())        DTensor placements, one for each mesh axis
-    "16@dp, 8"   "@dp, _"          a layout as it prints; `_` is whatever size is left
-    "(3 _@tp), _"                  split inside each of three pieces
-    "..., _@tp"                    as many whole dims in front as there are; "~..." leaves them as they are
-    "~, _@tp, _"                   `~` leaves the dim as the base layout has it
-    "_, _{sum:tp}"                 a pending sum over tp
-    {"tp": Shard(-1)}              what DTensor would do on this axis; other axes as the base layout has them
-    per_rank(dim=1)                of inputs only: the values of the ranks that split the batch, in a row
+    "16@dp, 8"   "@dp, _"          a layout as it prints; `_` is the remaining size
+    "(3 _@tp), _"                  split inside each of three chunks
+    "..., _@tp"                    any number of leading dims that are not split; "~..." keeps them as they are
+    "~, _@tp, _"                   `~` keeps the dim of the base layout
+    "_, _{sum:tp}"                 a partial sum over tp
+    {"tp": Shard(-1)}              DTensor's placement on this axis; other axes as in the base layout
+    per_rank(dim=1)                for inputs only: the concatenated values of the ranks that split the batch
 
-A *form* is a spec as the user wrote it, made hashable: a string, a tuple of axes or placements, or `OnAxes`.
+The *base layout* is the one that the value would have without the spec. A *form* is a spec in hashable form: a string,
+a tuple of axes or placements, or `OnAxes`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from shardc.validate import typed
 
 @dataclass(frozen=True)
 class OnAxes:
-    """A placement for each of some axes; the other axes stay as the base layout has them."""
+    """Placements on some axes; other axes stay as in the base layout."""
 
     placements: tuple[tuple[str, Placement], ...]
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """An input that each rank passes for its own rows; made by `per_rank`."""
+    """An input that each rank passes for its own rows; created by `per_rank`."""
 
     dim: int
     relative_to: str | None
@@ -53,14 +54,14 @@ Form = str | tuple[Any, ...] | OnAxes | PerRank
 def per_rank(dim: int = -1, relative_to: str | None = "0") -> PerRank:
     """A spec for an input that each rank passes for its own part of the batch: an edge list, offsets, ``cu_seqlens``.
 
-    The global input is that of all ranks that split the batch, concatenated along ``dim``. Values of int32 or int64 are
-    row numbers in the rank's own part of the input ``relative_to``. The number of earlier ranks' rows is added to them:
-    they are row numbers in the global input then. Negative values stay as they are, and so do floating-point and bool.
+    The global input is the concatenation of the ranks' inputs along ``dim``. Values of int32 or int64 are row numbers
+    in the rank's own part of the input ``relative_to``: the number of rows of earlier ranks is added to them, which
+    makes them row numbers in the global input. Negative, floating-point and bool values are unchanged.
 
     Args:
-        dim: along which ranks' values are concatenated.
-        relative_to: name, or position, of the input whose rows are numbered, by default the model's first one. None
-            adds nothing.
+        dim: the dim along which the ranks' values are concatenated.
+        relative_to: name or position of the input whose rows are numbered, by default the model's first one. None:
+            add nothing.
 
     >>> from shardc import Plan, per_rank
     >>> Plan(inputs={"edges": per_rank(dim=1, relative_to="nodes")})
@@ -71,7 +72,9 @@ def per_rank(dim: int = -1, relative_to: str | None = "0") -> PerRank:
 
 @dataclass(frozen=True)
 class DimSpec:
-    """One dim: sub-dims ``(size or None for what is left, axes)``, or ``keep`` for the base's dim."""
+    """The spec of one dim: sub-dims ``(size or None for the remaining size, axes)``, or ``keep`` for the dim of the
+    base layout.
+    """
 
     subs: tuple[tuple[int | None, tuple[str, ...]], ...] = ((None, ()),)
     keep: bool = False
@@ -83,7 +86,7 @@ class DimSpec:
 
 @dataclass(frozen=True)
 class DimsSpec:
-    """A spec read: its dims, how to fill missing leading dims (None: not at all), pending reductions."""
+    """A parsed spec: its dims, how to fill missing leading dims (None: not allowed), and partial reductions."""
 
     dims: tuple[DimSpec, ...]
     leading: DimSpec | None = None
@@ -95,10 +98,10 @@ class DimsSpec:
 
 
 def freeze(spec: Any, entry: str = "") -> Form:
-    """``spec`` as a form.
+    """Return ``spec`` as a form.
 
     Raises:
-        PlanError: it is none of the forms above, or uses an axis twice.
+        PlanError: it is not one of the forms above, or uses an axis twice.
     """
     if isinstance(spec, Layout):
         spec = str(spec)
@@ -121,10 +124,10 @@ def freeze(spec: Any, entry: str = "") -> Form:
 
 
 def is_one(spec: Any) -> bool:
-    """Whether ``spec`` is the spec of one tensor, rather than a list or a dict of such.
+    """Return whether ``spec`` is the spec of one tensor, not a list or dict of specs.
 
-    A tuple is one where it can be read as one; a list is one only if it names at most one axis for each dim; a dict is
-    one if its values are placements.
+    A tuple is one if it can be read as one; a list only if it has at most one axis per dim; a dict if its values are
+    placements.
     """
     if isinstance(spec, str | Layout | OnAxes | PerRank) or spec is per_rank:
         return True
@@ -169,7 +172,7 @@ def _malformed(spec: Any, entry: str) -> PlanError:
 
 
 def show(form: Form) -> str:
-    """``form`` as Python source."""
+    """Return ``form`` as Python source."""
     if isinstance(form, str):
         return quote(form)
     if isinstance(form, OnAxes):
@@ -183,12 +186,12 @@ def show(form: Form) -> str:
 
 
 def quote(text: str) -> str:
-    """``text`` as a double-quoted Python string."""
+    """Return ``text`` as a double-quoted Python string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def show_sizes(sizes: dict[str, int]) -> str:
-    """Glob -> size as Python source."""
+    """Return a table glob -> size as Python source."""
     return "{" + ", ".join(f"{quote(glob)}: {size}" for glob, size in sizes.items()) + "}"
 
 
@@ -201,7 +204,7 @@ def _show_item(item: Any) -> str:
 
 
 def show_placement(placement: Placement) -> str:
-    """``placement`` as Python source."""
+    """Return ``placement`` as Python source."""
     if isinstance(placement, Partial):
         return "Partial()" if placement.reduce_op == "sum" else f"Partial({quote(placement.reduce_op)})"
     if isinstance(placement, StridedShard):
@@ -210,16 +213,16 @@ def show_placement(placement: Placement) -> str:
 
 
 def is_placements(form: Form) -> TypeGuard[tuple[Placement, ...]]:
-    """Whether ``form`` is DTensor placements, which mean something with a mesh only."""
+    """Return whether ``form`` is DTensor placements, whose meaning depends on the mesh."""
     return isinstance(form, tuple) and bool(form) and all(isinstance(item, Placement) for item in form)
 
 
 @lru_cache(maxsize=4096)
 def read(form: Form, entry: str = "") -> DimsSpec:
-    """What ``form`` says, which is a string or a tuple of axes.
+    """Parse a form that is a string or a tuple of axes.
 
     Raises:
-        PlanError: a string that is not a layout.
+        PlanError: the string is not a layout.
     """
     if isinstance(form, str):
         return _read_text(form, entry)
@@ -279,14 +282,14 @@ def _check_once(spec: DimsSpec, form: Form, entry: str) -> None:
 
 
 def spec_axes(form: Form) -> tuple[str, ...]:
-    """The axes that ``form`` names (placements name none)."""
+    """Return the axes that ``form`` names (placements name none)."""
     if isinstance(form, OnAxes):
         return tuple(axis for axis, _ in form.placements)
     return () if is_placements(form) or isinstance(form, PerRank) else read(form).axes
 
 
 def leaves_dims(form: Form) -> bool:
-    """Whether ``form`` leaves some dims as they are."""
+    """Return whether ``form`` keeps some dims of the base layout."""
     if isinstance(form, OnAxes) or is_placements(form):
         return isinstance(form, OnAxes)
     spec = read(form)
