@@ -67,7 +67,7 @@ def _may_hold(value: Any) -> bool:
 
 
 def _written(value: Any) -> Any:
-    """``value`` as what a saved program can say (see `shardc.precompiled.spec`), where there is a form for it."""
+    """``value`` as what a saved program can say (see `shardc.precompiled.tree_spec`), where there is a form for it."""
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.device):

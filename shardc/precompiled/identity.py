@@ -13,7 +13,7 @@ from shardc.errors import PrecompiledError
 from shardc.ir.reads import Reads
 from shardc.ir.value_text import tensor_text
 from shardc.precompiled.record import Call, TensorLeaf
-from shardc.precompiled.spec import spec_from_json, spec_to_json
+from shardc.precompiled.tree_spec import spec_from_json, spec_to_json
 from shardc.runtime.signature import Constant, Like, Signature
 
 _KINDS = {kind.__name__: kind for kind in (bool, int, float, str, type(None))}

@@ -29,7 +29,7 @@ from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed, allowed_op
 from shardc.precompiled.identity import Identity, check_same, described, signature_of
 from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
-from shardc.precompiled.spec import spec_from_json
+from shardc.precompiled.tree_spec import spec_from_json
 from shardc.precompiled.unused import backward_for
 from shardc.report.causes import Cause, cause_of
 from shardc.validate import checked

@@ -95,7 +95,7 @@ class ConstantLeaf:
 
 @dataclass(frozen=True)
 class Call:
-    """The signature; ``spec`` is read by `shardc.precompiled.spec`."""
+    """The signature; ``spec`` is read by `shardc.precompiled.tree_spec`."""
 
     names: tuple[str, ...]
     leaves: tuple[TensorLeaf | ConstantLeaf, ...]

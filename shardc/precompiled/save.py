@@ -27,7 +27,7 @@ from shardc.plan.value import Plan
 from shardc.precompiled.allowed import allowed
 from shardc.precompiled.identity import Identity, reads_to_json, signature_to_json, value_to_json
 from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
-from shardc.precompiled.spec import spec_to_json
+from shardc.precompiled.tree_spec import spec_to_json
 
 
 def save_program(
