@@ -48,8 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print predicted and measured numbers: for one plan each collective and the totals, for several plans totals and
-    order.
+    """Print predicted and measured numbers: of one plan each collective and totals, of several totals and order.
 
     Raises:
         InputError, MeshError, PlanError: an argument is wrong.

@@ -46,9 +46,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def listed() -> Iterator[Line]:
-    """Yield lines: this package's rules, then ops that are decomposed or covered by torch's tables only, then uncovered
-    core ATen ops.
-    """
+    """Yield lines: own rules, then ops that are decomposed or covered by torch, then uncovered core ATen ops."""
     for op, rule in sorted(RULES.items()):
         yield Line(op, rule.text, "own")
     sources = {overload: source(overload) for overload in aten_overloads() if functional(overload)}
@@ -83,9 +81,7 @@ def functional(overload: Any) -> bool:
 
 
 def source(overload: Any) -> str:
-    """Return where an overload's rule is from: ``own``, ``decomposed`` (when a model is traced), ``torch`` or
-    ``none``.
-    """
+    """Return the source of an overload's rule: ``own``, ``decomposed`` (when traced), ``torch`` or ``none``."""
     rule = find_rule(overload)
     if rule is not None and rule.text != FROM_TORCH:
         return "own"

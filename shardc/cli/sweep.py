@@ -107,9 +107,7 @@ def _sizes(texts: Sequence[str]) -> dict[str, int]:
 
 
 def _meshes(axes: Sequence[str], ranks: int, fixed: dict[str, int], described: Hardware) -> Iterator[Mesh]:
-    """Yield meshes of ``ranks``: all axes but the first have powers of two within a node; the first axis has the
-    remaining factor.
-    """
+    """Yield meshes of ``ranks``: all axes but the first have powers of two within a node, the first has the rest."""
 
     def sizes(names: Sequence[str], room: int) -> Iterator[dict[str, int]]:
         if not names:
@@ -193,9 +191,7 @@ class Row:
 
 
 def draw(rows: Sequence[Row]) -> Any:
-    """Draw for each plan its fastest mesh over the number of ranks (hollow if it does not fit); return the matplotlib
-    figure.
-    """
+    """Draw each plan's fastest mesh over the number of ranks, hollow if it does not fit; return the figure."""
     drawn = picture.figure(9, 7)
     times, memory = drawn.subplots(2, 1, sharex=True)
     unit, second = picture.time_unit(max(row.seconds for row in rows))

@@ -109,9 +109,7 @@ class Hardware:
         return by_dtype.get(dtype, by_dtype[torch.float32])
 
     def collective_seconds(self, kind: str, mesh: Mesh, axes: tuple[str, ...], wire_bytes: float) -> float:
-        """Return the seconds of a collective of one tensor over ``axes``, with its start; each rank sends
-        ``wire_bytes``.
-        """
+        """Return the seconds of a collective of one tensor over ``axes``; each rank sends ``wire_bytes``."""
         where = route(mesh, axes, self.node)
         if where.ranks == 1:
             return 0.0
@@ -135,9 +133,7 @@ class Hardware:
     def compute_seconds(
         self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
     ) -> float:
-        """Return the seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009), but at least
-        ``kernel``, plus the launch.
-        """
+        """Return the seconds of one kernel: the roofline (Williams, Waterman and Patterson, 2009) and a launch."""
         reached = self.attention if attention and self.attention is not None else self.matmul
         work = max(flops / (self.peak(dtype) * reached), nbytes / (self.memory_bandwidth * self.streaming), self.kernel)
         return self.launch + work
@@ -188,9 +184,7 @@ class Route:
         return hardware.inside if self.nodes == 1 else hardware.between
 
     def ring_bandwidth(self, hardware: Hardware) -> float:
-        """Return the bytes per second that a rank sends in a ring; the ranks of a node share all of its network
-        cards.
-        """
+        """Return the bytes per second that a rank sends in a ring; ranks of a node share its network cards."""
         inside = hardware.inside.bandwidth
         across = hardware.between.bandwidth * self.per_node
         if self.nodes == 1:
@@ -267,9 +261,7 @@ def price(hardware: Hardware, kind: str, where: Route, wire_bytes: float) -> Pri
 
 
 def direct_bandwidth(hardware: Hardware, kind: str, where: Route) -> float:
-    """Return the bytes per second that a rank sends point to point, within its node and between nodes at the same
-    time.
-    """
+    """Return the bytes per second that a rank sends point to point, in its node and between nodes at once."""
     outside = 0.0 if where.nodes == 1 else 1.0
     if kind == "all_to_all" and where.ranks > 1:
         outside *= (where.ranks - where.per_node) / (where.ranks - 1)
@@ -350,9 +342,7 @@ CPU = Hardware(
 
 
 def calibrated(cost: CostModel) -> Hardware:
-    """Return the description of this machine's CPU ranks from ``python -m shardc calibrate``: reached rates, not
-    peaks.
-    """
+    """Return this machine's CPU ranks as ``python -m shardc calibrate`` measured them: reached rates, not peaks."""
     sent = cost.messages or Messages(cost.latency, 0.0, 0.0, cost.hop, cost.bandwidth, 0.0)
     link = Link("measured", sent.bandwidth, sent.hop, sent.hop)
     flops = tuple((dtype, cost.flops * part) for dtype, part in ((torch.float32, 1.0), (torch.float64, 0.5)))

@@ -139,9 +139,7 @@ class CostModel:
         return kind in self._by_kind
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:
-        """Return the seconds of ``messages`` collectives of ``kind`` on ``ranks`` ranks; each rank receives
-        ``wire_bytes`` in total.
-        """
+        """Return the seconds of ``messages`` collectives of ``kind``; each rank receives ``wire_bytes`` in total."""
         if ranks == 1:
             return 0.0
         rows = self._by_kind.get(kind)
@@ -181,9 +179,7 @@ class CostModel:
     def compute_seconds(
         self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, attention: bool = False
     ) -> float:
-        """Return the seconds of a local op with ``flops`` operations (in any dtype) that reads and writes ``nbytes`` in
-        total.
-        """
+        """Return the seconds of a local op with ``flops`` operations that reads and writes ``nbytes``."""
         rate = self.flops * self.attention if attention else self.flops
         return max(flops / rate, nbytes / self.memory_bandwidth)
 
@@ -192,9 +188,7 @@ class CostModel:
         return self.compute_seconds(0, nbytes)
 
     def linear(self, direct: bool) -> tuple[float, float]:
-        """Return (seconds before the first byte, bytes per second after it) of a collective; of messages if
-        ``direct``.
-        """
+        """Return (seconds before the first byte, bytes per second) of a collective; of messages if ``direct``."""
         if (messages := self.messages) is not None and direct:
             return messages.latency + messages.call + messages.message, messages.bandwidth
         return self.latency, self.bandwidth

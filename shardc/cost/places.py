@@ -166,9 +166,7 @@ def _is_chain(cuts: set[int]) -> bool:
 
 
 def _cut_at_edges(src: Layout, dst: Layout, src_cuts: dict[str, set[int]], dst_cuts: dict[str, set[int]]) -> None:
-    """Cut the axes of each layout where the other layout cuts the same axis, or has the edge of a digit inside its
-    digit.
-    """
+    """Cut the axes of each layout where the other layout cuts them, or has a digit's edge inside its digit."""
     shared = {
         name
         for name in src_cuts.keys() | dst_cuts.keys()
@@ -222,9 +220,7 @@ def _located(layout: Layout, cuts: dict[str, set[int]]) -> dict[str, Place | int
 
 
 def _parks(shape: tuple[int, ...], places: list[Place], sizes: tuple[int, ...]) -> list[Place]:
-    """Return places in the digits that ``places`` leave local, at their major and minor ends, for each size of a
-    part.
-    """
+    """Return places at both ends of the digits that ``places`` leave local, for each size of a part."""
     out = []
     for dim, size in enumerate(shape):
         edges = sorted({1, size, *(e for p in places if p.dim == dim for e in (p.low, p.high))})

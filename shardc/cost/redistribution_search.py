@@ -167,9 +167,7 @@ class _StateCache:
         return (self.numel * partial * (terms - 2) + ranks * self.target_numel) // ranks
 
     def tilings(self, region: Region, state: State) -> list[State]:
-        """Return every state that splits exactly the digits of ``region``; parts that are partial in ``state`` stay
-        so.
-        """
+        """Return the states that split exactly the digits of ``region``; partial parts of ``state`` stay so."""
         key = region, tuple(min(at, WHOLE) for at in state)
         if key not in self._tilings:
             inside = [
@@ -181,9 +179,7 @@ class _StateCache:
         return self._tilings[key]
 
     def _fill(self, inside: list[int], left: int, state: State, part: int, blocked: int) -> Iterator[State]:
-        """Yield ``state`` with parts from ``part`` on placed at some of ``inside``, whose radices multiply to
-        ``left``.
-        """
+        """Yield ``state`` with parts from ``part`` on at some of ``inside``, whose radices multiply to ``left``."""
         places = self.places
         if left == 1:
             yield state
@@ -262,9 +258,7 @@ class _Moves:
         return at > WHOLE and not self.blocked >> at & 1
 
     def _waits(self, part: int, every: bool) -> list[int]:
-        """Return where ``part`` may be placed temporarily; unless ``every``, one place that blocks no target represents
-        all.
-        """
+        """Return temporary places for ``part``; unless ``every``, one that blocks no target represents all."""
         free = [at for at in self.places.parks[part] if self._open(at)]
         return free if every else [at for at in free if self.places.neutral >> at & 1][:1] or free
 

@@ -240,9 +240,7 @@ def _is_view(target: Any) -> bool:
 
 
 def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.Node, int]:
-    """Return node -> reshard level of the nodes whose value is an unsharded parameter: computed from parameters only,
-    through a collective.
-    """
+    """Return node -> reshard level of the nodes whose value is an unsharded (gathered) parameter."""
     alone: dict[fx.Node, int] = {}
     whole: dict[fx.Node, int] = {}
     for node in graph.nodes:

@@ -101,9 +101,7 @@ def bisect(
 def _one_device(
     model: nn.Module, args: Sequence[Any], loss: Callable[..., Any] | None, program: Program
 ) -> tuple[dict[Key, Tensor], dict[Key, Tensor]]:
-    """Run the model on one device; return its feed (inputs and tangents) and the expected results (outputs and
-    gradients).
-    """
+    """Run the model on one device; return inputs and tangents, and the expected outputs and gradients."""
     model = copy.deepcopy(model)
     params = dict(model.named_parameters())
     missing = next((name for name, x in [*params.items(), *model.named_buffers()] if x.is_meta), None)
@@ -222,9 +220,7 @@ class _Stages:
         return values
 
     def _tangents(self) -> Iterator[tuple[Key, Tensor]]:
-        """Yield tangents with which the graph's objective (the mean of the ranks' losses) has the gradients of one
-        device.
-        """
+        """Yield tangents with which the objective, the mean of the ranks' losses, has one device's gradients."""
         plan = self.program.plan
         reduce, scale = plan.setting("reduce"), plan.setting("grad_scale")
         # The gradient of an output that is a DTensor is of one global loss already.
@@ -254,9 +250,7 @@ class _Stages:
 
 
 def _error(actual: Tensor | str, right: Tensor) -> float:
-    """Return the largest error relative to the largest element; infinite if shapes differ or ``actual`` is an error
-    text.
-    """
+    """Return the largest error relative to the largest element; infinite for an error text or another shape."""
     if isinstance(actual, str):
         return float("inf")
     for dim, size in enumerate(right.shape):  # without its pad

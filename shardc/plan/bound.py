@@ -53,9 +53,7 @@ class BoundPlan:
 
     @property
     def reduce(self) -> str:
-        """Return what gradients are computed of, if no loss is in the graph: the "mean" or "sum" of the ranks'
-        losses.
-        """
+        """Return whether gradients are of the "mean" or of the "sum" of the ranks' losses (no loss in the graph)."""
         return str(self.plan.setting("reduce"))
 
     @property
@@ -65,9 +63,7 @@ class BoundPlan:
 
     @property
     def own_losses(self) -> bool:
-        """Return whether each rank computes its own loss from its outputs; False if outputs are DTensors of one global
-        loss.
-        """
+        """Return whether each rank has a loss of its own; False if outputs are DTensors of a global loss."""
         return not self.plan.setting("dtensor_outputs")
 
     @property

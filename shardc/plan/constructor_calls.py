@@ -38,9 +38,7 @@ def runs(entries: Iterable[E]) -> list[list[E]]:
 
 
 def in_order(entries: Iterable[E]) -> list[E]:
-    """Sort entries: those with their own constructor first, then raw ones, each in the order of the call's
-    arguments.
-    """
+    """Sort entries: those with own constructors first, then raw ones, each in the order of its call's arguments."""
 
     def order(entry: E) -> tuple[bool, int]:
         group, place = entry.group or ((), 0)

@@ -81,8 +81,7 @@ def hsdp(
     thresholds: Mapping[str, int | str] | None = None,
     reshard_after_forward: bool | int | Mapping[str, bool | int] | None = None,
 ) -> Plan:
-    """Hybrid sharded data parallel: storage is split over ``shard`` and replicated over ``replicate``; the batch is
-    split over both.
+    """Hybrid sharded data parallel: storage split over ``shard``, replicated over ``replicate``; batch over both.
 
     ``level``, ``threshold``, ``levels``, ``thresholds`` and ``reshard_after_forward`` are those of `fsdp`.
     """
@@ -217,8 +216,7 @@ def offload(names: str | Sequence[str] = "*", to: str = "host", pin_memory: bool
 
 
 def recompute(names: str | Sequence[str]) -> Plan:
-    """Recompute the activations of these modules in backward instead of saving them, as ``torch.utils.checkpoint``
-    does.
+    """Recompute the activations of modules in backward instead of saving them (``torch.utils.checkpoint``).
 
     Only the inputs of such a module are saved. `shardc.Options` decides which of its collectives are repeated.
 

@@ -69,8 +69,7 @@ def check_kept(entries: Sequence[Param], stored: Mapping[str, ParamPlan]) -> Non
 
 
 def drop_style_hooks(model: nn.Module) -> None:
-    """Remove the hooks with which ``parallelize_module`` redistributes inputs and outputs: the compiler inserts these
-    moves.
+    """Remove the hooks of ``parallelize_module`` that redistribute inputs and outputs: the compiler does.
 
     Raises:
         InputError: a hook is from ``distribute_module`` or from a style that is not torch's own: it may do anything.

@@ -165,9 +165,7 @@ def split_module(glob: str, splits: str, embedding: bool, axis: str) -> list[Ent
 
 
 def _of_parameter(glob: str, splits: str, ndim: int, axis: str) -> list[Entry]:
-    """Return the entry of a parameter with dims ([experts,] output features, input features); a bias has output
-    features only.
-    """
+    """Return the entry of a parameter with dims ([experts,] output, input); a bias has output only."""
     placements: dict[str, Placement] = {"experts": Shard(0)}
     output = ndim - 2 if ndim > 1 else 0
     placements |= {"output": Shard(output), "packed output": StridedShard(output, split_factor=2)}

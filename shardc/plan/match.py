@@ -10,8 +10,7 @@ from shardc.errors import PlanError
 
 
 def matching(glob: str, names: Iterable[str]) -> list[str]:
-    """Return the names that ``glob`` matches: ``*`` matches any text, dots too; ``?`` one character; ``[01]`` one of
-    them.
+    """Return the names that ``glob`` matches: ``*`` matches any text with dots, ``?`` one character, ``[01]`` a set.
 
     A glob that starts with ``./`` matches part by part: its ``*`` does not match dots.
     """

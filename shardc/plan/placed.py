@@ -45,9 +45,7 @@ class ParamPlan:
 
     @property
     def regather_level(self) -> int:
-        """Return the level that decides whether backward gathers it again; an offloaded replicated one is copied
-        again.
-        """
+        """Return the level that decides whether backward gathers (or copies) the parameter again."""
         return self.level or (3 if self.host else 0)
 
 
@@ -127,8 +125,7 @@ class Placed:
 
 
 def grown(layout: Layout, dim: int, axis: str, size: int) -> Layout | None:
-    """Return ``layout`` with ``dim`` (of ``size`` elements) padded until its axes and ``axis`` divide it, and split
-    over them.
+    """Return ``layout`` split over ``axis``, too, with ``dim`` (of ``size`` elements) padded until that divides.
 
     None if an axis splits the dim inside of chunks, each of which would need padding.
     """

@@ -42,9 +42,7 @@ class ActivationPin:
 
 
 def batch_axes(plan: Plan, mesh: Mesh | None = None) -> tuple[str, ...]:
-    """Return the axes over which dim 0 of the inputs is split, in mesh order (without a mesh: replicate before shard
-    axes).
-    """
+    """Return the axes that split dim 0 of the inputs, in mesh order (without: replicate before shard axes)."""
     axes = list(dict.fromkeys(axis for entry in plan.entries for axis in entry.batch))
     return tuple(axes if mesh is None else sorted(axes, key=mesh.order))
 
@@ -143,9 +141,7 @@ def _in_a_row(form: PerRank, plan: Plan, mesh: Mesh, shape: Sequence[int], name:
 
 
 def _split(plan: Plan, mesh: Mesh, shape: Sequence[int]) -> Form:
-    """Return the form that splits dim 0 over the batch axes, and the sequence dim over the axes of sequence
-    parallelism.
-    """
+    """Return the form that splits dim 0 over the batch axes, and the sequence dim over those of ``cp``."""
     splits = [entry.sequence for entry in plan.entries if entry.sequence is not None]
     sequence = {axis: (dim, striped) for dim, axis, striped in splits}
     batch = [axis for axis in batch_axes(plan, mesh) if axis not in sequence]
@@ -243,9 +239,7 @@ def resolve_regions(plan: Plan, module_names: Iterable[str]) -> list[str]:
 
 
 def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Graph) -> None:
-    """Raise PlanError if a plan entry is about activations that are not in the program; ``tags`` names the tag of each
-    pin.
-    """
+    """Raise PlanError if an entry's activations are not in the program; ``tags`` has the tag of each pin."""
     met = {node.kwargs["name"] for node in graph.nodes if node.target is ops.tag}
     heard = {pin.entry for pin, tag in zip(pins, tags, strict=True) if tag in met}
     for pin in pins:

@@ -112,8 +112,7 @@ def _named(entry: str) -> Iterator[None]:
 
 
 def _store(plan: Plan, param: Placed, view: Mesh | None) -> ParamPlan:
-    """Return the layouts of a placed parameter: storage as entries split it; for compute, axes that split storage only
-    are removed.
+    """Return the layouts of a placed parameter; axes that split storage only are removed for compute.
 
     Args:
         view: the mesh of the parameters' DTensors; None in the first pass.

@@ -72,9 +72,7 @@ def per_rank(dim: int = -1, relative_to: str | None = "0") -> PerRank:
 
 @dataclass(frozen=True)
 class DimSpec:
-    """The spec of one dim: sub-dims ``(size or None for the remaining size, axes)``, or ``keep`` for the dim of the
-    base layout.
-    """
+    """The spec of one dim: sub-dims ``(size or None, axes)``, or ``keep`` for the dim of the base layout."""
 
     subs: tuple[tuple[int | None, tuple[str, ...]], ...] = ((None, ()),)
     keep: bool = False

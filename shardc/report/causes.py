@@ -141,17 +141,13 @@ class Explainer:
         return ""
 
     def _maker(self, at: int, reason: str) -> int:
-        """Return the op whose parameter caused a collective: a reduction itself, or the op that needs the value
-        resharded.
-        """
+        """Return the op whose parameter caused a collective: a reduction, or the op that needs the value resharded."""
         if tally.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at
         return self.position.get(reason.removeprefix(NEEDED_BY), at)
 
     def _entry(self, at: int, axes: set[str]) -> str:
-        """Return the plan entry of the nearest parameter upstream whose compute layout is split over one of
-        ``axes``.
-        """
+        """Return the plan entry of the nearest parameter upstream that is split for compute over one of ``axes``."""
         work, seen = [at], {at}
         for _ in range(_MAX_OPS):
             if not work:

@@ -111,9 +111,7 @@ def _named(node: fx.Node, outputs: list[Tensor]) -> Iterator[tuple[str, Tensor]]
 
 
 def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
-    """Return the nodes that are connected to the start of a collective (``backward``), or to its wait, by data movement
-    only.
-    """
+    """Return the nodes that only data movement separates from a collective's start (``backward``) or its wait."""
     nodes = reversed(graph.nodes) if backward else iter(graph.nodes)
     next_to: Callable[[fx.Node], Any] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()

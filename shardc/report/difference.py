@@ -18,9 +18,7 @@ _LIMIT = re.compile(r"\s*([\w.()/, ]+?)\s*([<>])\s*([+-]?\d+(?:\.\d+)?)\s*(%?)\s
 
 @dataclass(frozen=True)
 class Change:
-    """One number in both schedules, by its metric: ``seconds``, ``wire``, ``wire.dp``, ... (seconds, bytes or
-    shares).
-    """
+    """One number in both schedules, by its metric: ``seconds``, ``wire``, ``wire.dp``, ..."""
 
     metric: str
     before: float
@@ -36,8 +34,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition that fails a comparison: ``exposed>+5%`` (it grows by more than 5 %), ``mfu<0.4`` (its new value is
-    below).
+    """A condition that fails a comparison: ``exposed>+5%`` (grows by more), ``mfu<0.4`` (new value is below).
 
     A number with a sign or a percent sign is compared with the change, any other number with the new value.
     """
@@ -91,9 +88,7 @@ def load(path: str) -> dict[str, Any]:
 
 
 def numbers(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a saved schedule by metric: those of the step, then ``wire`` and ``exposed`` by axis and by
-    kind.
-    """
+    """Return the numbers of a saved schedule by metric: step totals, then ``wire`` and ``exposed`` by axis and kind."""
     out = {name: record["memory"]["peak"] if name == "memory" else record[name] for name in METRICS}
     out |= {f"memory.{owner}": size for owner, size in record["memory"]["by_owner"].items()}
     for by in ("axis", "kind"):

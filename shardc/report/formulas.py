@@ -185,16 +185,12 @@ class Costs:
 
     @cached_property
     def compute_seconds(self) -> sympy.Expr:
-        """Return the seconds of the dense operations, divided evenly among ranks, at the rate that matrix products
-        reach.
-        """
+        """Return the seconds of dense operations, divided among ranks, at the rate that matrix products reach."""
         return self.flops / (sympy.Mul(*(axis_symbol(axis) for axis in self.mesh.axes)) * RATE)
 
     @cached_property
     def seconds(self) -> sympy.Expr:
-        """Return the seconds of a step without overlap: dense operations, then all collectives. An upper bound, small
-        ops aside.
-        """
+        """Return the seconds of dense operations and all collectives without overlap: an upper bound."""
         return self.compute_seconds + sympy.Add(*(move.seconds for move in self.moves))
 
     def values(self, mesh: Mesh | None = None, hardware: Hardware | None = None, **sizes: int) -> Values:

@@ -306,7 +306,7 @@ def _merge(of: list[Finding]) -> Finding:
 
 
 def _common(names: list[str]) -> str:
-    """Replace the differing parts of dotted names by ``*``: ``layers.*.mm.1`` of ``layers.0.mm.1`` and
+    """Replace differing parts of dotted names by ``*``: ``layers.*.mm.1`` of ``layers.0.mm.1`` and
     ``layers.1.mm.1``.
     """
     parts = zip(*(name.split(".") for name in names), strict=True)

@@ -69,9 +69,7 @@ def record(schedule: Prediction) -> dict[str, Any]:
 
 
 def curve(schedule: Prediction) -> list[tuple[float, tuple[int, ...]]]:
-    """Return (seconds, bytes by owner) for each time at which memory changes: the largest sample then, and the last
-    one.
-    """
+    """Return (seconds, bytes by owner) whenever memory changes: the largest sample at that time, and the last."""
     out: list[tuple[float, tuple[int, ...]]] = []
     moment: list[tuple[int, ...]] = []
     now = 0.0
@@ -103,9 +101,7 @@ class _Places:
             self._at.setdefault(ir.info(op.node).name, []).append(at)
 
     def near(self, name: str, at: int) -> list[int]:
-        """Return the position of op ``name`` next after ``at``, or else the last before it, in a list; empty if there
-        is none.
-        """
+        """Return the position of op ``name`` next after ``at``, else the last before it, in a list; or []."""
         positions = self._at.get(name, [])
         return positions[min(bisect_left(positions, at), len(positions) - 1) :][:1]
 

@@ -39,8 +39,7 @@ class Schedule(Prediction):
     """The predicted training step (forward and backward, without the optimizer) of one rank."""
 
     def cost(self, axis: str) -> Cost:
-        """Return the cost of the collectives over ``axis`` as sympy formulas; those of all axes are
-        ``Program.costs()``.
+        """Return the cost of the collectives over ``axis`` as sympy formulas (``Program.costs()`` has all axes).
 
         Raises:
             PlanError: nothing moves over it, or there is no formula (`shardc.report.derive`).
@@ -55,9 +54,7 @@ class Schedule(Prediction):
         return self.symbols()
 
     def table(self, rows: int | None = 40) -> str:
-        """Return text tables: the first ``rows`` collectives by exposed time, equal ones grouped; totals, step and
-        memory.
-        """
+        """Return text tables: the first ``rows`` groups of collectives by exposed time; totals, step and memory."""
         return export.table(self, rows)
 
     def to_json(self) -> str:
@@ -161,9 +158,7 @@ def _streams(moved: _Moved) -> tuple[str, ...]:
 
 
 def _loaded(kernel: Kernel, node: fx.Node, skew: float) -> Kernel:
-    """Return ``kernel`` as the rank with ``skew`` times the mean number of rows runs it, if it is a kernel of
-    experts.
-    """
+    """Return ``kernel`` with ``skew`` times the mean number of rows, if it is a kernel of experts."""
     if node.target not in (RUN, RUN_GRADIENT):
         return kernel
     return replace(kernel, flops=round(kernel.flops * skew), bytes=round(kernel.bytes * skew))

@@ -173,9 +173,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Return the model FLOPs utilization that the prediction allows: useful operations over peak operations of the
-        step.
-        """
+        """Return the model FLOPs utilization: useful operations over the peak operations of the step."""
         return self.useful_flops / (self.seconds * self.hardware.peak(self.dtype)) if self.seconds else 0.0
 
     def totals(self, by: str) -> dict[str, Total]:

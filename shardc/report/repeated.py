@@ -49,9 +49,7 @@ def model_flops(graph: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
 
 
 def dense(graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[fx.Node, Dense]]:
-    """Yield the dense ops of a global graph; an op is repeated over the axes that split none of its operands and
-    results.
-    """
+    """Yield the dense ops of a global graph; an op is repeated over axes that split neither operands nor results."""
     for node, total in model_flops(graph):
         values = [value for x in (*node.all_input_nodes, node) for value in ir.info(x).tensors if value.layout]
         parts = {axis for value in values if value.layout for axis in value.layout.bound}
@@ -71,9 +69,7 @@ def _local(value: ir.Value) -> int:
 
 
 def _gathers(node: fx.Node) -> Iterator[tuple[str, str, int]]:
-    """Yield the all-gathers that produced ``node``, or the value that it is a view of; those of parameters are left
-    out.
-    """
+    """Yield the all-gathers that produced ``node``, or the value that it is a view of; not those of parameters."""
     gathers = []
     while node.op == "call_function" and len(node.all_input_nodes) == 1 and not isinstance(ir.info(node).value, tuple):
         (source,) = node.all_input_nodes

@@ -90,9 +90,7 @@ def is_registered(target: Any) -> bool:
 
 
 def is_written_out(target: Any) -> bool:
-    """Return whether the user's rule for this overload has its own ``localize`` (user code that emits the local
-    ops).
-    """
+    """Return whether the user's rule for this overload has its own ``localize``, which emits the local ops."""
     op_rule = find_rule(target) if is_registered(target) else None
     return op_rule is not None and op_rule.localize is not Local.same
 
@@ -104,8 +102,7 @@ def registered() -> list[tuple[str, str, str]]:
 
 @lru_cache(maxsize=65536)
 def spec_of(call: Call) -> Spec | None:
-    """Return the factors of ``call``, or None if its op has no rule. FLOPs of dense ops are counted by torch's
-    formulas.
+    """Return the factors of ``call``, or None if its op has no rule; FLOPs of dense ops are counted by torch.
 
     Raises:
         RuleError: the op's rule does not fit the call's shapes.

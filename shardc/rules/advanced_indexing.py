@@ -87,9 +87,7 @@ def _index_put(call: Call) -> Spec:
 
 
 def _find(local: Local, layout: Layout) -> tuple[list[Any], list[int], Any]:
-    """Return the local indices, the split dims among those indexed, and the bool mask of the entries that this rank
-    holds.
-    """
+    """Return the local indices, the split dims among those indexed, and the mask of entries on this rank."""
     call = local.builder.call
     indices, mask = list(local.operand("indices")), None
     dims = [dim for dim in indexed_dims(local.call) if split(layout, dim)]

@@ -8,9 +8,7 @@ from shardc.rules.spec import Spec
 
 
 def biased(op: str, text: str, *summed: str) -> Rule:
-    """Return the rule of ``operand 0 + product``. The factors in ``summed`` stay whole: on a partial product every rank
-    would add operand 0.
-    """
+    """Return the rule of ``operand 0 + product``; ``summed`` is whole, or each rank would add operand 0."""
     operands, results = parse(text)
     kinds = dict.fromkeys(summed, "whole")
 

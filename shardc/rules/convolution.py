@@ -12,8 +12,8 @@ from shardc.rules.spec import Dims, Spec
 
 
 class _Image:
-    """The factors of input ``n (g c) X``, weight ``(g o) c K`` (transposed: ``(g c) o K``) and output ``n (g o) Y``;
-    ``g`` counts groups.
+    """The factors of input ``n (g c) X``, weight ``(g o) c K``, or ``(g c) o K`` transposed, and output ``n (g o)
+    Y``.
     """
 
     def __init__(self, loops: Loops, x: tuple[int, ...], w: tuple[int, ...], y: tuple[int, ...], **kinds: str) -> None:
@@ -62,9 +62,7 @@ def _local_groups(local: Local) -> Any:
 
 
 def windowed(ops: str, ndim: int, linear: bool = False) -> list[Rule]:
-    """Return rules (forward and backward ops) for windows over the last ``ndim`` dims, which must be whole; leading
-    dims may be split.
-    """
+    """Return rules for windows over the last ``ndim`` dims, which must be whole; leading dims may be split."""
 
     def spec(call: Call) -> Spec:
         return mixed(call, range(-ndim, 0), linear=[{0}] if linear else ())

@@ -18,9 +18,7 @@ aten = torch.ops.aten
 
 
 def _constant(call: Call) -> Spec:
-    """Return the spec of a tensor whose elements are all computed in the same way, so each rank creates its shard
-    directly.
-    """
+    """Return the spec of a tensor whose elements are independent of their position: each rank creates its shard."""
     loops = Loops(call)
     operands = [loops.dims(f"x{i}.", shape, WHOLE) for i, shape in enumerate(loops.shapes)]
     return loops.spec(operands, [loops.dims("d", loops.result_shapes[0])])

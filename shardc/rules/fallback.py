@@ -96,9 +96,7 @@ class _Row:
         self.linear = frozenset(i for i, x in enumerate(inputs) if x == "sum") if sums and not self.split else None
 
     def usable(self, loops: Loops, factor_of: dict[tuple[int, int], Any]) -> bool:
-        """Return whether the row can be a factor beside the factors of earlier rows (``factor_of`` by (tensor,
-        dim)).
-        """
+        """Return whether the row can be a factor beside those of earlier rows (``factor_of`` by (tensor, dim))."""
         shapes = [*loops.result_shapes, *loops.shapes]
         return (
             # A single loop: one size, carried by some operand, not claimed by an earlier row.

@@ -13,9 +13,7 @@ from shardc.rules.spec import Dims, Spec
 
 
 class _Heads:
-    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f``, with ``h = g * r`` heads
-    (grouped-query attention).
-    """
+    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA)."""
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         self.loops = loops

@@ -137,9 +137,7 @@ def _lookup_local(local: Local) -> Any:
 
 
 def _scatter(call: Call) -> Spec:
-    """Return the spec of writes that replace. A rank writes the entries whose target it holds, so it needs the complete
-    index.
-    """
+    """Return the spec of writes that replace: a rank writes the entries that it holds, so the index is whole."""
     loops, operands = _along(call, FREE, WHOLE)
     linear: list[set[int]] = []
     if call.name == "aten.scatter.src":
@@ -194,9 +192,7 @@ def _index_write(call: Call, over: str) -> Spec:
 
 
 def _write_local(local: Local) -> Any:
-    """Emit a write that replaces: entries of other ranks are written to an extra element at the end, which is then cut
-    off.
-    """
+    """Emit a write that replaces: entries of other ranks go to an extra element, which is then cut off."""
     dim = _dim(local.call)
     wraps = local.call.target.overloadpacket is aten.index_fill
     index = in_range(local, local.results[0], dim, local.operand("index"), wraps)
@@ -235,9 +231,7 @@ def _add_local(source: str) -> Any:
 
 
 def _sorted(call: Call) -> Spec:
-    """Return the spec of a search in sorted boundaries: each element needs all of them; batch dims are shared with the
-    elements.
-    """
+    """Return the spec of a search in sorted boundaries: the boundaries are whole, batch dims are shared."""
     loops = Loops(call)
     shapes = dict(zip(loops.names, loops.shapes, strict=True))
     boundaries = shapes.get("boundaries", shapes.get("sorted_sequence", ()))
@@ -266,9 +260,7 @@ def _sorted(call: Call) -> Spec:
 
 
 def _isin(call: Call) -> Spec:
-    """Return the spec of ``isin``: each rank searches the test elements that it holds; the result is a partial "max"
-    ("min" if inverted).
-    """
+    """Return the spec of ``isin``: test elements may be split, which leaves a partial "max" ("min" if inverted)."""
     loops, kind = Loops(call), "min" if call["invert"] else "max"
     elements = loops.dims("d", loops.result_shapes[0])
     tests = [

@@ -74,9 +74,7 @@ class KeyBlocks:
         self.filled = self.key.shape[2] != self.keys and not self.whole and not hides
 
     def blocks(self) -> Iterator[KeyBlock]:
-        """Yield the blocks: all keys at once if one mask serves them, else one per rank, or one per stripe of a
-        rank.
-        """
+        """Yield the blocks: all keys if one mask serves them, else one per rank, or one per stripe of a rank."""
         causal = self.local.call["causal"]
         if self.whole and not self.query.dim_axes(2):
             yield KeyBlock(_same, _same, bias=self.local.operand("bias"), causal=causal)
@@ -99,9 +97,7 @@ class KeyBlocks:
                 yield from self._striped(stripes, number, at, come, go)
 
     def joined(self, key: Any, value: Any) -> list[Any]:
-        """Return key and value as one tensor [2 b, g, k, e] if they are sent and have equal shapes, to send one message
-        instead of two.
-        """
+        """Return key and value as one tensor [2 b, g, k, e], one message, if they are sent and have equal shapes."""
         shape = self.local.builder.shape
         if not self.sent or shape(key)[1:] != shape(value)[1:]:
             return [key, value]
@@ -116,9 +112,7 @@ class KeyBlocks:
         return [self.run(aten.slice.Tensor, tensors[0], 0, at, at + half) for at in (0, half)]
 
     def reached(self, tensors: list[Any]) -> list[Any]:
-        """Return the tensors that blocks are taken from: gathered as [ranks, b, g, k, e], or this rank's own if keys go
-        around.
-        """
+        """Return what blocks are taken from: gathered keys [ranks, b, g, k, e], or this rank's if keys go around."""
         out = []
         for x in tensors if self.gathers else ():
             started = self.run(functional.all_gather_into_tensor.default, self._packed(x), self.ranks, self.group)
@@ -195,8 +189,7 @@ class KeyBlocks:
     # --- a causal mask that every block has by itself
 
     def _stripes(self) -> Digits | None:
-        """Return the minor digits of the keys that correspond to the digits that split the queries; None if there are
-        no stripes.
+        """Return the minor digits of the keys that match the digits that split the queries, or None.
 
         With stripes a causal mask is causal within each block, so that the kernel's own causal mode can be used.
         Requires that the queries' axes are the minor digits of the sequence: then the elements of a run of
@@ -265,9 +258,7 @@ class KeyBlocks:
         return self.run(aten.slice.Tensor, x, 2, number, length, step)
 
     def _unstripe(self, number: int, step: int, length: int, x: Any) -> Any:
-        """Scatter element i of ``x`` to position ``number + i * step``, with zeros elsewhere: the gradient of
-        `_stripe`.
-        """
+        """Scatter element i of ``x`` to position ``number + i * step``, else zero: the gradient of `_stripe`."""
         b, g, n, e = self.local.builder.shape(x)
         full = self.key.local_shape[2]
         x = self.run(aten.unsqueeze.default, x, 3)
@@ -282,9 +273,7 @@ class KeyBlocks:
     # --- masks by position in the unsharded sequence
 
     def _bias(self, ranks: Sequence[dict[str, Any]]) -> tuple[Any, Any]:
-        """Return what is added to the scores of a block held by ``ranks``, and the mask of queries that see none of
-        it.
-        """
+        """Return what is added to the scores of a block of ``ranks``, and the mask of queries that see none of it."""
         call, run = self.local.call, self.run
         causal = call["causal"]
         bias = self.local.operand("bias")

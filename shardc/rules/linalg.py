@@ -42,9 +42,7 @@ def transforms(ops: str) -> list[Rule]:
 
 
 def _trilinear(call: Call) -> Spec:
-    """Return the spec of ``_trilinear``: each of three tensors is unsqueezed at ``expandN``, then multiplied and summed
-    over ``sumdim``.
-    """
+    """Return the spec of ``_trilinear``: three tensors, each unsqueezed, multiplied, summed over ``sumdim``."""
     loops = Loops(call)
     summed, shapes = set(call["sumdim"]), [list(shape) for shape in loops.shapes]
     for shape, places in zip(shapes, (call["expand1"], call["expand2"], call["expand3"]), strict=True):

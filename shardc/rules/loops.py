@@ -40,9 +40,7 @@ class Loops:
         self._indexed: set[str] = set()
 
     def dim(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare factor ``name`` and return the factors of a dim that is this factor alone; a dim of size 1 has
-        none.
-        """
+        """Declare factor ``name``; return the factors of a dim that is this factor alone. A dim of size 1 has none."""
         if size == 1:
             return ()
         before = self._sizes.setdefault(name, size)
@@ -52,18 +50,14 @@ class Loops:
         return (name,)
 
     def indexed(self, name: str, size: int, kind: str = FREE) -> Factors:
-        """Declare a factor as `dim` does, for a dim whose elements the op finds by index: padding may only be at its
-        end.
-        """
+        """Declare a factor as `dim` does, of a dim that the op indexes: it may be padded at its end only."""
         self._indexed.add(name)
         return self.dim(name, size, kind)
 
     def dims(
         self, prefix: str, shape: Sequence[int], kind: str = FREE, but: Mapping[int, Factors] | None = None
     ) -> Dims:
-        """Declare one factor per dim of ``shape``: ``prefix0``, ``prefix1``, ...; ``but`` gives the factors of some
-        dims.
-        """
+        """Declare one factor per dim: ``prefix0``, ``prefix1``, ...; ``but`` gives the factors of some dims."""
         return tuple(
             but[i] if but and i in but else self.dim(f"{prefix}{i}", size, kind) for i, size in enumerate(shape)
         )
@@ -101,9 +95,7 @@ class Loops:
         return spec
 
     def broadcast(self, shape: Sequence[int], result: Sequence[int], prefix: str = "d") -> Dims:
-        """Return the factors of an operand of ``shape`` that broadcasts to ``result``, whose factors are ``prefix0``,
-        ``prefix1``, ...
-        """
+        """Return the factors of an operand of ``shape`` that broadcasts to ``result``: ``prefix0``, ``prefix1``, ..."""
         lead = len(result) - len(shape)
         return tuple(
             () if size == 1 else self.dim(f"{prefix}{lead + i}", result[lead + i]) for i, size in enumerate(shape)
@@ -133,9 +125,7 @@ class Loops:
 
 
 def mixed(call: Call, dims: Iterable[int], *, linear: Iterable[Iterable[int]] = (), moves: bool = False) -> Spec:
-    """Return the spec of an op that mixes elements along ``dims`` only, which must be whole and may change size. The
-    other dims are free.
-    """
+    """Return the spec of an op that mixes elements along ``dims`` only: these are whole and may change size."""
     loops = Loops(call)
     ndim = len(loops.shapes[0])
     whole = {d % ndim for d in dims} if ndim else set()

@@ -122,9 +122,7 @@ def bind(
 
 
 def _expand(call: Call, dims: Dims, shape: Iterable[int], sizes: dict[str, int]) -> Dims:
-    """Replace ``...`` by factors ``.1``, ``.2``, ... counted from the right, and note the sizes of factors in
-    ``sizes``.
-    """
+    """Replace ``...`` by factors ``.1``, ``.2``, ... counted from the right; note the sizes of factors in ``sizes``."""
     shape = tuple(shape)
     if ("...",) in dims:
         at = dims.index(("...",))

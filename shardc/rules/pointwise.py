@@ -35,9 +35,7 @@ def pointwise_spec(call: Call, linear: Iterable[Iterable[int]] = (), moves: bool
 
 
 def named_sets(call: Call, linear: str) -> tuple[frozenset[int], ...]:
-    """Return the operand positions of ``"self&other|weight"``, without the sets that are not all tensors in
-    ``call``.
-    """
+    """Return the operand positions of ``"self&other|weight"`` without sets that are not all tensors."""
     named = [[call.position(name) for name in group.split("&")] for group in linear.split("|") if group]
     return tuple(frozenset(at for at in group if at is not None) for group in named if None not in group)
 

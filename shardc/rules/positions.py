@@ -50,8 +50,7 @@ def split(layout: Layout, dim: int) -> bool:
 
 
 def in_range(local: Local, layout: Layout, dim: int, index: Any, wraps: bool = False) -> Any:
-    """Return ``index`` guarded by a range check against the true size, if the local op would not detect an invalid
-    entry itself.
+    """Return ``index``, guarded by a range check if the local op would not detect an entry out of range.
 
     Args:
         layout: that of the indexed tensor, the call's first operand.
@@ -127,8 +126,7 @@ def align(local: Local, mask: Any, dims: int) -> Any:
 
 
 def once_per_sum(local: Local, x: Any) -> Any:
-    """Return ``x`` on the first rank and zero on the others, along axes over which the result is partial and the
-    operand is not.
+    """Return ``x`` on the first rank, zero on others, along axes over which only the result is partial.
 
     Every rank holds ``x`` and would add its entries to it, so the sum over ranks would count ``x`` once per rank.
     """

@@ -113,9 +113,7 @@ def prove(rule: Rule, sample: Sample, ranks: Callable[[Mesh], Ranks], meshes: Se
 
 
 def _can_be_pending(value: Value, layout: Layout) -> bool:
-    """Return whether ``value`` can have the partial reductions of ``layout``: bools have no sum, complex numbers no
-    order.
-    """
+    """Return whether ``value`` can have partials like ``layout``: bools have no sum, complex no order."""
     orders = {op for _, op in layout.partial}
     return not (value.dtype == torch.bool and "sum" in orders) and not (value.dtype.is_complex and "max" in orders)
 
@@ -124,9 +122,7 @@ def _can_be_pending(value: Value, layout: Layout) -> bool:
 
 
 def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
-    """Yield every strategy that uses all axes of ``mesh``: each axis splits a factor (at either end) or carries a
-    partial reduction.
-    """
+    """Yield the strategies that use all axes of ``mesh``: each axis splits a factor or carries a partial."""
     for uses in product(_uses(spec), repeat=len(mesh.axes)):
         carried = [(axis, *use) for axis, use in zip(mesh.axes, uses, strict=True) if isinstance(use, tuple)]
         split: dict[str, list[str]] = {}
@@ -146,9 +142,7 @@ def offered(spec: Spec, mesh: Mesh) -> Iterator[Strategy]:
 
 
 def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
-    """Return what one axis can do: split a factor, split both factors of a `Routed`, or carry (reduce op, operands that
-    are partial).
-    """
+    """Return what one axis can do: split a factor, split both of a `Routed`, or carry (reduce op, operands)."""
     carried: list[tuple[str, frozenset[int]]] = [("sum", positions) for positions in spec.linear]
     if spec.moves:
         carried += [("sum", frozenset({0})), ("max", frozenset({0}))]
@@ -157,9 +151,7 @@ def _uses(spec: Spec) -> list[str | Routed | tuple[str, frozenset[int]]]:
 
 
 def _cuts(mesh: Mesh, size: int, axes: Sequence[str]) -> list[Digits]:
-    """Return all digit sequences of a factor of ``size`` split over ``axes``: any order of axes, the local part
-    anywhere.
-    """
+    """Return all digit sequences of a factor of ``size`` split over ``axes``, in any order of the digits."""
     split = prod(mesh.size(axis) for axis in axes)
     if size % split:
         return []
@@ -242,9 +234,7 @@ def _tolerance(sample: Sample, spec: Spec, call: Call) -> float:
 
 
 def close(got: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """Return whether the largest difference is at most ``tolerance`` times the largest value (integers: exactly
-    equal).
-    """
+    """Return whether the largest difference is at most ``tolerance`` times the largest value; integers are equal."""
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(got, expected)
     scale = max(expected.abs().nan_to_num(0, 0, 0).flatten().tolist(), default=0.0)

@@ -11,9 +11,7 @@ from shardc.rules.spec import Dims, Spec
 
 
 def reduction(ops: str, kind: str) -> list[Rule]:
-    """Return a rule per op in ``ops``: reduced factors are of ``kind`` (a reduce op: splitting them leaves a partial
-    result; or "whole").
-    """
+    """Return a rule per op; ``kind`` is the reduce op of the partial result if reduced dims are split, or "whole"."""
 
     def spec(call: Call) -> Spec:
         return reduction_spec(call, kind)

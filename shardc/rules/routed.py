@@ -62,9 +62,7 @@ def routed_axes(spec: Loops, assignment: Mapping[str, Digits]) -> frozenset[str]
 
 
 def required_splits(spec: Loops, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
-    """Return assignments in which an axis splits what `Routed.required` asks for, to add to ``proposals`` (those of the
-    operands).
-    """
+    """Return assignments in which an axis splits what `Routed.required` asks for, from ``proposals``."""
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
     for axis, factors in ((axis, factors) for axis, sets in routed.required for factors in sets):

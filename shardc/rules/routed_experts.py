@@ -39,9 +39,7 @@ def _params(loops: Loops, first: int) -> list[Dims]:
 
 
 def _routed(call: Call, spec: Spec, choices: int, width: int) -> Spec:
-    """Return ``spec`` with permission to exchange rows (`Routed`): ``choices`` rows of ``width`` elements for each
-    token.
-    """
+    """Return ``spec`` with permission to exchange ``choices`` rows of ``width`` elements per token (`Routed`)."""
     sizes = dict(spec.sizes)
     if _TOKENS not in sizes or _EXPERTS not in sizes:
         return spec
@@ -101,8 +99,7 @@ class _Rows:
 
 
 def _keys(local: Local, sent: tuple[str, ...], index: Any) -> tuple[Any, Any, int, int]:
-    """Return the sort key of each choice: first by destination rank, then by the expert's index there; unreachable
-    choices sort last.
+    """Return the sort key of each choice: by destination rank, then by expert there; unreachable ones are last.
 
     Returns:
         the keys, flat; the mask of reachable choices (None: all); the number of destination ranks; experts per rank.
@@ -206,9 +203,7 @@ def _send(local: Local, rows: list[Any], sends: Any, receives: Any, received: in
 
 
 def _by_token(local: Local, rows: _Rows, returned: Any, added: bool) -> Any:
-    """Return the returned rows in token order: their sum over a token's choices [t, width], or (not ``added``) one
-    number each [t, k].
-    """
+    """Return the rows in token order: summed over a token's choices [t, width], or one number each [t, k]."""
     call = local.builder.call
     tokens, choices = local.builder.shape(local.operand("index"))
     width = local.builder.shape(returned)[1]

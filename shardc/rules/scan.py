@@ -22,9 +22,7 @@ def along(ops: str, *, linear: bool = False) -> list[Rule]:
 
 
 def _counted(fixed: Callable[[Call], bool]) -> SpecOf:
-    """Return the spec function of a histogram: if its bins are ``fixed`` in advance, each rank counts its own
-    elements.
-    """
+    """Return the spec function of a histogram; with bins ``fixed`` in advance, ranks count their own elements."""
 
     def spec(call: Call) -> Spec:
         loops = Loops(call)

@@ -31,9 +31,7 @@ _SPLITS = {"gather": _BOTH, "ring": _BOTH, "heads": _HEADS, "auto": _BOTH + _HEA
 
 
 class _Heads:
-    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f``, with ``h = g * r`` heads
-    (grouped-query attention).
-    """
+    """The factors of queries ``b h q e``, keys ``b g k e`` and values ``b g k f`` with ``h = g * r`` (GQA)."""
 
     def __init__(self, loops: Loops, *, backward: bool) -> None:
         shapes = dict(zip(loops.names, loops.shapes, strict=True))

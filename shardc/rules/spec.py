@@ -149,9 +149,7 @@ def _drop_clashing(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits:
 
 
 def place(spec: Spec, dims: Dims, assignment: Mapping[str, Digits]) -> list[list[Digit]]:
-    """Return the digits of an operand or result with factors ``dims`` under ``assignment``; a factor without digits is
-    local.
-    """
+    """Return the digits of an operand or result with factors ``dims``; a factor without digits is local."""
     return [[d for f in factors for d in assignment.get(f, (Digit(spec.size(f)),))] for factors in dims]
 
 
@@ -171,9 +169,7 @@ def results_of(
 
 
 def from_results(spec: Spec, mesh: Mesh, index: int, layout: Layout) -> Strategy | None:
-    """Return the strategy that computes result ``index`` at ``layout`` directly and leaves nothing partial; None if
-    there is none.
-    """
+    """Return the strategy that computes result ``index`` at ``layout`` with no partial result, or None."""
     assignment = project(spec, spec.results[index], layout.without_partial())
     operands = tuple(Layout(mesh, place(spec, dims, assignment)) for dims in spec.operands)
     results = results_of(spec, mesh, assignment)
@@ -306,9 +302,7 @@ def strategies(spec: Spec, operands: Sequence[Layout]) -> Iterator[Strategy]:
 def _strategy(
     spec: Spec, mesh: Mesh, proposals: Sequence[Assignment], choice: Mapping[str, tuple[str, object]]
 ) -> tuple[Strategy, bool] | None:
-    """Return the strategy of one choice per axis, and whether it meets the requirements of `Routed`; None if the
-    choices clash.
-    """
+    """Return the strategy of one choice per axis, and whether `Routed` allows it; None if choices clash."""
     wanted: dict[tuple[str, int], set[str]] = {}
     carried: dict[str, tuple[str, frozenset[int]]] = {}
     for axis, (kind, detail) in choice.items():

@@ -108,9 +108,7 @@ class CapturedModel:
         return CapturedModel.of(self.source, self.plan, self.mesh, keep) if self.repeats else self
 
     def graph(self, mesh: Mesh, plan: Plan, options: Options, chooser: Chooser | None) -> PlannedGraph:
-        """Return the graph under ``plan`` with layouts chosen by ``chooser``; if None, the graph before layouts are
-        chosen.
-        """
+        """Return the graph under ``plan``: with the layouts that ``chooser`` chooses, or (None) before that."""
         request = few_of(self.source.request(mesh, plan, options), self.repeats, self.keep)
         gm = LazyGraphModule(self.captured.graph, ir.copied(self.captured.graph.graph))
         marked = {node: node.kwargs["name"] for node in gm.graph.nodes if node.target is ops.tag}

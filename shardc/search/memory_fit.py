@@ -108,9 +108,7 @@ class Fit:
         return [measure for *_, measure in sorted(priced, key=lambda row: row[:2])]
 
     def _take(self, plan: Plan, now: Cost, measure: Measure) -> tuple[Plan, Cost] | None:
-        """Return the plan with ``measure`` for all units, and its cost; None if it fits, after trying how few units
-        suffice.
-        """
+        """Return the plan with ``measure`` for all units, and its cost; None if it fits (fewer units were tried)."""
         more = measure.whole(plan)
         then = self.schedule(more, True)
         if then is None or then.memory >= now.memory:
@@ -148,9 +146,7 @@ class Fit:
         return Measure([self._size(glob) for glob in self.globs], apply)
 
     def _others(self) -> Iterator[Measure]:
-        """Yield the measures that recompute activations (of whole blocks and of parts of them), and offload
-        parameters.
-        """
+        """Yield the measures that recompute activations (of blocks, of parts of blocks) and offload parameters."""
         for part, blocks in _parts(self.model).items():
 
             def with_recompute(plan: Plan, count: int, part: str = part, blocks: Blocks = blocks) -> Plan:

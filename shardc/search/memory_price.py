@@ -80,9 +80,7 @@ class PriceSearch(Generic[P]):
         return last if last is not None and last.at(0.0) <= limit else None
 
     def _at(self, price: float, room: float, limit: float, last: P | None) -> P | None:
-        """Return the best solution at a price; None if it proves that no solution of ``room`` bytes is within
-        ``limit``.
-        """
+        """Return the best solution at a price; None if it proves that no solution is within both limits."""
         worth = limit + price * room  # what one that is wanted costs at most
         if price not in self.solutions:
             ceiling = worth if last is None else min(worth, (1 + ABOVE) * last.at(price))

@@ -47,8 +47,7 @@ GLANCE = 1e8  # table entries that the solver may visit to bound the step time o
 
 @dataclass(frozen=True)
 class Candidate:
-    """A solution of the layout problem: its plan without pinned activations, the layouts at module boundaries, and its
-    cost.
+    """A solution of the layout problem: its plan without pins, layouts at module boundaries, and its cost.
 
     Args:
         bytes: memory that the cost includes, at a price of ``byte`` seconds per byte.
@@ -107,18 +106,14 @@ class Search:
         self.param_plans = self.captured_model.params(self.mesh, self.hand)
 
     def forms(self) -> None:
-        """Schedule the ready-made plans (ddp, fsdp, ...), and the best of them with parameters kept unsharded for
-        backward.
-        """
+        """Schedule the ready-made plans (ddp, fsdp, ...), and the best of them without resharding after forward."""
         for name, plan in self._forms():
             self._schedule(plan, name)
         if (best := self.best()) is not None:
             self._schedule(kept_whole(best.plan, self.hand), best.origin)
 
     def least(self) -> float:
-        """Return a lower bound of the cost of every solution in seconds, from little work; inf if there is no
-        solution.
-        """
+        """Return a lower bound of the cost of every solution in seconds, from little work; inf if there is none."""
         gather, reduce = map(min, *HIDDEN)
         problem = self.problem(None, Weights(gather, reduce, self.captured_model.weight))
         try:
@@ -160,9 +155,7 @@ class Search:
         return None
 
     def _fit(self) -> None:
-        """Reduce the memory of the fastest plan and of the smallest one until they fit, while they are faster than the
-        best.
-        """
+        """Reduce the memory of the fastest and of the smallest plan until they fit, while they beat the best."""
         tried = sorted(self.tried.values(), key=lambda t: (t.seconds, str(t.plan)))
         globs = [glob for glob, _ in self.writer.by_glob(dict.fromkeys(self.param_plans, ""))]
         for start in (tried[0], min(tried, key=lambda t: t.memory)) if tried else ():
@@ -232,9 +225,7 @@ class Search:
             yield from combinations(free, count)
 
     def problem(self, over: tuple[str, ...] | None, weights: Weights) -> PlanProblem:
-        """Return the layout problem, with storage split further over ``over`` or not; None: over any axes, per
-        parameter.
-        """
+        """Return the layout problem, with storage split further over ``over``; None: over any axes, per parameter."""
         start = time.perf_counter()
         planned = self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
         storages = self._anywhere if over is None else partial(self._storages, over)
@@ -262,9 +253,7 @@ class Search:
         )  # fmt: skip
 
     def _storages(self, over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
-        """Return the storage layouts that a parameter (by its name in the captured model) may have under the user's
-        entries.
-        """
+        """Return the storage layouts that a parameter of the captured model may have under the user's entries."""
         param = self.param_plans[name]
         if param.storage_cause or param.host or (param.compute_cause and compute != param.compute):
             return []
@@ -357,8 +346,8 @@ def storages(over: Sequence[str], name: str, compute: Layout) -> list[Layout]:
 
 
 def exposed(schedule: Schedule, weights: Weights, params: Collection[str]) -> Weights:
-    """Return ``weights`` with the share of gathers of ``params`` and of reductions of their gradients that a schedule
-    leaves exposed.
+    """Return ``weights`` with the exposed share, in a schedule, of gathers of ``params`` and reductions of
+    gradients.
     """
 
     def share(kinds: Sequence[str], before: float) -> float:

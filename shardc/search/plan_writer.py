@@ -81,8 +81,7 @@ class Writer:
         return plan
 
     def _computes(self, computes: Mapping[str, Layout], batch: Sequence[str]) -> Plan:
-        """Return the entries for compute layouts: tensor parallel styles where they match, otherwise ``params``
-        entries.
+        """Return the entries for compute layouts: tensor parallel styles if they match, else ``params`` entries.
 
         Styles are not used for axes that split the batch, too.
         """
@@ -102,9 +101,7 @@ class Writer:
         return plan | Plan(params=raw) if raw else plan
 
     def _style(self, glob: str, layout: Layout, computes: Mapping[str, Layout]) -> tuple[str, str] | None:
-        """Return the (style, axis) that splits a parameter in this way; "bias" if its weight's style does; None if
-        there is none.
-        """
+        """Return the (style, axis) that splits a parameter this way; "bias" if its weight has a style; or None."""
         module_glob, _, kind = glob.rpartition(".")
         if len(layout.bound) != 1 or layout.bound[0] not in self.mesh.axes:
             return None
@@ -140,9 +137,7 @@ class Writer:
     # --- globs
 
     def by_glob(self, by_name: Mapping[str, T]) -> list[tuple[str, T]]:
-        """Replace names in the captured model by globs of the complete model; equal values in repeated blocks share
-        one.
-        """
+        """Replace names by globs of the complete model; equal values in repeated blocks share one glob."""
         groups: dict[str, dict[int, T]] = {}
         out: list[tuple[str, T]] = []
         for name, value in by_name.items():
@@ -173,9 +168,7 @@ class Writer:
         return [f"{repeat.prefix}{repeat.first + at}{rest}" for at in range(self.keep)]
 
     def _block(self, name: str) -> tuple[str, int] | None:
-        """Return the glob of a name in a repeated block, and the index of the block among the captured ones; or
-        None.
-        """
+        """Return the glob of a name in a repeated block, and the index of the block; None for other names."""
         for repeat in self.repeats:
             match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
             if match and repeat.first <= int(match[1]) < repeat.first + self.keep:

@@ -181,9 +181,7 @@ class Found:
 
     @property
     def form(self) -> Trial | None:
-        """Return the best ready-made plan (or the user's plan as it is), made to fit: the fastest, or else the
-        smallest.
-        """
+        """Return the best ready-made plan (or the user's own), made to fit: the fastest, or else the smallest."""
         forms = [trial for trial in self.trials if not trial.found]
         return min(
             forms, key=lambda t: (not t.fits, t.seconds if t.fits else t.memory, str(t.mesh), str(t.plan)), default=None

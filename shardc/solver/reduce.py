@@ -131,9 +131,7 @@ def drop_dominated(graph: Graph, variables: Iterable[int]) -> list[int]:
 
 
 def _without(labels: int, better: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Return the mask of labels that stay if each label is dropped that is worse than one that stays, from the last
-    label on.
-    """
+    """Return the mask of labels that stay if, from the last on, each label worse than one that stays is dropped."""
     mask = np.ones(labels, dtype=bool)
     order = np.argsort(worse, kind="stable")
     better, worse = better[order], worse[order]

@@ -20,9 +20,7 @@ def cost(graph: Graph, chosen: Labelling) -> float:
 
 
 def round_messages(messages: Messages, forward: bool) -> Labelling:
-    """Choose labels in order: each by its costs with the labels chosen before and the messages of the variables to
-    come.
-    """
+    """Choose labels in order, by their costs with the chosen labels and the messages of later variables."""
     chosen: list[int] = [0] * len(messages.nodes)
     places = range(len(messages.nodes))
     for p in places if forward else reversed(places):
@@ -52,9 +50,7 @@ def descend(graph: Graph, chosen: Labelling, rounds: int = 20) -> Labelling:
 
 
 def _least(parts: list[np.ndarray]) -> int:
-    """Return the position of the least sum; if all are inf, of the least one among those with the fewest infinite
-    parts.
-    """
+    """Return the position of the least sum; if all are inf, of the least with the fewest infinite parts."""
     total = sum(parts[1:], parts[0])
     best = int(np.argmin(total))
     if total[best] < math.inf:

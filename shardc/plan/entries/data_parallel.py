@@ -213,9 +213,7 @@ class Fsdp(Data):
 
 
 def _minor(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...] | None:
-    """Return the axes, and parts of axes, along which the minor ``size`` ranks of ``axes`` differ; None if there are no
-    such parts.
-    """
+    """Return the axes and parts of axes along which the minor ``size`` ranks of ``axes`` differ; or None."""
     if size == -1:
         return axes
     out: list[str] = []

@@ -14,9 +14,7 @@ from shardc.plan.spec_forms import Form
 
 @dataclass(frozen=True)
 class Entry:
-    """One statement of a plan. A kind of entry is a frozen dataclass that overrides the methods that it has an answer
-    for.
-    """
+    """One statement of a plan: a frozen dataclass that overrides the methods that it has an answer for."""
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -85,8 +83,7 @@ class Entry:
         return {}
 
     def store(self, stored: ParamPlan, param: Placed, view: Mesh | None) -> ParamPlan:
-        """Return ``stored`` with the storage that it gives a parameter; called if no spec splits that over axes of
-        `storage`.
+        """Return ``stored`` with the storage that it gives a parameter that no spec splits over axes of `storage`.
 
         Args:
             view: the mesh of the parameters' DTensors; None while it is not known.
@@ -115,9 +112,7 @@ class Entry:
 
     @property
     def group(self) -> tuple[tuple[str, ...], int] | None:
-        """Return (what entries of one constructor call have in common, position of this one's argument); None if it is
-        created alone.
-        """
+        """Return (the identity of the constructor call, position of this one's argument); None if it is alone."""
         return None
 
     @property
