@@ -10,7 +10,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -20,6 +20,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.returned import AGAIN
+from shardc.ir.rewriter import GraphRewriter
 
 PREFIX = "model."  # of what the traced module holds
 OUTPUT = ""  # name of the tag that keeps outputs apart
@@ -70,12 +71,12 @@ def annotate(
                 Origin(module, line_of(node), phase, region=_region(node)),
             )
         ir.set_info(node, record)
-    _cast_stored(gm.graph, stored, names)
+    _cast_stored(gm.graph, stored)
 
 
-def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype], names: NameScope) -> None:
+def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
     """Casts what is stored in another dtype than it was traced in at its first use, and what becomes of it back."""
-    output = ir.output_node(graph)
+    output, rewriter = ir.output_node(graph), GraphRewriter(graph)
     order = {node: at for at, node in enumerate(graph.nodes)}
     for node in [*ir.placeholders(graph, "param"), *ir.placeholders(graph, "buffer")]:
         record, value = ir.info(node), ir.value(node)
@@ -87,25 +88,18 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype], names: Name
         ir.set_info(node, replace(record, value=replace(value, dtype=dtype)))
         users = list(node.users)
         if users:
-            made = _cast(graph, min(users, key=order.__getitem__), node, traced, names.fresh(f"{record.name}.cast"))
+            place = rewriter.before(min(users, key=order.__getitem__), like=node, suffix="cast")
+            cast = place.call(torch.ops.aten._to_copy.default, node, dtype=traced.dtype)
             for user in users:
-                user.replace_input_with(node, made)
+                user.replace_input_with(node, cast)
     results = list(output.args[0])
     for at, (role, node) in enumerate(ir.outputs(graph)):
         own = stored.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
         if own is not None and isinstance(node, fx.Node) and own != ir.value(node).dtype:
-            back = node.meta["val"].to(own)
             before = output if role.kind == "grad" else node.next  # the forward ends before the backward
-            results[at] = _cast(graph, before, node, back, names.fresh(f"{ir.info(node).name}.stored"))
+            place = rewriter.before(before, like=node, suffix="stored")
+            results[at] = place.call(torch.ops.aten._to_copy.default, node, dtype=own)
     output.args = (tuple(results),)
-
-
-def _cast(graph: fx.Graph, before: fx.Node, x: fx.Node, like: Tensor, name: str) -> fx.Node:
-    with graph.inserting_before(before):
-        made = graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": like.dtype})
-    made.meta["val"] = like
-    record = ir.info(x)
-    return ir.set_info(made, Info(name, replace(ir.value(x), dtype=like.dtype), record.origin))
 
 
 def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ from torch._dynamo.variables import misc, user_defined
 import shardc.ir.random  # noqa: F401  (defines the ops)
 from shardc.capture.source import line_of
 from shardc.errors import CaptureError
+from shardc.ir.op_traits import draws
 from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
@@ -88,8 +89,7 @@ def refuse_draws(graph: fx.Graph) -> None:
         CaptureError: with the op and its line.
     """
     for node in graph.nodes:
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded not in tags or node.target.namespace == "shardc_random":
+        if not draws(node.target) or node.target.namespace == "shardc_random":
             continue
         given = arguments_of(node)
         shares = [given[name] for name in ("dropout_p", "dropout") if name in given]

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from shardc.capture.source import line_of
 from shardc.errors import CaptureError
+from shardc.ir.op_traits import aliases
 from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
@@ -163,10 +164,7 @@ def _is_view(node: fx.Node) -> bool:
     """Whether ``node`` is made of the memory of its first argument."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    if node.target is getitem:
-        return _is_view(node.args[0])
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return _is_view(node.args[0]) if node.target is getitem else aliases(node.target)
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ from shardc.ir import graph as ir
 from shardc.ir.attention import CALL
 from shardc.ir.comm import WAIT
 from shardc.ir.host import move_kind
+from shardc.ir.op_traits import draws
 from shardc.ir.tally import arguments_of, collective_kind
 
 CHOICES = ("auto", "keep", "recompute")
@@ -78,7 +79,7 @@ def _leaves(node: fx.Node, region: int) -> bool:
 
 def _draws(node: fx.Node) -> bool:
     """Return whether a kernel draws from the device's generator; attention does so only with dropout."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not draws(node.target):
         return False
     arguments = arguments_of(node)
     return arguments.get("dropout_p", 0) != 0 or all(a.name != "dropout_p" for a in node.target._schema.arguments)

@@ -26,17 +26,13 @@ from shardc.ir.executable import BACKWARD, FORWARD, Half
 from shardc.ir.garbage import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.host import move_kind
+from shardc.ir.op_traits import CAST, COPIES, is_view
 
 aten = torch.ops.aten
 
 INPUT, MOVE, START, WAIT, COMPUTE = "input", "move", "start", "wait", "compute"
 # Meta key of nodes whose example values do not show aliasing: index of the input whose memory is shared; -1 for none.
 ALIASED = "shardc_aliased"
-# Ops that may copy, but only move or cast their input: they occur between a parameter and its uses.
-_COPIES = {
-    aten.clone.default, aten._to_copy.default, aten.index_select.default, aten.constant_pad_nd.default,
-    aten.cat.default, aten.reshape.default,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,12 +93,12 @@ def of_joint(graph: fx.Graph, levels: Mapping[str, int], collectives: str = "aut
         if node.op in ("placeholder", "get_attr"):
             builder.add(node, FORWARD)
         elif node.op == "call_function":
-            first, regathered, _ = ir.info(node).name.partition(ir.REGATHERED)
-            if regathered and first in named:  # forward reads its first gather
-                builder.at[node] = builder.at[named[first]]
-            elif ir.info(node).origin.phase == FORWARD:
+            record = ir.info(node)
+            if record.regathers in named:  # forward reads its first gather
+                builder.at[node] = builder.at[named[record.regathers]]
+            elif record.origin.phase == FORWARD:
                 builder.add(node, FORWARD)
-                named[first] = node
+                named[record.name] = node
             else:
                 later.append(node)
     builder.forget(runs_again(graph, collectives))
@@ -200,7 +196,7 @@ def aliased(node: fx.Node) -> fx.Node | None:
     first = node.all_input_nodes[0]
     if target is aten.reshape.default:
         return first if _reshapes_in_place(first.meta["val"], result) else None
-    if _is_view(target):
+    if is_view(target):
         return first
     storage = result.untyped_storage()._cdata
     for read in node.all_input_nodes:
@@ -229,25 +225,15 @@ def _viewable(shape: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ..
     return True
 
 
-@lru_cache(maxsize=4096)
-def _is_view(target: Any) -> bool:
-    """Return whether ``target`` returns one tensor that always shares its operand's memory."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or len(schema.returns) != 1:
-        return False
-    alias = schema.returns[0].alias_info
-    return alias is not None and not alias.is_write and str(schema.returns[0].type) == "Tensor"
-
-
 def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.Node, int]:
     """Return node -> reshard level of the nodes whose value is an unsharded (gathered) parameter."""
     alone: dict[fx.Node, int] = {}
     whole: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            role, name = ir.info(node).role, ir.info(node).name
-            level = levels.get(name, 0) if role is not None and role.kind == "param" else 0
-            level = 3 if name.endswith(ir.KEPT) else level
+            record, role = ir.info(node), ir.info(node).role
+            level = levels.get(record.name, 0) if role is not None and role.kind == "param" else 0
+            level = 3 if record.kept else level
             if level:
                 alone[node] = level
             continue
@@ -257,11 +243,11 @@ def gathered_parameters(graph: fx.Graph, levels: Mapping[str, int]) -> dict[fx.N
         if not reads or any(read not in alone for read in reads):
             continue
         kind = kind_of(node)
-        if kind == COMPUTE and node.target not in _COPIES:
+        if kind == COMPUTE and node.target not in COPIES and node.target is not CAST:
             continue
         alone[node] = min(alone[read] for read in reads)
         if kind == START or any(read in whole for read in reads):
-            whole[node] = min(alone[node], 2) if ir.info(node).name.endswith(ir.KEPT) else alone[node]
+            whole[node] = min(alone[node], 2) if ir.info(node).kept else alone[node]
     return whole
 
 

@@ -79,7 +79,7 @@ def _gathered_again(
                 param.seconds += _seconds(node, mesh, cost, bucket)
                 if isinstance(value, Tensor):
                     param.size = max(param.size, value.numel() * value.dtype.itemsize)
-                if ir.info(node).name.endswith(ir.KEPT):
+                if ir.info(node).kept:
                     parts.add(name)
         elif node.op == "call_function" and ir.info(node).origin.phase == "backward":
             for name in {name for read in node.all_input_nodes if read in whole for name in made_of[read]}:

@@ -188,7 +188,7 @@ def _who(program: Program, node: fx.Node) -> str:
             return "as the output whose gradient it is"
         return origin.cause or ("whole on every rank" if not ir.layout(node).axes else "the plan's batch axes")
     if node.target in _MOVES or node.target is ops.reshard:
-        return f"{origin.cause or 'its uses'}, by {node.target.__name__}"
+        return f"{origin.reason or 'its uses'}, by {node.target.__name__}"
     if node.op == "get_attr":
         return "a constant: whole on every rank"
     text = _rule(node)

@@ -22,6 +22,7 @@ from operator import getitem
 import torch
 from torch import fx
 
+from shardc.ir.op_traits import WAIT as WAIT
 from shardc.ir.tally import GROUP_PREFIX
 
 _library = torch.library.Library("shardc", "DEF")
@@ -44,9 +45,6 @@ REDUCE_SCATTER = torch.ops.shardc.reduce_scatter_tensor_coalesced.default
 ALL_REDUCE = torch.ops.shardc.all_reduce_coalesced.default
 SEND_ROWS = torch.ops.shardc.send_rows_coalesced.default
 IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
-
-
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def is_ring(kind: str, ranks: int) -> bool:

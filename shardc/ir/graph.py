@@ -75,7 +75,8 @@ class Origin:
         module: qualified name of the module whose code made it ("" for the root).
         source: ``file:line`` of the user's code.
         phase: "forward" or "backward".
-        cause: for inserted nodes, the plan entry or rule that asked for it.
+        cause: for inserted nodes, the plan entry or option that asked for it.
+        consumer: for a reshard that no plan entry asked for, the name of the op, or of the output, that needs it.
         region: number of the ``torch.utils.checkpoint`` region that it is in, which runs again in backward; 0 for none.
     """
 
@@ -84,6 +85,15 @@ class Origin:
     phase: str = "forward"
     cause: str = ""
     region: int = 0
+    consumer: str = ""
+
+    @property
+    def reason(self) -> str:
+        """``cause``, or ``needed by CONSUMER``, or nothing: as text and reports show it."""
+        return self.cause or (f"{NEEDED_BY}{self.consumer}" if self.consumer else "")
+
+
+NEEDED_BY = "needed by "
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,10 @@ class Info:
         origin: where it comes from.
         role: for placeholders only.
         needs: from ``propagate`` on, the layout that each operand must have (operands as the rules count them).
+        kept: this is the part of a gathered parameter that each rank keeps for backward (`KeepPart`).
+        regathers: the name of the gathered parameter that this gathers again, from the part that is kept.
+        true_sizes: for an op on padded operands, from ``pad`` on: the sizes of all operands' dims without padding.
+        piece: for a collective that ``decompose`` has cut: its number among the pieces.
     """
 
     name: str
@@ -121,6 +135,10 @@ class Info:
     origin: Origin = field(default_factory=Origin)
     role: Role | None = None
     needs: tuple[Layout, ...] | None = None
+    kept: bool = False
+    regathers: str = ""
+    true_sizes: tuple[int, ...] | None = None
+    piece: int | None = None
 
     @property
     def values(self) -> tuple[Value | None, ...]:
@@ -151,6 +169,11 @@ def info(node: fx.Node) -> Info:
 def set_info(node: fx.Node, record: Info) -> fx.Node:
     node.meta[KEY] = record
     return node
+
+
+def update(node: fx.Node, **fields: Any) -> fx.Node:
+    """Change ``fields`` of the record of ``node``."""
+    return set_info(node, replace(info(node), **fields))
 
 
 def value(node: fx.Node) -> Value:
@@ -218,16 +241,10 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-# How the names end of what each rank keeps of a gathered parameter for backward, and of what is gathered from that.
-KEPT, REGATHERED = ".kept", ".regathered"
 ROLES = "shardc_roles"  # on the output node: tuple of Role, one an output
-# On an op of which an operand is padded, from ``pad`` on: the sizes of all operands' dims without that.
-TRUE_SIZES = "shardc_true_sizes"
 # On the output node of a backward half: placeholder's name -> role of the parameter, buffer or input that it is or that
 # it was gathered, moved or cast from.
 READS = "shardc_reads"
-# Key of a node's meta: which piece it is of a collective that `passes.decompose` has cut.
-PIECE = "shardc_piece"
 
 
 class NameScope:

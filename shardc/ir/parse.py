@@ -17,7 +17,7 @@ import shardc.ir.marks  # noqa: F401
 from shardc._compat import LazyGraphModule
 from shardc.errors import LayoutError, MeshError, ShardcError, TextError
 from shardc.ir import grammar
-from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, set_info
+from shardc.ir.graph import ROLES, Info, Role, Value, info, set_info
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.ops import MARKERS
@@ -131,7 +131,7 @@ class _Parser:
         role = None if bare else Role(kind, name if role_name is None else role_name, index)
         node = self.graph.placeholder(_identifier(name))
         node.target = node.name
-        self._define(node, Info(name, value, self._origin(reader, "forward"), role))
+        self._define(node, self._info(reader, name, value, "forward", role=role))
 
     def _output(self, reader: Reader) -> None:
         kind, name, index = self._role(reader)
@@ -163,7 +163,7 @@ class _Parser:
             args, kwargs = self._arguments(reader, target)
         needs = self._needs(reader)
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_identifier(name))
-        self._define(node, Info(name, value, self._origin(reader, phase), needs=needs))
+        self._define(node, self._info(reader, name, value, phase, needs=needs))
 
     def _constant(self, reader: Reader, name: str, value: Made, phase: str) -> None:
         start = reader.at
@@ -185,11 +185,12 @@ class _Parser:
                 reader.fail(f"the values of a {value} ({error})")
         self.constants[target] = tensor
         node = self.graph.create_node("get_attr", target, name=_identifier(name))
-        self._define(node, Info(name, value, self._origin(reader, phase)))
+        self._define(node, self._info(reader, name, value, phase))
 
-    def _origin(self, reader: Reader, phase: str) -> Origin:
+    def _info(self, reader: Reader, name: str, value: Made, phase: str, **fields: Any) -> Info:
+        """The record of a node whose line has been read up to its comment."""
         reader.end()
-        return reader.origin(phase)
+        return Info(name, value, **reader.provenance(phase), **fields)
 
     def _define(self, node: fx.Node, record: Info) -> None:
         self.values[record.name] = set_info(node, record)

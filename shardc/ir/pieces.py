@@ -11,11 +11,12 @@ import torch
 from torch import fx
 
 from shardc.ir.comm import WAIT
-from shardc.ir.graph import PIECE, NameScope, Origin, info, is_tensor, set_info, value, value_of
+from shardc.ir.graph import info, is_tensor, update, value
+from shardc.ir.op_traits import RESHAPES, is_pointwise
+from shardc.ir.rewriter import GraphRewriter
 from shardc.ir.tally import arguments_of, collective_kind
 
 aten = torch.ops.aten
-VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 _SUMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
 
@@ -82,7 +83,7 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
         return {first: cut} if kind == "all_reduce" else None
     if target is WAIT:
         return {first: cut}
-    if target in VIEWS:
+    if target in RESHAPES:
         seen = viewed(cut, shape, given)
         return None if seen is None else {first: seen}
     if target in PRODUCTS:
@@ -97,14 +98,14 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
         kept = len(given) == len(shape)
         dim = cut.dim if kept else [dim for dim in range(len(given)) if dim not in gone][cut.dim]
         return None if dim in gone else {first: replace(cut, dim=dim)}
-    if target is aten.expand.default or target is aten._to_copy.default or _pointwise(target):
+    if target is aten.expand.default or target is aten._to_copy.default or is_pointwise(target):
         return {x: _broadcast(cut, value(x).shape, shape) for x in node.all_input_nodes}
     return None
 
 
 def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
     """The cuts of what ``node`` makes that may come of one of its operand ``x``; `operands` says which do."""
-    if node.target in VIEWS:
+    if node.target in RESHAPES:
         seen = viewed(cut, value(x).shape, value(node).shape)
         yield from () if seen is None else (seen,)
     elif node.op == "call_function" and is_tensor(node):
@@ -123,11 +124,6 @@ def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
         if need is not None and all(need.get(x) == cut for x, cut in read.items()):
             return made
     return None
-
-
-def _pointwise(target: object) -> bool:
-    tags = getattr(target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _broadcast(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
@@ -162,7 +158,7 @@ def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
 class _Rewritten:
     def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
         self.graph, self.cuts, self.count = graph, cuts, next(iter(cuts.values())).count
-        self.names = NameScope.of(graph)
+        self.rewriter = GraphRewriter(graph)
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
         self.parts: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
@@ -213,8 +209,8 @@ class _Rewritten:
         need = operands(node, cut)
         assert need is not None
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: self._operand(x, need[x], number, before))
-        if target in VIEWS or target is aten.expand.default:
-            target = aten.reshape.default if target in VIEWS else target
+        if target in RESHAPES or target is aten.expand.default:
+            target = aten.reshape.default if target in RESHAPES else target
             args = (args[0], cut.shape(value(node).shape))
         elif collective_kind(node):
             x, *rest = args
@@ -223,7 +219,7 @@ class _Rewritten:
             args = (x, *rest)
         made = self._emit(before, node, target, *args, **kwargs)
         if collective_kind(node):
-            made.meta[PIECE] = number
+            update(made, piece=number)
         return made
 
     def _operand(self, x: fx.Node, cut: Cut | None, number: int, before: fx.Node) -> fx.Node:
@@ -253,20 +249,10 @@ class _Rewritten:
             made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
             if cut.outer > 1:
                 made = self._emit(before, x, aten.reshape.default, made, list(value(x).shape))
-            record = replace(info(x), origin=self._origin(x))
-            self.joined[x] = set_info(made, record)  # it takes the place, and the name
+            self.joined[x] = update(made, name=info(x).name)  # it takes the place of x
         return self.joined[x]
 
     def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with self.graph.inserting_before(before):
-            made = self.graph.call_function(target, args, kwargs)
-        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
-        made.meta["val"] = val
-        name = self.names.fresh(f"{info(like).name}.piece")
-        record = replace(info(like), name=name, origin=self._origin(like), role=None)
-        return set_info(made, replace(record, value=value_of(val)))
-
-    def _origin(self, like: fx.Node) -> Origin:
-        """That of ``like``; but what backward alone takes a part of, or puts together, it does in backward."""
-        origin = info(like).origin
-        return replace(origin, phase="backward") if self.phase == "backward" else origin
+        # What backward alone slices or concatenates, it does in backward.
+        provenance = {"phase": "backward"} if self.phase == "backward" else {}
+        return self.rewriter.before(before, like, "piece", **provenance).call(target, *args, **kwargs)

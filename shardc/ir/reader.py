@@ -9,10 +9,12 @@ from typing import Any, NoReturn
 
 from shardc.errors import TextError
 from shardc.ir import grammar
-from shardc.ir.graph import Origin
+from shardc.ir.graph import NEEDED_BY, Origin
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 INTEGER = re.compile(r"\d+")
+# The reason of an op, and what may stand behind it.
+TAGS = re.compile(r"(.*?)(?: \| region (\d+))?(?: \| (kept))?(?: \| regathers (.+))?", re.DOTALL)
 
 
 class Reader:
@@ -77,11 +79,15 @@ class Reader:
         found = self.match(INTEGER)
         return int(found[0]) if found else self.fail(what)
 
-    def origin(self, phase: str) -> Origin:
-        """What the comment at the end says, if it says where the op comes from."""
+    def provenance(self, phase: str) -> dict[str, Any]:
+        """The fields of `Info` that the comment at the end gives, if there is one (`shardc.ir.text.origin_text`)."""
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
-            return Origin(phase=phase)
-        parts[2], _, region = parts[2].partition(" | region ")
-        module, source, cause = ("" if part == "-" else part for part in parts)
-        return Origin(module, source, phase, cause, int(region or 0))
+            return {"origin": Origin(phase=phase)}
+        found = TAGS.fullmatch(parts[2])
+        assert found is not None
+        reason, region, kept, regathers = found.groups()
+        module, source, reason = ("" if part == "-" else part for part in (*parts[:2], reason))
+        consumer = reason.removeprefix(NEEDED_BY) if reason.startswith(NEEDED_BY) else ""
+        origin = Origin(module, source, phase, "" if consumer else reason, int(region or 0), consumer)
+        return {"origin": origin, "kept": bool(kept), "regathers": regathers or ""}

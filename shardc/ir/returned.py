@@ -131,12 +131,7 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 def _stays_view(node: fx.Node) -> bool:
     """Whether the op that was traced to ``node`` is a view; a decomposition may end in views where it is not."""
     op = node.meta.get("original_aten")
-    return not isinstance(op, torch._ops.OpOverload) or is_view(op)
-
-
-def is_view(op: torch._ops.OpOverload) -> bool:
-    """Whether results of ``op`` share memory with an argument that it does not write."""
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in op._schema.arguments)
+    return not isinstance(op, torch._ops.OpOverload) or op.is_view
 
 
 def _is_part(nodes: Sequence[fx.Node]) -> bool:

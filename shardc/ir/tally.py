@@ -27,10 +27,9 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
 from shardc.ir.graph import info, value
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import communicates
 
 GROUP_PREFIX = "shardc:"
-NAMESPACE = "_c10d_functional"
-OWN_NAMESPACE = "shardc"  # the collectives that torch has no functional op for (shardc.ir.comm)
 
 # The torch ops by the kind that they are counted as; the rest of the namespaces moves nothing.
 KINDS: dict[str, str] = {
@@ -120,7 +119,7 @@ def collective_kind(node: fx.Node) -> str | None:
 def _kind_of(target: Any) -> str | None:
     if target in ops.COLLECTIVES:
         return str(target.__name__)
-    if not grammar.is_torch_op(target) or target.namespace not in (NAMESPACE, OWN_NAMESPACE):
+    if not grammar.is_torch_op(target) or not communicates(target):
         return None
     return KINDS.get(target._schema.name.partition("::")[2].removesuffix("_coalesced").removesuffix("_out"))
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
-from shardc.ir.graph import KEY, ROLES, Info, Origin, Role, Value, info, value
+from shardc.ir.graph import KEY, ROLES, Info, Role, Value, info, value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.tally import tally
@@ -60,7 +60,7 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
                 phase = record.origin.phase
                 out.append((f"{phase}:", None))
             text = op_line(gm, node, unplaced)
-        out.append((f"  {text}{origin_text(record.origin) if origins else ''}", node))
+        out.append((f"  {text}{origin_text(record) if origins else ''}", node))
     out.append((f"{grammar.OUTPUTS}:", None))
     roles, results = nodes[-1].meta.get(ROLES, ()), nodes[-1].args[0]
     if len(roles) != len(results):
@@ -137,7 +137,11 @@ def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str
     return grammar.constant_text(arg)
 
 
-def origin_text(origin: Origin) -> str:
-    """`` # module | source | cause``, a dash for each that is empty."""
-    region = f" | region {origin.region}" if origin.region else ""
-    return "  # " + " | ".join(part or "-" for part in (origin.module, origin.source, origin.cause)) + region
+def origin_text(record: Info) -> str:
+    """`` # module | source | reason [| region N] [| kept] [| regathers NAME]``, with a dash for an empty reason."""
+    origin = record.origin
+    parts = [part or "-" for part in (origin.module, origin.source, origin.reason)]
+    parts += [f"region {origin.region}"] if origin.region else []
+    parts += ["kept"] if record.kept else []
+    parts += [f"regathers {record.regathers}"] if record.regathers else []
+    return "  # " + " | ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.graph import NameScope
+from shardc.ir.rewriter import GraphRewriter
 from shardc.ir.tally import collective_kind
 
 _ADD = torch.ops.aten.add.Tensor
@@ -33,7 +33,7 @@ class Absent:
     name = "absent"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, names = gm.graph, NameScope.of(gm.graph)
+        graph, rewriter = gm.graph, GraphRewriter(gm.graph)
         absent: set[fx.Node] = set()
         gradients: set[fx.Node] = set()  # what depends on the gradient of an output
         for node in ir.placeholders(graph, "tangent"):
@@ -62,7 +62,7 @@ class Absent:
                 node.replace_all_uses_with(other)
             else:
                 for x in missing:
-                    node.replace_input_with(x, _zeros(graph, node, x, names))
+                    node.replace_input_with(x, _zeros(rewriter, node, x))
         output = ir.output_node(graph)
         output.args = (tuple(None if x in absent else x for x in output.args[0]),)
         for node in reversed(list(graph.nodes)):
@@ -94,7 +94,7 @@ def _reduced_to(numbers: list[int], node: fx.Node) -> None:
     assert isinstance(record.value, tuple)
     node.args = ([given[at] for at in numbers], *node.args[1:])
     node.meta["val"] = [val[at] for at in numbers]
-    ir.set_info(node, replace(record, value=tuple(record.value[at] for at in numbers)))
+    ir.update(node, value=tuple(record.value[at] for at in numbers))
     for item in list(node.users):
         assert item.target is getitem, f"{item} reads all results of {node}"
         at: Any = item.args[1]
@@ -111,10 +111,8 @@ def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
     return other if isinstance(other, fx.Node) and ir.value(other) == ir.value(node) else None
 
 
-def _zeros(graph: fx.Graph, before: fx.Node, like: fx.Node, names: NameScope) -> fx.Node:
-    record, val = ir.info(like), like.meta["val"]
+def _zeros(rewriter: GraphRewriter, before: fx.Node, like: fx.Node) -> fx.Node:
+    val = like.meta["val"]
+    at = rewriter.before(before, like=like, suffix="absent")
     options = {"dtype": val.dtype, "device": val.device, "pin_memory": False}
-    with graph.inserting_before(before):
-        made = graph.call_function(torch.ops.aten.full.default, (list(val.shape), 0), options)
-    made.meta["val"] = val
-    return ir.set_info(made, replace(record, name=names.fresh(f"{record.name}.absent"), role=None))
+    return at.call(torch.ops.aten.full.default, list(val.shape), 0, **options)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf, prod
 from typing import Any
 
@@ -22,8 +21,9 @@ import torch
 from torch import fx
 
 from shardc.cost.model import CostModel
-from shardc.ir.graph import NameScope, Value, info, set_info, value
+from shardc.ir.graph import Value, value
 from shardc.ir.mesh import Mesh
+from shardc.ir.rewriter import GraphRewriter
 from shardc.ir.tally import arguments_of, group_of, wire_elements
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -95,22 +95,21 @@ class Spelling:
         node, wait: the collective that is replaced, and the wait for it.
         group: its ranks.
         op: how it reduces, if it does.
-        names: the names in the graph.
     """
 
     node: fx.Node
     wait: fx.Node
     group: Group
     op: str
-    names: NameScope
+    rewriter: GraphRewriter
 
     def start(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node in front of the collective."""
-        return self._emit(self.node, target, args, kwargs)
+        return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node in front of the wait."""
-        return self._emit(self.wait, target, args, kwargs)
+        return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:
         """What the ranks' ``pieces``, one below the other, come to as the collective reduces; in front of the wait."""
@@ -120,15 +119,6 @@ class Spelling:
     def behind(self) -> Spelling:
         """For a second collective, which starts when the first has arrived."""
         return replace(self, node=self.wait)
-
-    def _emit(self, before: fx.Node, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        with before.graph.inserting_before(before):
-            made = before.graph.call_function(target, args, kwargs)
-        made.meta = dict(before.meta)
-        values = partial(fx.map_arg, fn=lambda node: node.meta["val"])
-        val = made.meta["val"] = target(*values(args), **values(kwargs))
-        name = self.names.fresh(f"{info(before).name}.{target.overloadpacket.__name__}")
-        return set_info(made, replace(info(before), name=name, value=Value(val.dtype, tuple(val.shape))))
 
 
 # --- the algorithms that there are
@@ -239,14 +229,14 @@ class Algorithms:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         native = [node for node in gm.graph.nodes if node.op == "call_function" and node.target in _KINDS]
-        names = NameScope.of(gm.graph) if native else NameScope()
-        changed = [node for node in native if self._spelled(node, names)]
+        rewriter = GraphRewriter(gm.graph)
+        changed = [node for node in native if self._spelled(node, rewriter)]
         if changed:
             gm.graph.lint()
             gm.recompile()
         return gm
 
-    def _spelled(self, node: fx.Node, names: NameScope) -> bool:
+    def _spelled(self, node: fx.Node, rewriter: GraphRewriter) -> bool:
         """Whether ``node`` was replaced by a faster algorithm."""
         arguments, kind = arguments_of(node), _KINDS[node.target]
         x: fx.Node = arguments["input"]
@@ -256,9 +246,7 @@ class Algorithms:
         if isinstance(best, Native):
             return False
         (wait,) = node.users
-        result = best.spell(x, Spelling(node, wait, group, arguments.get("reduce_op", ""), names))
-        set_info(result, info(wait))  # it takes the place, and the name, of what was waited for
-        wait.replace_all_uses_with(result)
-        for gone in (wait, node):
-            node.graph.erase_node(gone)
+        result = best.spell(x, Spelling(node, wait, group, arguments.get("reduce_op", ""), rewriter))
+        rewriter.replace(wait, result, rename=True)
+        rewriter.graph.erase_node(node)
         return True

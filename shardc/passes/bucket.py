@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
-from shardc.ir.graph import NameScope
 from shardc.ir.order import places, reorder
+from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.from_start import from_start, pull
 from shardc.passes.starts import is_start, leaving
 
@@ -52,11 +52,11 @@ class Bucket:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         wished = places(gm.graph)
-        names = NameScope.of(gm.graph)
+        rewriter = GraphRewriter(gm.graph)
         free = from_start(gm.graph)
         for bucket in self._buckets(gm.graph, wished, free):
             if len(bucket.members) > 1 or self.direct:
-                self._coalesce(gm.graph, bucket, names, wished)
+                self._coalesce(rewriter, bucket, wished)
         pull(gm.graph, free, wished)
         reorder(gm.graph, wished)
         gm.recompile()
@@ -71,7 +71,7 @@ class Bucket:
         # What is reduced again on its way out waits for the last of its bucket: all of the first come before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
         for node in sorted(fusible, key=lambda node: level.get(node, 0)):
-            key = (node.target, ir.value(node).dtype, node.args[1:], node.meta.get(ir.PIECE))
+            key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
             for x in node.all_input_nodes:
                 if x in made_by:
@@ -94,30 +94,22 @@ class Bucket:
                 work += [user for user in x.users if user in level and not is_start(user)]
         return every
 
-    def _coalesce(self, graph: fx.Graph, bucket: _Open, names: NameScope, wished: dict[fx.Node, float]) -> None:
-        """One coalesced collective; each member's wait then is on its own result."""
-
-        def insert(target: Any, args: tuple[Any, ...]) -> fx.Node:
-            with graph.inserting_before(ir.output_node(graph)):
-                node = graph.call_function(target, args)
-            wished[node] = bucket.at
-            return node
-
-        first = bucket.members[0]
-        record = ir.info(first)
+    def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, wished: dict[fx.Node, float]) -> None:
+        """Fuse the members into one coalesced collective; each member's wait then reads its own result."""
+        first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: Any = (_DIRECT if self.direct else _NATIVE)[first.target]
-        fused = insert(target, ([node.args[0] for node in bucket.members], *first.args[1:]))
-        fused.meta["val"] = [node.meta["val"] for node in bucket.members]
         values = tuple(ir.value(node) for node in bucket.members)
-        ir.set_info(fused, replace(record, name=names.fresh(f"{record.name}.bucket"), value=values))
-        for at, node in enumerate(bucket.members):
-            part = insert(getitem, (fused, at))
-            part.meta.update(node.meta)
-            node.replace_all_uses_with(part)
-            for wait in part.users:
+        at = rewriter.before(end, like=first, suffix="bucket")
+        fused = at.typed(values, target, [node.args[0] for node in bucket.members], *first.args[1:])
+        fused.meta["val"] = [node.meta["val"] for node in bucket.members]
+        wished[fused] = bucket.at
+        for number, node in enumerate(bucket.members):
+            result = rewriter.before(end, like=node).call(getitem, fused, number)
+            wished[result] = bucket.at
+            for wait in node.users:
                 wished[wait] = max(wished[wait], bucket.at)
             del wished[node]
-            graph.erase_node(node)
+            rewriter.replace(node, result, rename=True)
 
 
 @dataclass

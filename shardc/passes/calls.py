@@ -15,7 +15,6 @@ from shardc.rules.rule import Call
 from shardc.rules.spec import Spec
 
 aten = torch.ops.aten
-VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 
 
 def call_of(node: fx.Node) -> Call:

@@ -9,16 +9,13 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.op_traits import RESHAPES, TRANSPOSES
+from shardc.ir.rewriter import GraphRewriter
 
 aten = torch.ops.aten
 
 _IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default)
-_TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
-_MOVES = (
-    *_TRANSPOSES, aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-)  # fmt: skip
-_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+_MOVES = TRANSPOSES | RESHAPES | {aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
 
 _CHECKS = (aten._assert_async.default, aten._assert_async.msg)
 
@@ -37,6 +34,7 @@ class Canonicalize:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         made: dict[Any, fx.Node] = {}
+        rewriter = GraphRewriter(gm.graph)
         for node in list(gm.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -48,13 +46,12 @@ class Canonicalize:
                 same = made.setdefault((node.target, _frozen(node.args)), node)
                 same = None if same is node else same
             if same is not None:
-                node.replace_all_uses_with(same)
-                gm.graph.erase_node(node)
+                rewriter.replace(node, same)
                 continue
-            if node.target in _RESHAPES:
+            if node.target in RESHAPES:
                 node.target = aten.view.default
                 source = node.args[0]
-                if source.op == "call_function" and source.target in _RESHAPES and len(source.users) == 1:
+                if source.op == "call_function" and source.target in RESHAPES and len(source.users) == 1:
                     made.pop((source.target, _frozen(source.args)), None)
                     node.args = (source.args[0], *node.args[1:])
         gm.graph.eliminate_dead_code()
@@ -70,15 +67,15 @@ def _same_as(node: fx.Node) -> fx.Node | None:
     target = node.target
     if target in _IDENTITIES:
         return node.args[0]
-    if target in _TRANSPOSES:
+    if target in TRANSPOSES:
         source = node.args[0]
-        if source.op == "call_function" and source.target in _TRANSPOSES:
+        if source.op == "call_function" and source.target in TRANSPOSES:
             before = _permutation(source)
             both = [before[d] for d in _permutation(node)]
             if both == sorted(both):
                 return source.args[0]
         return None
-    if target in _RESHAPES or target is aten.expand.default:
+    if target in RESHAPES or target is aten.expand.default:
         source = node.args[0]
         return source if ir.value(source).shape == ir.value(node).shape else None
     if target is aten._to_copy.default:

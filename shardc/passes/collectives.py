@@ -10,7 +10,8 @@ from torch.fx.node import Argument
 from shardc.cost.model import CostModel, Pricing
 from shardc.cost.redistribute import Step, steps
 from shardc.ir import ops
-from shardc.ir.graph import KEY, Info, NameScope, info, layout, set_info, value
+from shardc.ir.graph import info, layout, value
+from shardc.ir.rewriter import GraphRewriter, Inserter
 
 SUFFIX = {
     "all_gather": "gathered",
@@ -42,30 +43,22 @@ class Collectives:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         reshards = dict.fromkeys(node for node in gm.graph.nodes if node.target is ops.reshard)
-        names = NameScope.of(gm.graph, but=reshards)
+        rewriter = GraphRewriter(gm.graph, reusable=reshards)
         for node in reshards:
-            self._spell(node, names)
+            self._spell(node, rewriter)
         gm.recompile()
         return gm
 
-    def _spell(self, reshard: fx.Node, names: NameScope) -> None:
+    def _spell(self, reshard: fx.Node, rewriter: GraphRewriter) -> None:
         last = reshard.args[0]
         assert isinstance(last, fx.Node)
-        base = info(last).name
+        record = replace(info(reshard), name=info(last).name)
         plan = steps(layout(last), layout(reshard), value(reshard).itemsize, self.cost)
         for step in plan:
-            with reshard.graph.inserting_before(reshard):
-                made = reshard.graph.call_function(ops.MARKERS[step.kind], (last,), _options(step))
-            made.meta = dict(reshard.meta)
             suffix = "full" if step.kind == "all_gather" and step is plan[-1] else SUFFIX[step.kind]
-            record = Info(
-                name=names.fresh(f"{base}.{suffix}"),
-                value=replace(value(reshard), layout=step.dst),
-                origin=reshard.meta[KEY].origin,
-            )
-            last = set_info(made, record)
-        reshard.replace_all_uses_with(last)
-        reshard.graph.erase_node(reshard)
+            target, result = ops.MARKERS[step.kind], replace(value(reshard), layout=step.dst)
+            last = Inserter(rewriter, reshard, record, suffix).typed(result, target, last, **_options(step))
+        rewriter.replace(reshard, last)
 
 
 def _options(step: Step) -> dict[str, Argument]:

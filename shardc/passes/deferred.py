@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope, Origin, Role, Value
+from shardc.ir.graph import Info, Origin, Role, Value
 from shardc.ir.layout import Layout
+from shardc.ir.rewriter import GraphRewriter
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,22 @@ def deferred_reduction(
     Returns:
         A graph as after ``reshard``: a placeholder (role "accumulated") for each sum, an output for each parameter.
     """
-    graph, names = fx.Graph(), NameScope()
-    inputs = [_placeholder(graph, names, each, at, fake_mode, device) for at, each in enumerate(sums)]
+    graph = fx.Graph()
+    rewriter = GraphRewriter(graph)
+    inputs = [_placeholder(rewriter, each, at, fake_mode, device) for at, each in enumerate(sums)]
     grads: dict[str, fx.Node] = {}
     for each, node in zip(sums, inputs, strict=True):
-        storage = storages[each.name]
+        name, storage, dtype = each.name, storages[each.name], dtypes[each.name]
+        record = Info(f"d.{name}", None, _ORIGIN)
+        value = Value(each.dtype, storage.shape, storage)
+        stored = replace(value, dtype=dtype)
         if each.layout != storage:
-            record = Info(names.fresh(f"d.{each.name}.reduced"), Value(each.dtype, storage.shape, storage), _ORIGIN)
-            node = ir.set_info(graph.call_function(ops.reshard, (node,)), record)
-        if dtypes[each.name] != each.dtype:
-            value = Value(dtypes[each.name], storage.shape, storage)
-            record = Info(names.fresh(f"d.{each.name}.stored"), value, _ORIGIN, needs=(storage,))
-            cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtypes[each.name]})
-            node = ir.set_info(cast, record)
-        if each.name in grads:  # summed in two layouts
-            record = Info(names.fresh(f"d.{each.name}.sum"), ir.value(node), _ORIGIN, needs=(storage, storage))
-            node = ir.set_info(graph.call_function(torch.ops.aten.add.Tensor, (grads[each.name], node)), record)
-        grads[each.name] = node
+            node = rewriter.end(record, "reduced").typed(value, ops.reshard, node)
+        if dtype != each.dtype:
+            node = rewriter.end(record, "stored").typed(stored, torch.ops.aten._to_copy.default, node, dtype=dtype)
+        if name in grads:  # summed in two layouts
+            node = rewriter.end(record, "sum").typed(stored, torch.ops.aten.add.Tensor, grads[name], node)
+        grads[name] = node
     output = graph.output(tuple(grads.values()))
     output.meta[ir.ROLES] = tuple(Role("grad", name, layout=storages[name]) for name in grads)
     return fx.GraphModule({}, graph)
@@ -68,12 +68,10 @@ def deferred_reduction(
 _ORIGIN = Origin(phase="backward", cause="gradients summed without reduction")
 
 
-def _placeholder(
-    graph: fx.Graph, names: NameScope, each: Sum, at: int, fake_mode: Any, device: torch.device
-) -> fx.Node:
-    node = graph.placeholder(f"sum_{at}")
+def _placeholder(rewriter: GraphRewriter, each: Sum, at: int, fake_mode: Any, device: torch.device) -> fx.Node:
+    node = rewriter.graph.placeholder(f"sum_{at}")
     with fake_mode:
         node.meta["val"] = torch.empty(each.layout.shape, dtype=each.dtype, device=device)
     role = Role("accumulated", each.name, at)
     value = Value(each.dtype, each.layout.shape, each.layout)
-    return ir.set_info(node, Info(names.fresh(f"d.{each.name}.accumulated"), value, _ORIGIN, role))
+    return ir.set_info(node, Info(rewriter.names.fresh(f"d.{each.name}.accumulated"), value, _ORIGIN, role))

@@ -16,6 +16,7 @@ from shardc.ir import graph as ir
 from shardc.ir.bodies import Body, PerRow, register
 from shardc.ir.flops import is_dense
 from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.rewriter import GraphRewriter
 from shardc.passes.calls import call_of, operands_of
 from shardc.plan.entries import Ep
 from shardc.rules import spec_of
@@ -79,9 +80,8 @@ def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
     found = {int(node.args[1]): node for node in start.users}
     for at in range(count):
         if at not in found:
-            with start.graph.inserting_after(start):
-                found[at] = start.graph.call_function(getitem, (start, at))
-            ir.set_info(found[at], replace(ir.info(start), value=ir.info(start).values[at]))
+            place = GraphRewriter(start.graph).after(start)
+            found[at] = place.typed(ir.info(start).values[at], getitem, start, at)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope
 from shardc.ir.padding import Padding, Run, Runs, is_padded, places
+from shardc.ir.rewriter import GraphRewriter
 from shardc.ir.tally import arguments_of
 from shardc.rules import strides_of
 from shardc.rules.operand_strides import lies_like, memory_order
@@ -41,7 +42,7 @@ class Calls:
     """A graph in the making, each op with its fake value, and a record like that of what it stands for.
 
     Args:
-        names: taken already.
+        old: the graph whose names are taken, if any.
         fake_mode, device: of fake values.
 
     Attributes:
@@ -49,8 +50,10 @@ class Calls:
         traced: the old node: an op of its target gets operands that lie as its operands did.
     """
 
-    def __init__(self, names: NameScope, fake_mode: Any, device: torch.device) -> None:
-        self.graph, self.names = fx.Graph(), names
+    def __init__(self, old: fx.Graph | None, fake_mode: Any, device: torch.device) -> None:
+        self.graph = fx.Graph()
+        self.rewriter = GraphRewriter(self.graph, fake_mode=fake_mode)
+        self.names = self.rewriter.names = NameScope() if old is None else NameScope.of(old)
         self.fake_mode, self.device = fake_mode, device
         self.record = Info("", None)
         self.traced: fx.Node | None = None
@@ -63,13 +66,8 @@ class Calls:
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         args, kwargs = self.lying(target, args, kwargs)
-        with self.fake_mode, torch.no_grad():
-            val = target(*self.vals(args), **self.vals(kwargs))
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["val"] = val
-        short = getattr(target, "overloadpacket", target).__name__
-        name = self.names.fresh(f"{self.record.name}.{short}")
-        return ir.set_info(node, replace(self.record, name=name, value=ir.value_of(val), role=None, needs=None))
+        fx.map_arg((args, kwargs), self.val)
+        return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
     def lying(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The arguments of an op, with copies of those that do not lie in memory as its rule wants."""
@@ -108,10 +106,8 @@ class Calls:
         dense = self.call(aten.clone.default, turned, memory_format=torch.contiguous_format)
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
-    def vals(self, arguments: Any) -> Any:
-        return fx.map_arg(arguments, self.val)
-
     def val(self, node: fx.Node) -> Any:
+        """The fake value of ``node``; a node of the new graph that has none gets one."""
         if "val" not in node.meta:
             value = ir.value(node)
             with self.fake_mode:
@@ -138,8 +134,8 @@ class Forms(Calls):
         padded: old node -> its padded form, where it has one.
     """
 
-    def __init__(self, names: NameScope, fake_mode: Any, device: torch.device) -> None:
-        super().__init__(names, fake_mode, device)
+    def __init__(self, old: fx.Graph, fake_mode: Any, device: torch.device) -> None:
+        super().__init__(old, fake_mode, device)
         self.plain: dict[fx.Node, fx.Node] = {}
         self.padded: dict[fx.Node, Padded] = {}
         self._made: dict[Any, fx.Node] = {}

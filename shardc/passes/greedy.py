@@ -23,8 +23,9 @@ from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import RESHAPES
 from shardc.passes import region
-from shardc.passes.calls import VIEWS, call_of, move_of, operands_of
+from shardc.passes.calls import call_of, move_of, operands_of
 from shardc.passes.choose import Gradient, Work, choose, compute_seconds
 from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.rules import spec_of
@@ -111,7 +112,7 @@ class _Sweep:
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
         chosen = choose(spec, layouts, have, pins, Work.of(call), grad, self.cost)
         self._decide(node, chosen)
-        if node.target in VIEWS and ir.info(node).origin.phase == "forward":
+        if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)
         if operands[0] in self.pinned and (spec.moves or node.target is torch.ops.aten._to_copy.default):
             self.pinned.add(node)

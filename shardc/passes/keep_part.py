@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.layout import Layout
+from shardc.ir.rewriter import GraphRewriter
 
 
 @dataclass(frozen=True)
@@ -30,16 +31,21 @@ class KeepPart:
     name = "keep_part"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
+        rewriter = GraphRewriter(gm.graph)
         for param in ir.placeholders(gm.graph, "param"):
             axes = self.kept.get(ir.info(param).name, ())
             for whole in _gathered(param) if axes else ():
                 layout = _split(ir.layout(whole), ir.layout(param), axes)
                 if layout is not None and layout.local_numel > ir.layout(param).local_numel:
-                    uses = list(whole.users)
-                    part = _step(whole, ops.shard, whole, axes, layout, ir.KEPT)
-                    again = _step(part, ops.all_gather, whole, axes, ir.layout(whole), ir.REGATHERED)
+                    uses, named = list(whole.users), ",".join(axes)
+                    value, at = ir.value(whole), rewriter.after(whole, suffix="kept")
+                    part = at.typed(replace(value, layout=layout), ops.shard, whole, axis=named)
+                    at = rewriter.after(part, like=whole, suffix="regathered")
+                    regathered = at.typed(value, ops.all_gather, part, axis=named)
+                    ir.update(part, kept=True)
+                    ir.update(regathered, regathers=ir.info(whole).name)
                     for user in uses:
-                        user.replace_input_with(whole, again)
+                        user.replace_input_with(whole, regathered)
         gm.recompile()
         return gm
 
@@ -67,14 +73,3 @@ def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | Non
             return None
         layout = layout.split(dim, axis)
     return layout
-
-
-def _step(
-    x: fx.Node, target: Callable[..., object], whole: fx.Node, axes: tuple[str, ...], layout: Layout, suffix: str
-) -> fx.Node:
-    """A step of ``x`` to ``layout`` over ``axes``, behind it."""
-    with whole.graph.inserting_after(x):
-        made = whole.graph.call_function(target, (x,), {"axis": ",".join(axes)})
-    made.meta = dict(whole.meta)
-    record = ir.info(whole)
-    return ir.set_info(made, replace(record, name=f"{record.name}{suffix}").at(layout))

@@ -19,7 +19,7 @@ from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm import group_name
-from shardc.ir.graph import Info, NameScope, Origin, Role
+from shardc.ir.graph import Info, Origin, Role
 from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
@@ -96,7 +96,7 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
     """The size of ``dim`` of the operands of ``node`` without what `Pad` grew it by to ``size``."""
-    sizes = node.meta.get(ir.TRUE_SIZES)
+    sizes = ir.info(node).true_sizes
     return size if sizes is None else sizes[dim]
 
 
@@ -114,7 +114,7 @@ class Emitter(Calls):
     """Builds the local graph: the `Builder` that rules and steps spell through."""
 
     def __init__(self, mesh: Mesh, fake_mode: Any, device: torch.device) -> None:
-        super().__init__(NameScope(), fake_mode, device)
+        super().__init__(None, fake_mode, device)
         self.mesh = mesh
         self._numbers: dict[str, fx.Node] = {}
         self._last_primal: fx.Node | None = None
@@ -174,7 +174,7 @@ class Emitter(Calls):
         if isinstance(made, fx.Node) and made.op == "call_function":
             record = ir.info(made)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):
-                ir.set_info(made, replace(record, name=self.names.fresh(self.record.name)))
+                ir.update(made, name=self.names.fresh(self.record.name), kept=self.record.kept)
         return made
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.ir.graph import NameScope
 from shardc.ir.layout import Layout
+from shardc.ir.rewriter import GraphRewriter
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Objective:
     name = "objective"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        names, graph = NameScope.of(gm.graph), gm.graph
+        rewriter, graph = GraphRewriter(gm.graph), gm.graph
         tangents = ir.placeholders(graph, "tangent")
         axes = {axis for node in tangents for axis in (*ir.layout(node).bound, *dict(ir.layout(node).partial))}
         losses = [axis for axis in self.batch_axes if axis in axes and self.own]
@@ -50,7 +50,7 @@ class Objective:
             if scale == 1.0 or not tangent.users:
                 continue
             users = list(tangent.users)
-            scaled = self._scaled(graph, next(n for n in graph.nodes if n in tangent.users), tangent, scale, names)
+            scaled = self._scaled(rewriter, next(n for n in graph.nodes if n in tangent.users), tangent, scale)
             for user in users:
                 user.replace_input_with(tangent, scaled)
         output = ir.output_node(graph)
@@ -60,18 +60,15 @@ class Objective:
             if role.kind != "grad" or role.name not in given:
                 return node
             scale = unit(given[role.name], losses, self.reduce) / self.grad_scale
-            return node if scale == 1.0 else self._scaled(graph, output, node, scale, names)
+            return node if scale == 1.0 else self._scaled(rewriter, output, node, scale)
 
         ir.change_outputs(graph, scaled_back)
         return gm
 
-    def _scaled(self, graph: fx.Graph, before: fx.Node, node: fx.Node, scale: float, names: NameScope) -> fx.Node:
-        with graph.inserting_before(before):
-            made = graph.call_function(torch.ops.aten.mul.Tensor, (node, scale))
-        record = ir.info(node)
-        origin = replace(record.origin, cause=f"reduce={self.reduce!r}, grad_scale={self.grad_scale}")
-        name = names.fresh(f"{record.name}.scaled")
-        return ir.set_info(made, replace(record, name=name, role=None, origin=origin, needs=(ir.layout(node),)))
+    def _scaled(self, rewriter: GraphRewriter, before: fx.Node, node: fx.Node, scale: float) -> fx.Node:
+        cause = f"reduce={self.reduce!r}, grad_scale={self.grad_scale}"
+        at = rewriter.before(before, like=node, suffix="scaled", cause=cause)
+        return at.typed(ir.value(node), torch.ops.aten.mul.Tensor, node, scale)
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:

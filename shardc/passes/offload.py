@@ -11,8 +11,8 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
-from shardc.ir.graph import Info, NameScope
 from shardc.ir.host import HOST
+from shardc.ir.rewriter import GraphRewriter
 
 _TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_host.default
 
@@ -40,48 +40,44 @@ class Offload:
     name = "offload"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, names = gm.graph, NameScope.of(gm.graph)
+        graph, rewriter = gm.graph, GraphRewriter(gm.graph)
         for param in ir.placeholders(graph, "param"):
             if ir.info(param).name in self.entries:
-                self._fetch(param, names)
+                self._fetch(param, rewriter)
         output = ir.output_node(graph)
 
         def moved(role: ir.Role, grad: fx.Node) -> fx.Node:
             if role.kind != "grad" or role.name not in self.entries or role.name in self.pending:
                 return grad
-            return self._move(grad, output, _TO_HOST, (grad,), self.entries[role.name], names)
+            return self._move(rewriter, grad, output, self.entries[role.name], _TO_HOST)
 
         ir.change_outputs(graph, moved)
         graph.lint()
         return gm
 
-    def _fetch(self, param: fx.Node, names: NameScope) -> None:
+    def _fetch(self, param: fx.Node, rewriter: GraphRewriter) -> None:
         """Marks ``param`` as lying on the host; what used it uses a copy on the device."""
-        record, val, users = ir.info(param), param.meta["val"], list(param.users)
-        ir.set_info(param, replace(record, value=replace(ir.value(param), host=True)))
+        val, users = param.meta["val"], list(param.users)
+        ir.update(param, value=replace(ir.value(param), host=True))
         with self.fake_mode:
             param.meta["val"] = torch.empty(val.shape, dtype=val.dtype, device=HOST)
         if users:
             first = next(node for node in param.graph.nodes if node in param.users)
-            there = self._move(param, first, _TO_DEVICE, (param, self.device.type), self.entries[record.name], names)
+            entry = self.entries[ir.info(param).name]
+            there = self._move(rewriter, param, first, entry, _TO_DEVICE, self.device.type)
             for user in users:
                 user.replace_input_with(param, there)
 
-    def _move(
-        self, x: fx.Node, before: fx.Node, op: Any, args: tuple[Any, ...], entry: str, names: NameScope
-    ) -> fx.Node:
+    def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
         """The result of moving ``x``, waited for, in front of ``before``."""
-        record, to_host = ir.info(x), op is _TO_HOST
-        origin = replace(record.origin, phase="backward" if to_host else "forward", cause=entry)
-        value = replace(ir.value(x), host=to_host)
-        kind, there = ("to_host", "host") if to_host else ("to_device", "device")
-        with x.graph.inserting_before(before):
-            start = x.graph.call_function(op, args)
-            wait = x.graph.call_function(WAIT, (start,))
+        to_host = op is _TO_HOST
+        value, phase = replace(ir.value(x), host=to_host), "backward" if to_host else "forward"
+        names = ("to_host", "host") if to_host else ("to_device", "device")
+        start_at, wait_at = (rewriter.before(before, x, name, phase=phase, cause=entry) for name in names)
+        start = start_at.typed(value, op, x, *args)
+        wait = wait_at.typed(value, WAIT, start)
         with self.fake_mode:
             start.meta["val"] = wait.meta["val"] = torch.empty(
                 value.shape, dtype=value.dtype, device=HOST if to_host else self.device
             )
-        for node, name in ((start, kind), (wait, there)):
-            ir.set_info(node, Info(names.fresh(f"{record.name}.{name}"), value, origin))
         return wait

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from shardc.errors import InputError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, waits_of
-from shardc.ir.graph import NameScope
+from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.prefetch import parameters
 from shardc.passes.starts import leaving
 from shardc.plan.match import matching
@@ -53,40 +53,36 @@ class OnTheWire:
     name: str = "on_the_wire"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, names = gm.graph, NameScope.of(gm.graph)
+        graph, rewriter = gm.graph, GraphRewriter(gm.graph)
         of = parameters(graph) if self.of == "gather" else _gradients(graph)
         kinds = (GATHER,) if self.of == "gather" else REDUCE
         for node in list(graph.nodes):
             if node.target in kinds and matching(self.parameters, of.get(node, ())):
-                self._replace(node, names)
+                self._replace(node, rewriter)
         return gm
 
-    def _replace(self, node: fx.Node, names: NameScope) -> None:
+    def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> None:
         """``node`` and its wait as collectives of what ``before`` makes."""
         x, (wait,) = node.args[0], waits_of(node)
         ranks = node.args[1] if self.of == "gather" else None
-        val = wait.meta["val"]
-        sent = self._traced(self.before, [x], node, names)
+        val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
+        sent = self._traced(self.before, [x], start)
         if ranks is None and (len(sent) != 1 or sent[0].meta["val"].shape != x.meta["val"].shape):
             raise self._wrong("before", node, [each.meta["val"] for each in sent], [x.meta["val"]])
         arrived = []
         for each in sent:
             shape = list(each.meta["val"].shape)
-            each = self._call(node, names, aten.reshape.default, each, [1, *shape]) if ranks is not None else each
-            start = self._call(node, names, node.target, each, *node.args[1:])
-            arrived.append(self._call(wait, names, WAIT, start))
+            each = start.call(aten.reshape.default, each, [1, *shape]) if ranks is not None else each
+            arrived.append(end.call(WAIT, start.call(node.target, each, *node.args[1:])))
         shaped = list(val.shape) if ranks is None else [ranks, *x.meta["val"].shape]
-        made = self._traced(self.after, arrived, wait, names)
+        made = self._traced(self.after, arrived, end)
         if len(made) != 1 or list(made[0].meta["val"].shape) != shaped or made[0].meta["val"].dtype != val.dtype:
             raise self._wrong("after", node, [each.meta["val"] for each in made], [val.new_empty(shaped)])
-        wait.replace_all_uses_with(self._call(wait, names, aten.reshape.default, made[0], list(val.shape)))
-        node.graph.erase_node(wait)
-        node.graph.erase_node(node)
+        rewriter.replace(wait, end.call(aten.reshape.default, made[0], list(val.shape)))
+        rewriter.graph.erase_node(node)
 
-    def _traced(
-        self, function: Callable[..., Any], given: Sequence[fx.Node], at: fx.Node, names: NameScope
-    ) -> list[fx.Node]:
-        """The nodes that ``function`` makes of ``given``, in front of ``at``."""
+    def _traced(self, function: Callable[..., Any], given: Sequence[fx.Node], at: Inserter) -> list[fx.Node]:
+        """The nodes that ``function`` makes of ``given``, inserted ``at``."""
         fakes = [x.meta["val"] for x in given]
 
         def several(*tensors: Tensor) -> list[Tensor]:
@@ -99,25 +95,13 @@ class OnTheWire:
         for node in traced.nodes:
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
-                env[node] = self._call(at, names, node.target, *args, **kwargs)
+                env[node] = at.call(node.target, *args, **kwargs)
             elif node.op == "get_attr":
                 raise InputError(
                     f"{self.name}: {getattr(function, '__name__', function)} uses a tensor that is no argument of it",
                     fix="make it inside of the function, of numbers",
                 )
         return [env[x] for x in ir.output_node(traced).args[0]]
-
-    def _call(self, at: fx.Node, names: NameScope, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node in front of ``at``, named after it."""
-        fakes, fake_kwargs = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-        with at.graph.inserting_before(at):
-            made = at.graph.call_function(target, args, kwargs)
-        with at.meta["val"].fake_mode, torch.no_grad():
-            made.meta["val"] = target(*fakes, **fake_kwargs)
-        record = ir.info(at)
-        short = getattr(target, "overloadpacket", target).__name__
-        made_name = names.fresh(f"{record.name}.{short}")
-        return ir.set_info(made, replace(record, name=made_name, value=ir.value_of(made.meta["val"]), role=None))
 
     def _wrong(self, which: str, node: fx.Node, made: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
         shown = [", ".join(f"{list(x.shape)} {x.dtype}" for x in some) for some in (made, wanted)]

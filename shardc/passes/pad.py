@@ -23,9 +23,10 @@ from shardc._compat import LazyGraphModule
 from shardc.errors import LayoutError, ShardcWarning
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import Info, NameScope
+from shardc.ir.graph import Info
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import RESHAPES
 from shardc.ir.padding import (
     Padding,
     Run,
@@ -38,7 +39,7 @@ from shardc.ir.padding import (
     share_out,
     unpadded,
 )
-from shardc.passes.calls import VIEWS, call_of, operands_of, with_operands
+from shardc.passes.calls import call_of, operands_of, with_operands
 from shardc.passes.forms import Forms, Padded
 from shardc.passes.neutral import neutral
 from shardc.rules import find_rule, linalg, pointwise, random_draws, spec_of
@@ -87,7 +88,7 @@ class _Padder(Forms):
     """Makes the new graph, op by op."""
 
     def __init__(self, options: Pad, old: fx.Graph) -> None:
-        super().__init__(NameScope.of(old), options.fake_mode, options.device)
+        super().__init__(old, options.fake_mode, options.device)
         self.options, self.old, self.mesh = options, old, options.mesh
         self.several: dict[fx.Node, tuple[Any, list[Padding | None], float | None]] = {}
 
@@ -125,17 +126,14 @@ class _Padder(Forms):
         tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]
         for at, (layout, cause) in self.options.inputs.items():
             node = tensors[at]
-            self.record = replace(ir.info(node), role=None)
+            self.record = ir.info(node)
             shape = ir.value(node).shape
             padding = _padding_of(layout, shape)
             grown = self.grown(self.plain[node], padding)
-            placed = self.graph.call_function(ops.reshard, (grown,))
+            record = replace(self.record, origin=replace(self.record.origin, cause=cause))
+            value = replace(ir.value(grown), layout=layout)
+            placed = self.rewriter.end(record, "placed").typed(value, ops.reshard, grown)
             placed.meta["val"] = grown.meta["val"]
-            record = replace(
-                self.record, name=self.names.fresh(f"{self.record.name}.placed"), value=ir.value_of(grown.meta["val"])
-            )
-            origin = replace(record.origin, cause=cause)
-            ir.set_info(placed, replace(record.at(layout), origin=origin))
             self.padded[node] = Padded(placed, padding, 0)
 
     def _param(self, node: fx.Node) -> None:
@@ -247,7 +245,7 @@ class _Padder(Forms):
                     if factor in spec.indexed and len(mine) > 1:
                         lost[x] = "its elements are found by their place"
                         continue
-                    alone = node.target in VIEWS or _alone(spec, factor)
+                    alone = node.target in RESHAPES or _alone(spec, factor)
                     if not alone or (not spec.carried_by_all(factor) and neutral(call, spec, factor) is None):
                         lost[x] = "no filling is known that the op ignores"
                     else:
@@ -307,8 +305,7 @@ class _Padder(Forms):
         spell = Local.same if rule.opaque else rule.localize
         made = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
         if isinstance(made, fx.Node) and made.op == "call_function":
-            ir.set_info(made, replace(ir.info(made), name=self.record.name))
-            made.meta[ir.TRUE_SIZES] = tuple(elements(runs) for one in grown for runs in one)
+            ir.update(made, name=self.record.name, true_sizes=tuple(elements(runs) for one in grown for runs in one))
         return made
 
 

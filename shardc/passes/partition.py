@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardc._compat import LazyGraphModule
@@ -15,20 +13,13 @@ from shardc.cost.recompute import runs_again
 from shardc.cost.step_sequence import is_coordinate
 from shardc.ir import graph as ir
 from shardc.ir.graph import Role
-from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
+from shardc.ir.op_traits import CAST, communicates, moves_data
+from shardc.ir.rewriter import GraphRewriter
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Mark = Callable[[fx.Node, int], None]
 Cut = tuple[Split, Mark, Mark]
 
-aten = torch.ops.aten
-# What may stand between a parameter and the ops that compute with it.
-_CHAIN = {
-    aten.view.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.clone.default,
-    aten._to_copy.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-    aten.index_select.default, aten.constant_pad_nd.default, aten.reshape.default, aten._unsafe_view.default,
-    aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default, getitem,
-}  # fmt: skip
 # The region of gathers: the last, for what goes from a region into a later one is saved between them.
 _GATHERS = 1 << 30
 
@@ -71,7 +62,7 @@ class Partition:
             origin = ir.info(node).origin
             if node in again:
                 self.recompute(node, origin.region or _GATHERS)
-            elif _is_collective(node) or (origin.region and origin.phase == "forward"):
+            elif communicates(node.target) or (origin.region and origin.phase == "forward"):
                 self.save(node, origin.region)
         roles = ir.output_node(graph).meta[ir.ROLES]
         count = len(forward_outputs)
@@ -89,9 +80,9 @@ class Partition:
 
     def _mark(self, param: fx.Node, level: int) -> None:
         chain = _moved(param)
-        if not any(_is_collective(node) for node in chain):
+        if not any(communicates(node.target) for node in chain):
             return
-        parts = {node for node in chain if ir.info(node).name.endswith(ir.KEPT)}
+        parts = {node for node in chain if ir.info(node).kept}
         made_of = set(parts)
         for node in chain:  # in order
             if made_of.intersection(node.all_input_nodes):
@@ -106,7 +97,7 @@ def _moved(param: fx.Node) -> list[fx.Node]:
     seen = {param}
     while work:
         node = work.pop()
-        if node in seen or not (_is_collective(node) or node.target in _CHAIN):
+        if node in seen or not (communicates(node.target) or _moves_or_casts(node)):
             continue
         if any(x not in seen and not is_coordinate(x) for x in node.all_input_nodes):
             continue
@@ -139,31 +130,24 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
     return LazyGraphModule(gm, graph)
 
 
-def drop_dead(graph: fx.Graph) -> None:
-    """Erases unused nodes, waits on unused collectives among them."""
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            graph.erase_node(node)
-
-
 def _send_once(graph: fx.Graph) -> None:
     """One of equal collectives: the cut makes one of equal ops (two biases of one sum), but not of their waits, and so
     not of what is made of these by moving and by further collectives."""
     seen: dict[Any, fx.Node] = {}
+    rewriter = GraphRewriter(graph)
     for node in list(graph.nodes):
-        moves = node.target in _CHAIN and all(user.op != "output" for user in node.users)
-        if not (moves or _is_collective(node)):
+        moves = _moves_or_casts(node) and all(user.op != "output" for user in node.users)
+        if not (moves or communicates(node.target)):
             continue
         # By how they print: 0, 0.0, -0.0 and False are equal in Python, and not the same argument.
         first = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            rewriter.replace(node, first)
 
 
-def _is_collective(node: fx.Node) -> bool:
-    """Whether ``node`` starts a collective, or a move between host and device, or waits for it."""
-    return getattr(node.target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
+def _moves_or_casts(node: fx.Node) -> bool:
+    """Whether ``node`` may stand between a parameter and the ops that compute with it."""
+    return moves_data(node.target) or node.target is CAST
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:

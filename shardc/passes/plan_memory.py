@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from shardc.cost.step_sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
-from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring, waits_of
+from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, is_ring, waits_of
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import lends
 from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import group_of
 from shardc.passes.starts import is_start
@@ -86,7 +85,7 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
         until = max([at, *(place_of[wait] for wait in waits_of(node))]) if is_start(node) else at
         for slot in reads:
             ends[slot] = max(ends.get(slot, 0), until)
-        behind[node] = reads if _is_view(node) else frozenset()
+        behind[node] = reads if aliased(node) is not None or lends(node.target) else frozenset()
         if node.target in IN_MESSAGES:
             numbers: Any = node.args[-1]
             count = len(node.meta["val"])
@@ -112,22 +111,6 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
     ]
     given = tuple((node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph))
     return MemoryPlan(place(timed), given)
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether what ``node`` makes lies, in part or whole, in its operands' memory."""
-    if node.target is WAIT or node.target is getitem or aliased(node) is not None:
-        return True
-    if node.target is torch.ops.aten.reshape.default:
-        return False  # one that copies
-    return _may_view(node.target)
-
-
-@cache
-def _may_view(target: Any) -> bool:
-    """Whether an op's results may lie in its operands' memory, by its schema."""
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def _names(node: fx.Node) -> list[str]:

@@ -11,9 +11,10 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.deferred import NOTHING, Deferred
-from shardc.ir.graph import Info, NameScope
 from shardc.ir.layout import Layout
+from shardc.ir.rewriter import GraphRewriter
 
+_CAST = torch.ops.aten._to_copy.default
 # The cause of a cast in front of a reduction. To a smaller dtype it rounds each rank's term, which is asked for.
 REDUCED_IN = "the dtype that gradients are reduced in"
 
@@ -41,44 +42,34 @@ class Precision:
     name = "precision"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, names = gm.graph, NameScope.of(gm.graph)
-        output = ir.output_node(graph)
-        before = list(ir.outputs(graph))
+        rewriter, output = GraphRewriter(gm.graph), ir.output_node(gm.graph)
+        before = list(ir.outputs(gm.graph))
 
         def reduced(role: ir.Role, node: fx.Node) -> fx.Node:
             asked = role.kind == "grad" and role.name in self.kept
-            return self._reduced(graph, output, node, role.name, names) if asked else node
+            return self._reduced(rewriter, output, node, role.name) if asked else node
 
-        ir.change_outputs(graph, reduced)
+        ir.change_outputs(gm.graph, reduced)
         for _, node in before:
             if isinstance(node, fx.Node) and not node.users:  # a cast that another took the place of
-                graph.erase_node(node)
+                gm.graph.erase_node(node)
         return gm
 
-    def _reduced(self, graph: fx.Graph, before: fx.Node, grad: fx.Node, name: str, names: NameScope) -> fx.Node:
+    def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
         # What was computed in another dtype than the parameter's ends in a cast to it.
-        node = grad.args[0] if grad.target is torch.ops.aten._to_copy.default else grad
-        kept, computed, reduce = self.kept[name], ir.value(node).dtype, self.reduced[name]
-        if node is grad and kept == computed == reduce:
+        computed = node = grad.args[0] if grad.target is _CAST else grad
+        kept, dtype, reduce = self.kept[name], ir.value(node).dtype, self.reduced[name]
+        if node is grad and kept == dtype == reduce:
             return grad
-        stem, layout = ir.info(node).name, self.layouts[name]
+        layout = self.layouts[name]
         layout = self.deferred.layout(name, layout, ir.layout(node)) or layout
-        origin = ir.info(node).origin
-        if reduce != computed:
-            node = _cast(graph, before, node, reduce, names.fresh(f"{stem}.cast"), REDUCED_IN)
+        if reduce != dtype:
+            at = rewriter.before(output, like=computed, suffix="cast", cause=REDUCED_IN)
+            node = at.typed(replace(ir.value(node), dtype=reduce), _CAST, node, dtype=reduce)
         if ir.layout(node) != layout:
-            record = replace(ir.info(node), name=names.fresh(f"{stem}.reduced"), origin=origin, needs=None).at(layout)
-            with graph.inserting_before(before):
-                node = ir.set_info(graph.call_function(ops.reshard, (node,)), record)
+            at = rewriter.before(output, like=computed, suffix="reduced")
+            node = at.typed(replace(ir.value(node), layout=layout), ops.reshard, node)
         if reduce == kept or name in self.deferred.names:
             return node
-        return _cast(graph, before, node, kept, names.fresh(f"{stem}.stored"))
-
-
-def _cast(
-    graph: fx.Graph, before: fx.Node, x: fx.Node, dtype: torch.dtype, name: str, cause: str | None = None
-) -> fx.Node:
-    origin = ir.info(x).origin if cause is None else replace(ir.info(x).origin, cause=cause)
-    made = Info(name, replace(ir.value(x), dtype=dtype), origin, needs=(ir.layout(x),))
-    with graph.inserting_before(before):
-        return ir.set_info(graph.call_function(torch.ops.aten._to_copy.default, (x,), {"dtype": dtype}), made)
+        at = rewriter.before(output, like=computed, suffix="stored")
+        return at.typed(replace(ir.value(node), dtype=kept), _CAST, node, dtype=kept)

@@ -64,11 +64,12 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """What is made of parameters alone, or of kept parts of them, and their names."""
     found: dict[fx.Node, frozenset[str]] = {}
+    reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:
         if node.op == "placeholder":
-            role, name = ir.info(node).role, ir.info(node).name
-            if role is not None and (role.kind == "param" or name.endswith(ir.KEPT)):
-                found[node] = frozenset([name.removesuffix(f".full{ir.KEPT}")])
+            role = reads.get(node.name) if ir.info(node).kept else ir.info(node).role
+            if role is not None and role.kind == "param":
+                found[node] = frozenset([role.name])
             elif role is not None and role.kind == "coordinate":
                 found[node] = frozenset()
         elif node.op == "call_function" and node.all_input_nodes and all(x in found for x in node.all_input_nodes):

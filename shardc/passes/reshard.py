@@ -8,8 +8,8 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import NameScope
 from shardc.ir.layout import Layout
+from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.calls import operands_of, with_operands
 
 
@@ -24,17 +24,29 @@ class Reshard:
     name = "reshard"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        names = NameScope.of(gm.graph)
-        made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
+        rewriter = GraphRewriter(gm.graph)
+
+        def at(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:
+            """``x`` at layout ``want``, in front of ``user``; for None of the outside, right behind ``x``."""
+            if want is None or ir.layout(x) == want:
+                return x
+            if (x, want) not in inserted:
+                record = ir.info(x)
+                origin = replace(record.origin, region=0, consumer="" if record.origin.cause else consumer)
+                if user is not None:
+                    used = ir.info(user).origin
+                    origin = replace(origin, phase=used.phase, region=used.region)
+                place = Inserter(rewriter, user or _after(x), replace(record, origin=origin), "at")
+                inserted[x, want] = place.typed(replace(ir.value(x), layout=want), ops.reshard, x)
+            return inserted[x, want]
+
         for node in list(gm.graph.nodes):
             if node.op == "output":
-                ir.change_outputs(gm.graph, lambda role, x: _at(gm.graph, names, made, x, role.layout, None, role.name))
+                ir.change_outputs(gm.graph, lambda role, x: at(x, role.layout, None, role.name))
             elif node.op == "call_function" and (needs := ir.info(node).needs) is not None:
-                operands = operands_of(node)
-                cause = ir.info(node).name
-                now = [
-                    _at(gm.graph, names, made, x, want, node, cause) for x, want in zip(operands, needs, strict=True)
-                ]
+                operands, name = operands_of(node), ir.info(node).name
+                now = [at(x, want, node, name) for x, want in zip(operands, needs, strict=True)]
                 if now != operands:
                     node.args, node.kwargs = with_operands(node, now)
         return gm
@@ -46,31 +58,3 @@ def _after(x: fx.Node) -> fx.Node:
     while after.op in ("placeholder", "get_attr"):
         after = after.next
     return after
-
-
-def _at(
-    graph: fx.Graph,
-    names: NameScope,
-    made: dict[tuple[fx.Node, Layout], fx.Node],
-    x: fx.Node,
-    want: Layout | None,
-    user: fx.Node | None,
-    cause: str,
-) -> fx.Node:
-    """``x`` at layout ``want``: itself, a reshard made before, or a new one, of the phase and the region of its use.
-
-    Args:
-        user: what wants it, in front of which a new one stands; None for the outside.
-    """
-    record = ir.info(x)
-    if want is None or ir.layout(x) == want:
-        return x
-    if (x, want) not in made:
-        phase = record.origin.phase if user is None else ir.info(user).origin.phase
-        region = 0 if user is None else ir.info(user).origin.region
-        with graph.inserting_before(_after(x) if user is None else user):
-            node = graph.call_function(ops.reshard, (x,))
-        origin = replace(record.origin, phase=phase, cause=record.origin.cause or f"needed by {cause}", region=region)
-        fresh = replace(record, name=names.fresh(f"{record.name}.at"), origin=origin, role=None, needs=None)
-        made[x, want] = ir.set_info(node, fresh.at(want))
-    return made[x, want]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,9 +11,10 @@ from torch import fx
 from shardc.errors import PlanError
 from shardc.ir import experts, ops
 from shardc.ir import graph as ir
-from shardc.ir.graph import Info, NameScope, Value
+from shardc.ir.graph import Value
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
+from shardc.ir.rewriter import GraphRewriter
 from shardc.plan.ports import InputPlan
 from shardc.plan.resolve import ParamPlan
 
@@ -42,13 +42,12 @@ class Seed:
     name = "seed"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, names = gm.graph, NameScope.of(gm.graph)
+        graph, rewriter = gm.graph, GraphRewriter(gm.graph)
         for node in list(graph.nodes):
             if node.op == "get_attr":
                 ir.set_info(node, ir.info(node).at(Layout.whole(self.mesh, ir.value(node).shape)))
             if node.target is ops.tag and node.kwargs["name"] not in self.pinned:
-                node.replace_all_uses_with(node.args[0])
-                graph.erase_node(node)
+                rewriter.replace(node, node.args[0])
         self._mark_regions(graph)
         order = {node: at for at, node in enumerate(graph.nodes)}
         inputs = iter(self.inputs)
@@ -56,13 +55,13 @@ class Seed:
             record = ir.info(node)
             role = ir.role(node)
             if role.kind == "param":
-                self._param(graph, node, min(node.users, key=order.__getitem__, default=None), names)
+                self._param(rewriter, node, min(node.users, key=order.__getitem__, default=None))
             elif role.kind == "buffer":
                 ir.set_info(node, record.at(Layout.whole(self.mesh, ir.value(node).shape)))
             elif role.kind == "input" and isinstance(record.value, Value):
                 given = next(inputs)
                 ir.set_info(node, replace(record.at(given.layout), origin=replace(record.origin, cause=given.cause)))
-        self._grads(graph, names)
+        self._grads(rewriter)
         return gm
 
     def _mark_regions(self, graph: fx.Graph) -> None:
@@ -74,7 +73,7 @@ class Seed:
                 if f"{origin.module}.".startswith(f"{module}.") and origin.phase == "forward" and not origin.region:
                     ir.set_info(node, replace(ir.info(node), origin=replace(origin, region=first + at)))
 
-    def _param(self, graph: fx.Graph, node: fx.Node, before: fx.Node | None, names: NameScope) -> None:
+    def _param(self, rewriter: GraphRewriter, node: fx.Node, before: fx.Node | None) -> None:
         record = ir.info(node)
         seeded = self.params[record.name]
         _check_experts(node, seeded)
@@ -96,26 +95,26 @@ class Seed:
         at = before if source is node else source.next
         for layout in (seeded.split, padded):
             if layout is not None and layout != held:
-                full = Info(names.fresh(f"{record.name}.full"), Value(dtype, layout.shape, layout), origin)
-                last, held = _insert(graph, at, ops.reshard, last, {}, full), layout
+                place = rewriter.before(at, like=node, suffix="full")
+                last, held = place.typed(Value(dtype, layout.shape, layout), ops.reshard, last), layout
         for dim, (have, want) in enumerate(zip(seeded.storage.shape, shape, strict=True)):
             if have != want:
                 padded = _resize(padded, dim, want)
-                cut = Info(names.fresh(f"{record.name}.unpadded"), Value(dtype, padded.shape, padded), origin)
-                last = _insert(graph, at, ops.unpad, last, {"dim": dim, "size": want}, cut)
+                place = rewriter.before(at, like=node, suffix="unpadded")
+                last = place.typed(Value(dtype, padded.shape, padded), ops.unpad, last, dim=dim, size=want)
         if last is not source:
             for user in users:
                 user.replace_input_with(source, last)
 
-    def _grads(self, graph: fx.Graph, names: NameScope) -> None:
+    def _grads(self, rewriter: GraphRewriter) -> None:
         """Pads the gradients of padded parameters."""
-        output = ir.output_node(graph)
+        graph, output = rewriter.graph, ir.output_node(rewriter.graph)
         results = list(output.args[0])
         for at, (role, node) in enumerate(ir.outputs(graph)):
             if role.kind != "grad" or node is None or role.name not in self.params:
                 continue
             cast = node if node.target is torch.ops.aten._to_copy.default and len(node.users) == 1 else None
-            padded = self._padded(graph, node if cast is None else cast.args[0], cast or output, role.name, names)
+            padded = self._padded(rewriter, node if cast is None else cast.args[0], cast or output, role.name)
             if cast is None:
                 results[at] = padded
             elif padded is not cast.args[0]:  # the cast stays last
@@ -125,15 +124,15 @@ class Seed:
                 cast.meta["val"] = cast.meta["val"].new_empty(shape)
         output.args = (tuple(results),)
 
-    def _padded(self, graph: fx.Graph, grad: fx.Node, before: fx.Node, name: str, names: NameScope) -> fx.Node:
+    def _padded(self, rewriter: GraphRewriter, grad: fx.Node, before: fx.Node, name: str) -> fx.Node:
         """``grad`` at the shape that parameter ``name`` is stored in."""
         shape, want = list(ir.value(grad).shape), self.params[name].storage.shape
         for dim, (have, size) in enumerate(zip(tuple(shape), want, strict=True)):
             if have != size:
-                record, shape[dim] = ir.info(grad), size
+                shape[dim] = size
                 value = replace(ir.value(grad), shape=tuple(shape))
-                record = replace(record, name=names.fresh(f"{record.name}.padded"), value=value, role=None)
-                grad = _insert(graph, before, ops.pad, grad, {"dim": dim, "size": size}, record)
+                place = rewriter.before(before, like=grad, suffix="padded")
+                grad = place.typed(value, ops.pad, grad, dim=dim, size=size)
         return grad
 
 
@@ -158,11 +157,6 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
         fix=f"split the experts between the ranks, over axes or parts of axes: Plan(params={{{name!r}: {spec!r}}}) for "
         "axes along which ranks have the same tokens, shardc.ep(...) for those that split the batch too",
     )
-
-
-def _insert(graph: fx.Graph, before: fx.Node, target: Any, x: fx.Node, kwargs: dict[str, Any], record: Info) -> fx.Node:
-    with graph.inserting_before(before):
-        return ir.set_info(graph.call_function(target, (x,), kwargs), record)
 
 
 def narrowed(param: fx.Node) -> fx.Node:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
+from shardc.ir.op_traits import draws
 from shardc.ir.order import places, reorder
 
 
@@ -45,7 +45,7 @@ def _last_ops(graph: fx.Graph) -> list[fx.Node]:
     for node in reversed(graph.nodes):
         if not _is_backward(node) or not node.users or is_dense(node):
             continue
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if draws(node.target):
             continue
         if all(user.op == "output" or user in found for user in node.users):
             found.add(node)

@@ -10,8 +10,8 @@ from shardc.cost import redistribute
 from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir import ops
-from shardc.ir.graph import NameScope
 from shardc.ir.layout import Layout
+from shardc.ir.rewriter import GraphRewriter, Inserter
 from shardc.passes.calls import move_of
 from shardc.rules.spec import from_results
 
@@ -33,13 +33,14 @@ class Simplify:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _share_before_moves(gm.graph)
         made: dict[fx.Node, list[fx.Node]] = {}
+        rewriter = GraphRewriter(gm.graph)
         for node in list(gm.graph.nodes):
             if node.target is ops.reshard:
-                self._shorten(gm.graph, node, made)
+                self._shorten(rewriter, node, made)
         gm.graph.eliminate_dead_code()
         return gm
 
-    def _shorten(self, graph: fx.Graph, node: fx.Node, made: dict[fx.Node, list[fx.Node]]) -> None:
+    def _shorten(self, rewriter: GraphRewriter, node: fx.Node, made: dict[fx.Node, list[fx.Node]]) -> None:
         source = node.args[0]
         while source.target is ops.reshard and len(source.users) == 1 and not ir.layout(source).partial:
             there = self._seconds(source.args[0], source) + self._seconds(source, node)
@@ -48,8 +49,7 @@ class Simplify:
             source = source.args[0]
         node.args = (source,)
         if ir.layout(source) == ir.layout(node):
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
+            rewriter.replace(node, source)
             return
         earlier = min(made.get(source, ()), key=lambda other: self._seconds(other, node), default=None)
         if earlier is not None and self._seconds(earlier, node) < self._seconds(source, node):
@@ -70,29 +70,23 @@ def _share_before_moves(graph: fx.Graph) -> None:
         if node.target is ops.reshard:
             root, layout, moves = _root(node)
             groups.setdefault((root, layout), []).append((node, moves))
-    names = NameScope.of(graph)
+    rewriter = GraphRewriter(graph)
     replaced: dict[fx.Node, fx.Node] = {}
     for (root, layout), members in groups.items():
         if len(members) < 2:
             continue
         first = members[0][0]
         root = replaced.get(root, root)  # a reshard of another group may be what this one starts from
-        with graph.inserting_before(first):
-            shared = graph.call_function(ops.reshard, (root,))
-        record = ir.info(first)
-        name = names.fresh(f"{ir.info(root).name}.at")
-        fresh = replace(ir.info(root), name=name, origin=record.origin, role=None, needs=None)
-        ir.set_info(shared, fresh.at(layout))
+        record = replace(ir.info(root), origin=ir.info(first).origin)
+        place = Inserter(rewriter, first, record, "at")
+        shared = place.typed(replace(ir.value(root), layout=layout), ops.reshard, root)
         for node, moves in members:
             last = shared
             for move in moves:
                 here = _wanted_through(node, moves, move)
-                with graph.inserting_before(node):
-                    last = graph.node_copy(move, lambda x, last=last: last)
-                moved = replace(ir.info(move), name=names.fresh(ir.info(move).name), needs=None)
-                ir.set_info(last, moved.at(here))
-            node.replace_all_uses_with(last)
-            graph.erase_node(node)
+                last = rewriter.before(node, like=move).copy(move, {move.args[0]: last})
+                ir.update(last, value=replace(ir.value(move), layout=here))
+            rewriter.replace(node, last)
             replaced[node] = last
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from shardc.ir import graph as ir
-from shardc.passes.partition import drop_dead
+from shardc.ir.rewriter import GraphRewriter
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,11 @@ class SkipRegather:
     name = "skip_regather"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        named = {ir.info(node).name: node for node in gm.graph.nodes if node.op != "output"}
-        again = {node: named.get(name.removesuffix(ir.REGATHERED)) for name, node in named.items()}
-        for node, whole in again.items():
-            if whole is not None and whole is not node:
-                node.replace_all_uses_with(whole)
-                drop_dead(gm.graph)
+        calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+        named = {ir.info(node).name: node for node in calls}
+        regathered = {name: node for node in calls if (name := ir.info(node).regathers) in named}  # the last op of each
+        for name, node in regathered.items():
+            node.replace_all_uses_with(named[name])
+        if regathered:
+            GraphRewriter(gm.graph).erase_unused()
         return gm

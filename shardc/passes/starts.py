@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from operator import getitem
-
 import torch
 from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
+from shardc.ir.op_traits import CAST, moves_data, starts
 
 aten = torch.ops.aten
 
-# What may stand between a collective and the output, or the next collective on the way there.
-_FINISHING = {
-    WAIT, getitem, aten.reshape.default, aten.view.default, aten.permute.default, aten.t.default,
-    aten.transpose.int, aten.clone.default, aten.slice.Tensor, aten.index_select.default, aten.constant_pad_nd.default,
-    aten.sum.dim_IntList, aten.div.Tensor, aten._to_copy.default,
-}  # fmt: skip
+# What may stand, besides moves, between a collective and the output, or the next collective on the way there.
+_FINISHING = {WAIT, CAST, aten.sum.dim_IntList, aten.div.Tensor}
 
 
 def is_start(node: fx.Node) -> bool:
     """Whether ``node`` starts a collective, or a move between host and device."""
-    return (
-        node.op == "call_function"
-        and getattr(node.target, "namespace", "") in ("_c10d_functional", "shardc")
-        and node.target is not WAIT
-    )
+    return node.op == "call_function" and starts(node.target)
 
 
 def result_bytes(node: fx.Node) -> int:
@@ -41,7 +32,7 @@ def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     out: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if (node.target in _FINISHING or is_start(node)) and node.users:
+        if (moves_data(node.target) or node.target in _FINISHING or is_start(node)) and node.users:
             if all(user.op == "output" or user in out for user in node.users):
                 out.add(node)
     level: dict[fx.Node, int] = {}

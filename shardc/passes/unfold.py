@@ -289,9 +289,14 @@ class _Unfolding:
         origin = record.origin
         module = self.names.module(origin.module, shift)
         region = origin.region and origin.region + shift * self.regions
-        origin = Origin(module, origin.source, origin.phase, rename(origin.cause), region)
+        consumer = rename(origin.consumer) if origin.consumer else ""
+        origin = Origin(module, origin.source, origin.phase, origin.cause, region, consumer)
         role = record.role and replace(record.role, name=self.names.module(record.role.name, shift))
-        return Info(rename(record.name), record.value, origin, role, record.needs)
+        regathers = rename(record.regathers) if record.regathers else ""
+        return Info(
+            rename(record.name), record.value, origin, role, record.needs, record.kept, regathers, record.true_sizes,
+            record.piece,
+        )  # fmt: skip
 
     def _output(self) -> None:
         """The outputs of the blocks that were captured, and those that the copies have like them."""

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from shardc.errors import ShardcError
 from shardc.ir.repeat import Repeat
 
-NEEDED_BY = "needed by "
-
 
 class NotPeriodic(ShardcError):
     """A graph in which blocks do not repeat node by node."""
@@ -30,7 +28,7 @@ class Names:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.last = run.first  # the last block in front of those that are put in
         self.ends = {run.first, run.first + keep - 1}
-        self._block = re.compile(rf"^(needed by )?(d\.)?{re.escape(run.prefix)}(\d+)(?=\.|$)")
+        self._block = re.compile(rf"^(d\.)?{re.escape(run.prefix)}(\d+)(?=\.|$)")
         self._moved: dict[tuple[str, int], str] = {}
         # What stands before the number -> (numbers in a block, the first behind the new blocks, direction).
         self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
@@ -84,17 +82,17 @@ class Names:
         made, number = name, self._number(name)
         if number is not None:
             on = number + (moved_by if number < self.run.first + self.keep else self.missing)
-            made = self._block.sub(lambda m: f"{m[1] or ''}{m[2] or ''}{self.run.prefix}{on}", name)
+            made = self._block.sub(lambda m: f"{m[1] or ''}{self.run.prefix}{on}", name)
         self._moved[name, moved_by] = made  # the nodes of a module, and what one collective is for, share theirs
         return made
 
     def _number(self, name: str) -> int | None:
         found = self._block.match(name)
-        return int(found[3]) if found and int(found[3]) >= self.run.first else None
+        return int(found[2]) if found and int(found[2]) >= self.run.first else None
 
     def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
         """(family, place of its number, number) of a name that is numbered through the graph."""
-        parts = name.removeprefix(NEEDED_BY).split(".")
+        parts = name.split(".")
         for at in range(1, len(parts) + 1):
             if (family := tuple(parts[:at])) in self._families:
                 numbered = at < len(parts) and parts[at].isdecimal()
@@ -120,7 +118,6 @@ def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
 
 def _with_number(name: str, at: int, value: int) -> str:
     """``name`` with ``value`` as its part ``at``."""
-    said = NEEDED_BY if name.startswith(NEEDED_BY) else ""
-    parts = name.removeprefix(NEEDED_BY).split(".")
+    parts = name.split(".")
     rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
-    return said + ".".join([*parts[:at], *([str(value)] if value else []), *rest])
+    return ".".join([*parts[:at], *([str(value)] if value else []), *rest])

@@ -16,7 +16,6 @@ from shardc.ir import tally
 from shardc.ir.executable import Executable
 from shardc.ir.host import move_kind
 
-NEEDED_BY = "needed by "
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 _MAX_OPS = 64  # ops to search upstream of a collective for the parameter whose split caused it
 
@@ -30,6 +29,7 @@ class Cause:
         module, source: where the code that needs it is.
         entry: the plan entry that causes it; "" if none was found.
         reason: the compiler's own record of the node, such as ``needed by layers.0.add``.
+        consumer: the op that needs it, as in ``reason``; "" if a plan entry asked for it.
     """
 
     tensors: tuple[str, ...]
@@ -37,6 +37,7 @@ class Cause:
     source: str
     entry: str
     reason: str
+    consumer: str = ""
 
     @property
     def tensor(self) -> str:
@@ -55,9 +56,9 @@ class Explainer:
     def __init__(self, step: Sequence, compute: Mapping[str, str]) -> None:
         self.step, self.compute = step, compute
         self.users: list[list[int]] = [[] for _ in step.ops]
-        self.reasons = [ir.info(op.node).origin.cause for op in step.ops]
+        self.origins = [ir.info(op.node).origin for op in step.ops]
         self.passes_on = [
-            bool(reason) or op.kind in (MOVE, WAIT) for reason, op in zip(self.reasons, step.ops, strict=True)
+            bool(origin.reason) or op.kind in (MOVE, WAIT) for origin, op in zip(self.origins, step.ops, strict=True)
         ]
         self.params: dict[str, fx.Node] = {}
         self.params_of: dict[str, list[str]] = {}  # module -> its parameters
@@ -80,16 +81,18 @@ class Explainer:
         params = self._gathered(at) if op.gathered else self._needed(at)
         if not params:
             first = self.step.ops[op.reads[0]].node
-            maker, axes = self._maker(at, origin.cause), _axes(op.node)
+            maker, axes = self._maker(at, origin.consumer), _axes(op.node)
             lookups = (self._entry, self._entry_of_module)
             if maker != at:  # upstream, another reader of the value may come before the one that reads the parameter
                 lookups = lookups[::-1]
             entries = (lookup(maker, axes) for lookup in lookups)
-            entry = next(filter(None, entries), "") or _plan_entry(origin.cause)
-            return Cause((ir.info(first).name,), origin.module, origin.source, entry, origin.cause)
+            entry = next(filter(None, entries), "") or origin.cause
+            tensors = (ir.info(first).name,)
+            return Cause(tensors, origin.module, origin.source, entry, origin.reason, origin.consumer)
         module = origin.module or params[0].rpartition(".")[0]
         entry = ir.info(self.params[params[0]]).origin.cause
-        return Cause(tuple(params), module, origin.source or self._first_use(at), entry, origin.cause)
+        source = origin.source or self._first_use(at)
+        return Cause(tuple(params), module, source, entry, origin.reason, origin.consumer)
 
     def _host_param(self, at: int) -> str:
         """Return the offloaded parameter that a host copy moves, or whose gradient it moves."""
@@ -118,7 +121,7 @@ class Explainer:
         work, seen = [at], {at}
         params: dict[str, None] = {}
         for node in work:
-            name = self.reasons[node].removeprefix(NEEDED_BY)
+            name = self.origins[node].consumer
             if name in self.params:
                 params[name] = None
             fresh = [x for x in self.users[node] if self.passes_on[x] and x not in seen]
@@ -140,11 +143,11 @@ class Explainer:
             work += fresh
         return ""
 
-    def _maker(self, at: int, reason: str) -> int:
+    def _maker(self, at: int, consumer: str) -> int:
         """Return the op whose parameter caused a collective: a reduction, or the op that needs the value resharded."""
         if tally.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at
-        return self.position.get(reason.removeprefix(NEEDED_BY), at)
+        return self.position.get(consumer, at)
 
     def _entry(self, at: int, axes: set[str]) -> str:
         """Return the plan entry of the nearest parameter upstream that is split for compute over one of ``axes``."""
@@ -182,7 +185,8 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
     at = next((at for at, op in enumerate(step.ops) if op.node is node), None)
     if at is None:  # the node is in a separate reduction graph
         origin = ir.info(node).origin
-        cause = Cause((ir.info(node).name,), origin.module, origin.source, _plan_entry(origin.cause), origin.cause)
+        tensors = (ir.info(node).name,)
+        cause = Cause(tensors, origin.module, origin.source, origin.cause, origin.reason, origin.consumer)
     else:
         cause = Explainer(step, program.causes).cause(at)
     entry = cause.entry or " | ".join(entry for entry in entries if _mentions(entry, _axes(node)))
@@ -191,11 +195,6 @@ def cause_of(program: Executable, node: fx.Node, entries: Iterable[str]) -> Caus
 
 def _mentions(entry: str, axes: set[str]) -> bool:
     return any(f'"{axis}"' in entry or f"@{axis}" in entry for axis in axes)
-
-
-def _plan_entry(reason: str) -> str:
-    """Return ``reason`` if it is a plan entry, not the name of a node that needs the value; else ""."""
-    return "" if reason.startswith(NEEDED_BY) else reason
 
 
 def _axes(node: fx.Node) -> set[str]:

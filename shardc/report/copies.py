@@ -24,6 +24,7 @@ from shardc.cost.step_sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring
 from shardc.ir.mesh import Mesh
+from shardc.ir.op_traits import COPIES
 from shardc.ir.packing import Packing, rows_of
 from shardc.ir.tally import collective_kind, group_of
 
@@ -37,9 +38,6 @@ OUT_OF_MESSAGE = "gathered small tensors out of the message that they share"
 CONTIGUOUS = "made contiguous to be sent"
 TO_SEND = "brought in the order in which it is sent"
 RECEIVED = "brought in order after it came"
-_MOVES = {
-    aten.clone.default, aten.reshape.default, aten.constant_pad_nd.default, aten.index_select.default, aten.cat.default,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def copies(graph: fx.Graph, mesh: Mesh) -> list[Copy]:
             continue
         if collective_kind(node) is not None:
             result += _of_collective(node, mesh)
-        elif node.target in _MOVES and not _is_view(node) and (node in feeds_collective or node in follows_wait):
+        elif node.target in COPIES and not _is_view(node) and (node in feeds_collective or node in follows_wait):
             reason = RECEIVED if node in follows_wait else TO_SEND
             result.append(Copy(ir.info(node).name, reason, tensor_bytes(node.meta["val"])))
     return result
@@ -116,7 +114,7 @@ def _reached(graph: fx.Graph, backward: bool) -> set[fx.Node]:
     next_to: Callable[[fx.Node], Any] = (lambda n: n.users) if backward else (lambda n: n.all_input_nodes)
     out: set[fx.Node] = set()
     for node in nodes:
-        if node.op != "call_function" or not (node.target in _MOVES or aliased(node) is not None):
+        if node.op != "call_function" or not (node.target in COPIES or aliased(node) is not None):
             continue
         if any(neighbour in out or _ends(neighbour, backward) for neighbour in next_to(node)):
             out.add(node)

@@ -12,7 +12,6 @@ from typing import Any
 from shardc.cost.step_sequence import Sequence
 from shardc.ir import graph as ir
 from shardc.ir.text import op_line, placeholder_text
-from shardc.report.causes import NEEDED_BY
 from shardc.report.memory import OWNERS
 from shardc.report.prediction import Collective, Prediction
 
@@ -112,16 +111,14 @@ def _op(schedule: Prediction, at: int, words: dict[str, int]) -> list[Any]:
     assert graph is not None
     text = placeholder_text(record, "") if op.node.op == "placeholder" else op_line(graph, op.node)
     word_ids = [
-        words.setdefault(x, len(words)) for x in (record.origin.module, record.origin.source, record.origin.cause)
+        words.setdefault(x, len(words)) for x in (record.origin.module, record.origin.source, record.origin.reason)
     ]
     return [text, op.kind, op.phase, *word_ids, op.reads, _us(schedule.clock[at])]
 
 
 def _collective(c: Collective, at: int, places: _Places) -> Mapping[str, Any]:
     """Return the row of the collective at position ``at``, with the positions of the ops that cause it."""
-    causes = list(c.cause.tensors)
-    if c.cause.reason.startswith(NEEDED_BY):
-        causes.append(c.cause.reason.removeprefix(NEEDED_BY))
+    causes = [*c.cause.tensors, c.cause.consumer]
     positions = dict.fromkeys(place for name in causes for place in places.near(name, at) if place != at)
     return {
         "op": at, "kind": c.kind, "axis": c.axis, "ranks": c.ranks, "dtype": c.dtype, "bytes": c.bytes, "wire": c.wire,

@@ -15,6 +15,7 @@ import torch
 
 from shardc._compat import has_single_dim_table, single_dim_table
 from shardc.ir.graph import Value
+from shardc.ir.op_traits import draws
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE
 from shardc.rules.rule import Call, Rule
@@ -28,7 +29,7 @@ _ORDINAL = "k"  # the only symbolic argument that is not a size (kthvalue): it s
 def fallback_rule(target: Any) -> Rule | None:
     """Return the rule of an op overload by torch's table, or None if it has no usable one."""
     schema = getattr(target, "_schema", None)
-    if schema is None or torch.Tag.nondeterministic_seeded in target.tags:
+    if schema is None or draws(target):
         return None
     if any(name != _ORDINAL for name in re.findall(r"SymInt\S* (\w+)", str(schema))):
         return None

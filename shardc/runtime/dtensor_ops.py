@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from shardc import _compat
-from shardc.ir.returned import is_view
+from shardc.ir.op_traits import draws
 from shardc.runtime.dtensor_methods import METHODS, meshes
 from shardc.runtime.gathered import (
     ReplicatedSpec,
@@ -249,7 +249,7 @@ def _is_pointwise(op: Any) -> bool:
 
 def _trusts(op: Any, specs: list[DTensorSpec], args: Any) -> bool:
     """Whether DTensor is known to do ``op`` right on operands laid out as ``specs``."""
-    if torch.Tag.nondeterministic_seeded in op.tags or "out" in op._schema.overload_name:
+    if draws(op) or "out" in op._schema.overload_name:
         return False  # ranks may be seeded differently; what is written takes the layout of what is computed
     if all(x.is_replicate() for spec in specs for x in spec.placements):
         return True
@@ -283,7 +283,7 @@ def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
         if isinstance(old, DTensorSpec) and isinstance(now, DTensorSpec)
     ]
     # The operands that alias come first.
-    return not (moved[0] if is_view(op) or not op._schema.name.startswith("aten::_foreach_") else any(moved))
+    return not (moved[0] if op.is_view or not op._schema.name.startswith("aten::_foreach_") else any(moved))
 
 
 def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
@@ -293,7 +293,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
     `torch.randn_like`, lie as that does; other results are whole on every rank.
     """
     first = args[0] if args else None
-    if is_view(op) and isinstance(first, DTensor):
+    if op.is_view and isinstance(first, DTensor):
         return view_of(first, op, args, kwargs)
     writes = list(written(op, args, kwargs))
     leaves = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and not isinstance(x, DTensor)]
@@ -309,8 +309,8 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
         return wholes[id(x)]
 
     result = op(*pytree.tree_map(whole, args), **pytree.tree_map(whole, kwargs))
-    draws = torch.Tag.nondeterministic_seeded in op.tags
-    if draws:
+    random = draws(op)
+    if random:
         drawn = [wholes.get(id(y), y) for y in writes] or pytree.tree_leaves(result)
         for x in (x for x in drawn if isinstance(x, Tensor)):
             broadcast(x, mesh)
@@ -328,7 +328,7 @@ def on_wholes(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh) -> Any:
             return x
         if id(x) in originals:
             return originals[id(x)]
-        if draws and isinstance(first, DTensor) and x.shape == first.shape:
+        if random and isinstance(first, DTensor) and x.shape == first.shape:
             return scattered_like(first, x)
         return replicated(x, mesh)
 

@@ -20,7 +20,6 @@ from torch.distributed.tensor.placement_types import Replicate
 
 from shardc import _compat
 from shardc.errors import LayoutError
-from shardc.ir.returned import is_view
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.strided_checkpoint import local_indices
 
@@ -192,7 +191,7 @@ class GatheredView(DTensor):
         for source in {id(x._source): x._source for x in views}.values():
             source.read()
         first = args[0] if args else None
-        if is_view(func) and isinstance(first, GatheredView):
+        if func.is_view and isinstance(first, GatheredView):
             return _wrapped(func(first._local_tensor, *args[1:], **kwargs), first._source)
         writes = list(written(func, args, kwargs))
         stands_for: dict[int, Any] = {}

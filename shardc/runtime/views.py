@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shardc.ir import graph as ir
 from shardc.ir.executable import Executable, Half
-from shardc.ir.returned import Returned, is_view
+from shardc.ir.returned import Returned
 
 Op = Callable[[Tensor], Any]
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # sizes, strides and offset within memory
@@ -260,7 +260,7 @@ def _up(node: Any) -> Iterator[tuple[fx.Node, Op | None]]:
 
 def _is_view_op(node: fx.Node) -> bool:
     op = node.target
-    is_op = isinstance(op, torch._ops.OpOverload) and is_view(op)
+    is_op = isinstance(op, torch._ops.OpOverload) and op.is_view
     return is_op and node.all_input_nodes == [node.args[0]]
 
 

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from shardc._compat import is_inplace
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
+from shardc.ir.op_traits import draws
 from shardc.runtime.draw import Piece, draw, shifted
 from shardc.runtime.storage import cut, held, padded_local, shard_tensor, take
 
@@ -165,7 +166,7 @@ class Virtual(torch.Tensor):
             return _factory(func, target, args, kwargs)
         if not isinstance(target, Virtual) or not is_inplace(func):
             raise unsupported(func, views[0])
-        if torch.Tag.nondeterministic_seeded in func.tags and target.meta.is_contiguous():
+        if draws(func) and target.meta.is_contiguous():
             fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731
             draw(piece_of(func, target), fill, target.dtype, target.made.limit)
             target.made.mark(target)

@@ -135,3 +135,30 @@ def test_a_norm_behind_each_expert() -> None:
             return {"loss": self.experts(x, chosen, weights).square().mean()}
 
     trains_alike(Layer, {"x": torch.randn(12, 16, dtype=torch.float64)}, {"ep": 2}, OWN)
+
+
+@shardc.experts
+def without_its_last(rows: Tensor, gate: Tensor, unused: Tensor) -> Tensor:
+    return rows @ gate
+
+
+def test_a_parameter_that_no_expert_reads() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.unused = (nn.Parameter(torch.randn(4, 8, 8).double()) for _ in range(2))
+
+        def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            return without_its_last(x, chosen, weights, self.gate, self.unused)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.experts, self.router = Experts(), nn.Linear(8, 4).double()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            weights, chosen = self.router(x).softmax(-1).topk(2)
+            return {"loss": self.experts(x, chosen, weights).square().mean()}
+
+    trains_alike(Layer, {"x": torch.randn(12, 8, dtype=torch.float64)}, {"ep": 2}, OWN)

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
 from shardc.errors import TextError, VerifyError
-from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, outputs, set_info
+from shardc.ir.graph import ROLES, Info, Origin, Role, Value, info, outputs, set_info, update
 from shardc.ir.layout import Digit, Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse, parse_mesh
@@ -182,6 +183,23 @@ outputs:
     back = parse(text)
     assert dump(back, Mesh(dp=2), origins=True) == expected
     assert info(next(node for node in back.graph.nodes if node.op == "call_function")).origin == origin
+
+
+@pytest.mark.parametrize(
+    ("fields", "comment"),
+    [
+        ({"origin": Origin("m", "a.py:1", consumer="layers.0.add")}, "m | a.py:1 | needed by layers.0.add"),
+        ({"origin": Origin("m", region=2), "kept": True}, "m | - | - | region 2 | kept"),
+        ({"origin": Origin("m", cause="a | b"), "regathers": "w.full"}, "m | - | a | b | regathers w.full"),
+    ],
+)
+def test_fields_of_provenance_are_read_back(fields: dict[str, Any], comment: str) -> None:
+    gm = parse("mesh dp=2\nno layouts\ninputs:\n  input %x: f32[4]\nforward:\n  %neg: f32[4] = neg(%x)\noutputs:\n")
+    neg = list(gm.graph.nodes)[1]
+    expected = update(neg, **fields).meta["shardc"]
+    text = dump(gm, Mesh(dp=2), origins=True)
+    assert f"neg(%x)  # {comment}\n" in text
+    assert info(list(parse(text).graph.nodes)[1]) == expected
 
 
 def test_arguments_that_the_op_has_by_default_are_left_out() -> None:

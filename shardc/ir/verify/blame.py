@@ -29,14 +29,13 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
         causes: of each parameter, which plan entries say how it is computed with.
     """
     origin: Origin = info(node).origin
-    name = origin.cause.removeprefix("needed by ")
-    if name == origin.cause:
-        return name or None
+    if not origin.consumer:
+        return origin.cause or None
     stored = {info(x).name: info(x).origin.cause for x in placeholders(node.graph)}
     group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
     axes = str(group).removeprefix(GROUP_PREFIX).split(",")
     beside = [entry for param, entry in causes.items() if param.rpartition(".")[0] == origin.module]
-    found = [stored.get(name, ""), *beside]
+    found = [stored.get(origin.consumer, ""), *beside]
     return next((x for x in found if any(f'"{axis.partition(":")[0]}"' in x for axis in axes)), None)
 
 

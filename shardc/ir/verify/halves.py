@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from operator import getitem
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
 from shardc.ir.graph import info, output_node, outputs
+from shardc.ir.op_traits import RESHAPES, is_view, lends
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.identity import computed, same
 from shardc.ir.verify.subject import Broken, Subject
@@ -65,7 +65,7 @@ def slots(subject: Subject) -> Broken:
             used[number] = used[number][0], max(used[number][1], until)
             if node.op == "output" and plan.slots[number].region == INSIDE:
                 yield maker[number], "it leaves the half, in memory that is used again"
-        lies[node] = read if _lends(node) else frozenset()
+        lies[node] = read if lends(node.target) else frozenset()
         if node.target in IN_MESSAGES:
             numbers: Any = arguments_of(node)["slots"]
             arrived = min((subject.place[wait] for wait in sent), default=at)
@@ -82,15 +82,6 @@ def slots(subject: Subject) -> Broken:
     for one, other in _sharing(plan.slots, used, inside):
         shared = grammar.name_text(plan.slots[other].name)
         yield maker[one], f"its result lies where {shared} does, at the same time"
-
-
-def _lends(node: fx.Node) -> bool:
-    """Whether what ``node`` makes may lie in its operands' memory, by its schema."""
-    if node.target is WAIT or node.target is getitem:
-        return True
-    schema = getattr(node.target, "_schema", None)
-    copies = node.target is torch.ops.aten.reshape.default
-    return not copies and schema is not None and any(one.alias_info is not None for one in schema.returns)
 
 
 def _sharing(
@@ -160,9 +151,7 @@ def _brought(x: fx.Node) -> fx.Node:
     """The wait that ``x`` is a view of, or ``x``."""
     here = x
     while here.op == "call_function" and here.target is not WAIT:
-        schema = getattr(here.target, "_schema", None)
-        viewed = schema is not None and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
-        if not viewed and here.target is not torch.ops.aten.reshape.default:
+        if not is_view(here.target) and here.target not in RESHAPES:
             return x
         here = here.all_input_nodes[0]
     return here if here.target is WAIT else x

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardc.ir import grammar
 from shardc.ir.graph import KEY, ROLES, Info, Value, info
-from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE
+from shardc.ir.op_traits import communicates
 from shardc.ir.verify.subject import Broken, Check, Subject
 
 
@@ -94,7 +94,7 @@ def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:
             target: Any = node.target
             if not grammar.is_torch_op(target):
                 yield node, f"{getattr(target, '__name__', target)} is not legal here"
-            elif not collectives and target.namespace in (NAMESPACE, OWN_NAMESPACE):
+            elif not collectives and communicates(target):
                 yield node, "a collective of torch is not legal before localize"
 
     return legal

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import getitem
 
 from torch import fx
 
 from shardc.cost.fused_kernels import is_dense
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.op_traits import aliases
 from shardc.passes.calls import operands_of
 
 
@@ -81,7 +81,4 @@ def _each(
 
 def _moves_nothing(node: fx.Node) -> bool:
     """Whether a node makes no memory of its own: a view, a marker, a result taken out of several."""
-    if node.target is getitem or node.target in ops.MARKERS.values():
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return node.target in ops.MARKERS.values() or aliases(node.target)

@@ -21,9 +21,10 @@ from shardc.ir.comm import group_name
 from shardc.ir.host import MOVES
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, groups_of
+from shardc.ir.op_traits import communicates
 from shardc.ir.order import last_uses
 from shardc.ir.random import draw_key
-from shardc.ir.tally import NAMESPACE, OWN_NAMESPACE, group_axes
+from shardc.ir.tally import group_axes
 from shardc.runtime import shards
 from shardc.runtime.exchange import COLLECTIVES
 
@@ -45,7 +46,7 @@ class Lockstep:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``target`` on every rank: `PerRank` arguments rank by rank, others as they are."""
-        if isinstance(target, OpOverload) and target.namespace in (NAMESPACE, OWN_NAMESPACE) and target not in MOVES:
+        if isinstance(target, OpOverload) and communicates(target) and target not in MOVES:
             return self._collective(target, args, kwargs)
         return PerRank(target(*_pick(args, rank), **_pick(kwargs, rank)) for rank in range(self.mesh.ranks))
 

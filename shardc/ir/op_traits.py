@@ -1,0 +1,80 @@
+"""Traits of ops, read off their schemas and tags: which view memory, only move data, draw, or communicate."""
+
+from __future__ import annotations
+
+from functools import cache
+from operator import getitem
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+NAMESPACE = "_c10d_functional"
+OWN_NAMESPACE = "shardc"  # the collectives that torch has no functional op for (`shardc.ir.comm`)
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+CAST = aten._to_copy.default
+
+RESHAPES = frozenset({aten.view.default, aten.reshape.default, aten._unsafe_view.default})
+TRANSPOSES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default})
+# Ops that copy elements to other places, and add at most padding.
+COPIES = frozenset(
+    {
+        aten.clone.default, aten.reshape.default, aten._unsafe_view.default, aten.constant_pad_nd.default,
+        aten.index_select.default, aten.cat.default,
+    }
+)  # fmt: skip
+
+
+@cache
+def aliases(target: Any) -> bool:
+    """Whether results may lie in the memory of operands: views, what an in-place op returns, waits, items."""
+    if target is WAIT or target is getitem:
+        return True
+    schema = getattr(target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+@cache
+def lends(target: Any) -> bool:
+    """Whether results may lie in the memory of operands, a ``reshape`` being taken for a copy."""
+    return aliases(target) and target is not aten.reshape.default
+
+
+@cache
+def is_view(target: Any) -> bool:
+    """Whether the one result of an op always lies in the memory of its operand; of a ``reshape`` it may not."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or len(schema.returns) != 1 or target is aten.reshape.default:
+        return False
+    (result,) = schema.returns
+    return result.alias_info is not None and not result.alias_info.is_write and str(result.type) == "Tensor"
+
+
+@cache
+def moves_data(target: Any) -> bool:
+    """Whether every element of the results is one of an operand, or padding: views, copies, items."""
+    return target is getitem or target in COPIES or getattr(target, "is_view", False)
+
+
+@cache
+def draws(target: Any) -> bool:
+    """Whether an op may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+@cache
+def is_pointwise(target: Any) -> bool:
+    """Whether each element of the result is of those at its place in the operands, which broadcast; no random draws."""
+    return torch.Tag.pointwise in getattr(target, "tags", ()) and not draws(target)
+
+
+@cache
+def communicates(target: Any) -> bool:
+    """Whether an op starts a collective, or a copy between host and device, or waits for one."""
+    return getattr(target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
+
+
+@cache
+def starts(target: Any) -> bool:
+    """Whether an op starts a collective, or a copy between host and device."""
+    return communicates(target) and target is not WAIT

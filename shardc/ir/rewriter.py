@@ -1,0 +1,134 @@
+"""The rewriter: every pass inserts, replaces and erases nodes through it.
+
+    rewriter = GraphRewriter(graph)
+    padded = rewriter.before(user, like=x, suffix="padded").call(aten.constant_pad_nd.default, x, [0, 1])
+    user.replace_input_with(x, padded)
+
+A new node has a type, a name that is unique in the graph, and the provenance of the node that it is ``like``: module,
+source line, phase and checkpoint region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardc.ir.graph import Info, NameScope, Value, info, layout, set_info, update, value_of
+
+
+class GraphRewriter:
+    """Inserts, replaces and erases nodes of one graph.
+
+    Args:
+        graph: its nodes carry an `Info`.
+        reusable: nodes that are going to be replaced, so that new nodes may take their names.
+        fake_mode: mode of the graph's fake values; by default that of the first value that has one, if any.
+    """
+
+    def __init__(self, graph: fx.Graph, reusable: Container[fx.Node] = (), fake_mode: Any = None) -> None:
+        self.graph, self._reusable, self._fake_mode = graph, reusable, fake_mode
+
+    @cached_property
+    def names(self) -> NameScope:
+        return NameScope.of(self.graph, but=self._reusable)
+
+    @cached_property
+    def fake_mode(self) -> Any:
+        vals = (node.meta.get("val") for node in self.graph.nodes)
+        modes = (mode for val in vals if (mode := getattr(val, "fake_mode", None)) is not None)
+        return self._fake_mode or next(modes, None) or nullcontext()
+
+    def before(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
+        """An inserter in front of ``node``; consecutive nodes stand in the order of their insertion.
+
+        Args:
+            like: whose record new nodes inherit; by default ``node``.
+            suffix: of new names, behind the name of ``like``; by default the short name of the op.
+            provenance: fields of `Origin` that differ, such as ``cause``.
+        """
+        record = info(node if like is None else like)
+        origin = replace(record.origin, **provenance) if provenance else record.origin
+        return Inserter(self, node, replace(record, origin=origin), suffix)
+
+    def after(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
+        """An inserter behind ``node``; arguments as in `before`."""
+        return self.before(node.next, node if like is None else like, suffix, **provenance)
+
+    def end(self, record: Info, suffix: str = "") -> Inserter:
+        """An inserter at the end of a graph that is being built, whose nodes inherit ``record``."""
+        return Inserter(self, None, record, suffix)
+
+    def replace(self, node: fx.Node, new: fx.Node, *, rename: bool = False) -> None:
+        """Gives the uses of ``node`` to ``new`` and erases ``node``.
+
+        Args:
+            rename: ``new`` takes over the record, and so the name, of ``node``.
+        """
+        node.replace_all_uses_with(new)
+        self.graph.erase_node(node)
+        if rename:
+            set_info(new, info(node))
+
+    def erase_unused(self) -> None:
+        """Erases ops without users, waits and collectives among them."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class Inserter:
+    """A place in a graph, and the record that nodes inserted there inherit; see `GraphRewriter.before`."""
+
+    rewriter: GraphRewriter
+    anchor: fx.Node | None
+    record: Info
+    suffix: str = ""
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert an op; running it on the fake values of its arguments gives its type."""
+        with self.rewriter.fake_mode, torch.no_grad():
+            val = target(*fx.map_arg(args, _val), **fx.map_arg(kwargs, _val))
+        return self._insert(target, args, kwargs, value_of(val), val)
+
+    def typed(self, value: Value | tuple[Value | None, ...] | None, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert an op or a marker of type ``value``, without a fake value.
+
+        If ``value`` has a layout, an op needs its operands at the layouts that they have.
+        """
+        node = self._insert(target, args, kwargs, value)
+        if isinstance(value, Value) and value.layout is not None and hasattr(target, "_schema"):
+            operands: list[fx.Node] = []
+            fx.map_arg((args, kwargs), operands.append)
+            update(node, needs=tuple(map(layout, operands)))
+        return node
+
+    def copy(self, node: fx.Node, operands: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Insert a copy of ``node`` that reads ``operands`` in the place of those of ``node``."""
+        graph = self.rewriter.graph
+        with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
+            twin = graph.node_copy(node, lambda x: operands.get(x, x))
+        return set_info(twin, replace(info(node), name=self.rewriter.names.fresh(info(node).name), **_OWN))
+
+    def _insert(self, target: Any, args: Any, kwargs: Any, value: Any, val: Any = None) -> fx.Node:
+        graph = self.rewriter.graph
+        with graph.inserting_before(self.anchor) if self.anchor is not None else nullcontext():
+            node = graph.call_function(target, args, kwargs)
+        if val is not None:
+            node.meta["val"] = val
+        suffix = self.suffix or getattr(target, "overloadpacket", target).__name__
+        name = self.rewriter.names.fresh(f"{self.record.name}.{suffix}")
+        return set_info(node, replace(self.record, name=name, value=value, **_OWN))
+
+
+_OWN: dict[str, Any] = {"role": None, "needs": None, "kept": False, "true_sizes": None}  # no new node inherits these
+
+
+def _val(node: fx.Node) -> Any:
+    return node.meta["val"]
