@@ -41,15 +41,18 @@ def _enter_setup(ctx: Any, inputs: tuple[list[Tensor], Tensor], output: list[Ten
     (_, _, *params), index = inputs
     ctx.save_for_backward(index)
     ctx.sizes = [p.shape[0] for p in params]
+    ctx.set_materialize_grads(False)
     ctx.like = [(x.shape, x.dtype, x.device) for x in output]
 
 
-def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor], None]:
+def _enter_backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None]:
     whole = [
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.like, strict=True)
     ]
-    return torch.ops.shardc_experts.enter_grad(whole, ctx.saved_tensors[0], ctx.sizes), None
+    results = torch.ops.shardc_experts.enter_grad(whole, ctx.saved_tensors[0], ctx.sizes)
+    # What no expert reads has no gradient, which an optimizer tells from one of zeros.
+    return [None if grad is None else result for grad, result in zip(grads, results, strict=True)], None
 
 
 def _copy(x: Tensor, index: Tensor) -> Tensor:
