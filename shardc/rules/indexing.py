@@ -170,10 +170,10 @@ def _slices(call: Call, looked_up: str, over: str) -> tuple[Loops, Dims, Dims, D
     loops = Loops(call)
     dim = _dim(call)
     shape = loops.shapes[0]
+    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)} if shape else None)
     index = loops.dims("k", loops.shapes[1], over)
     if not shape:  # torch indexes a zero-dim tensor as if it had one dim
-        return loops, (), index, ()
-    x = loops.dims("d", shape, but={dim: loops.indexed("v", shape[dim], looked_up)})
+        return loops, x, index, ()
     selected: Dims = index or ((),)  # a zero-dim index selects one slice
     return loops, x, index, (*x[:dim], *selected, *x[dim + 1 :])
 
