@@ -151,15 +151,15 @@ BAD = {
     ),
     "a function that returns no pair": (
         ["small_target.py:alone"],
-        "small_target.py: alone() returns no pair; return (model, example_args)",
+        "small_target.py: alone() does not return a pair; return (model, example_args)",
     ),
     "a mesh that is no mesh": (
         ["small_target.py:example", "--mesh", "dp2"],
-        "--mesh dp2: 'dp2' is no axis and size; write it as dp=2,tp=4",
+        "--mesh dp2: 'dp2' is not an axis and size; write it as dp=2,tp=4",
     ),
     "an axis that comes twice": (
         ["small_target.py:example", "--mesh", "dp=2,dp=4"],
-        "--mesh dp=2,dp=4: axis 'dp' comes twice",
+        "--mesh dp=2,dp=4: axis 'dp' occurs twice",
     ),
     "a loss that is not there": (
         ["small_target.py:example", "--loss", "los"],
@@ -196,7 +196,10 @@ def test_what_the_compiler_refuses_is_one_line(small: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--rows", "-3"], "schedule: argument --rows: '-3' is no count; write it as 40; see shardc schedule --help"),
+    (
+        ["--rows", "-3"],
+        "schedule: argument --rows: '-3' is not a count; write a number such as 40; see shardc schedule --help",
+    ),
     (["--order", "late"], "schedule: argument --order: invalid choice: 'late' (choose from 'graph', 'earliest'); "
      "see shardc schedule --help"),
 ])  # fmt: skip

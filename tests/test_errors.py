@@ -261,7 +261,7 @@ there is no output 'logits'
         Plan(activations={"up.output": [None, "@dp, _"]}),
         PlanError,
         """\
-output 1 of module 'up' is no tensor of the program
+output 1 of module 'up' is not a tensor of the program
   plan entry: activations["up.output[1]"] = "@dp, _"
   fix: name a module that the model calls, and a tensor that it takes or returns there and that is used""",
         x,

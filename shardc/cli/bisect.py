@@ -30,11 +30,11 @@ def run(options: argparse.Namespace) -> int:
     """
     loaded, mesh, plan, loss = target.resolve(options)
     if not isinstance(loaded.model, nn.Module):
-        raise InputError(f"{loaded.name} makes a function, not a module", fix="return an nn.Module and its arguments")
+        raise InputError(f"{loaded.name} returns a function, not a module", fix="return an nn.Module and its arguments")
     model = loaded.model.double()
     args = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in loaded.args)
     if any(x.is_meta for x in (*model.parameters(), *(x for x in args if isinstance(x, Tensor)))):
-        raise InputError(f"{loaded.name} is on meta, without values", fix="use a target with real values on the CPU")
+        raise InputError(f"{loaded.name} has no values", fix="use a target with real values on the CPU")
     # The compiler's verifier would raise at the first invalid stage; `bisect` verifies each stage itself.
     module = shardc.compile(model, mesh, plan, loss=loss, backend="eager", options=shardc.Options(verify=False))
     program = module.shardc.lower(*args)

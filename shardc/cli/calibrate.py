@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         dist.destroy_process_group()
         return
     if options.ranks < 2:
-        raise InputError(f"--ranks {options.ranks}: one rank has nobody to talk to", fix="use 2 or more")
+        raise InputError(f"--ranks {options.ranks}: one rank has no peers", fix="use 2 or more")
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{Path(folder) / 'store'}"
         mp.spawn(_rank, (options.ranks, options.runs, options.out, store), nprocs=options.ranks)

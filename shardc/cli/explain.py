@@ -9,7 +9,7 @@ from shardc.cli import target
 from shardc.cost import hardware
 from shardc.debug.explain_layout import explain
 
-HELP = "why a tensor lies as it does, and its costs"
+HELP = "why a tensor has its layout, and its costs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -86,7 +86,7 @@ def _check(options: argparse.Namespace) -> Plans:
         axes = plan.on(Mesh(dp=1)).axes
         if options.mesh is None and len(axes) != 1:
             raise InputError(
-                f"the plan speaks of axes {', '.join(axes) or 'none'}", fix="give their sizes: --mesh dp=2,tp=2"
+                f"the plan has the axes {', '.join(axes) or 'none'}", fix="give their sizes: --mesh dp=2,tp=2"
             )
         mesh = target.mesh_of(options.mesh or f"{axes[0]}={options.nproc}")
         if mesh.ranks != options.nproc:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", help="axes and sizes, as dp=2,tp=4: search this mesh alone")
     parser.add_argument("--axes", type=int, choices=(1, 2, 3), default=2, help="of a mesh at most (default: 2)")
     parser.add_argument("--memory", help="of a rank, as 80GB (default: the hardware's)")
-    parser.add_argument("--plan", help="""what is given of the plan, as 'tp("tp", colwise=["*.up"])'""")
+    parser.add_argument("--plan", help="""entries that the plan must have, as 'tp("tp", colwise=["*.up"])'""")
     target.add_hardware(parser)
     parser.add_argument("--json", metavar="FILE", help="write the plan, for shardc.Plan.load")
 

@@ -22,10 +22,12 @@ def add_prediction(parser: argparse.ArgumentParser) -> None:
     target.add_hardware(parser)
     parser.add_argument(
         "--stage", default="schedule", choices=("schedule", "localize"),
-        help="the graphs that run, or the joint graph before it is cut (fast on large models)",
+        help="the compiled graphs, or the joint graph before partitioning (fast on large models)",
     )  # fmt: skip
     target.add_fold(parser)
-    parser.add_argument("--order", default="graph", choices=ORDERS, help="as the graph stands, or as dependences allow")
+    parser.add_argument(
+        "--order", default="graph", choices=ORDERS, help="as the graph is ordered, or as dependences allow"
+    )
 
 
 def predict(options: argparse.Namespace) -> tuple[shardc.Program, Any]:

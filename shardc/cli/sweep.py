@@ -57,10 +57,10 @@ def run(options: argparse.Namespace) -> None:
     loss = None if options.loss is None else loaded.named(options.loss, "loss")
     for text, plan in plans:
         if not plan.axes:
-            raise InputError(f"--plans {text}: the plan speaks of no axis")
+            raise InputError(f"--plans {text}: the plan has no axis")
     for axis in sizes:
         if not any(axis in plan.axes for _, plan in plans):
-            raise InputError(f"--set {axis}: no plan speaks of axis {axis!r}")
+            raise InputError(f"--set {axis}: no plan has axis {axis!r}")
     cases = [
         (mesh, text, plan) for n in counts for text, plan in plans for mesh in _meshes(plan.axes, n, sizes, described)
     ]
@@ -90,7 +90,7 @@ def _ranks(text: str) -> list[int]:
     first, dots, last = text.partition("..")
     parts = [first, last] if dots else text.split(",")
     if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise InputError(f"--ranks {text}: no counts of ranks", fix="write them as 8..16384 or 8,24,64")
+        raise InputError(f"--ranks {text}: not numbers of ranks", fix="write them as 8..16384 or 8,24,64")
     if not dots:
         return sorted({int(part) for part in parts})
     counts = [int(first)]

@@ -78,7 +78,7 @@ def add_passes(parser: argparse.ArgumentParser, what: str) -> None:
 def count_of(text: str) -> int:
     """Parse a number of items, 0 or more, for `argparse`."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no count; write it as 40")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count; write a number such as 40")
     return int(text)
 
 
@@ -99,7 +99,7 @@ def stages_of(text: str | None, stages: Sequence[str]) -> tuple[str, ...]:
     picked = tuple(stages[int(first or 0) : int(end) if end else None])
     if not picked:
         listed = ", ".join(f"{at} {stage}" for at, stage in enumerate(stages))
-        raise InputError(f"--passes {text}: no stage is in it", fix=f"they are {listed}")
+        raise InputError(f"--passes {text}: the range is empty", fix=f"they are {listed}")
     return picked
 
 
@@ -137,9 +137,9 @@ def mesh_of(text: str, argument: str = "--mesh") -> Mesh:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not size.isdecimal():
-            raise MeshError(f"{argument} {text}: {part.strip()!r} is no axis and size", fix="write it as dp=2,tp=4")
+            raise MeshError(f"{argument} {text}: {part.strip()!r} is not an axis and size", fix="write it as dp=2,tp=4")
         if name in axes:
-            raise MeshError(f"{argument} {text}: axis {name!r} comes twice")
+            raise MeshError(f"{argument} {text}: axis {name!r} occurs twice")
         axes[name] = int(size)
     return Mesh(axes)
 
@@ -159,7 +159,7 @@ def load(text: str) -> Target:
         raise InputError(f"{where}: {name} is a {type(function).__name__}, not a function")
     returned = _run(f"{where}:{name}()", function)
     if not isinstance(returned, tuple) or len(returned) != 2 or not callable(returned[0]):
-        raise InputError(f"{where}: {name}() returns no pair", fix="return (model, example_args)")
+        raise InputError(f"{where}: {name}() does not return a pair", fix="return (model, example_args)")
     model, args = returned
     return Target(text, module, model, tuple(args) if isinstance(args, tuple | list) else (args,))
 

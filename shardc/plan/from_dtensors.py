@@ -40,7 +40,7 @@ def dtensor_entries(model: nn.Module, mesh: DeviceMesh | Mesh) -> list[Param]:
         placements = dict(zip(_axes(name, param, mesh), param.placements, strict=True))
         if any(placement.is_partial() for placement in placements.values()):
             raise InputError(
-                f"parameter {name!r} is a DTensor with a pending sum: {param.placements}",
+                f"parameter {name!r} is a DTensor with a partial sum: {param.placements}",
                 fix="redistribute it to Shard or Replicate before shardc.compile",
             )
         if split := tuple((axis, placement) for axis, placement in placements.items() if not placement.is_replicate()):
@@ -84,7 +84,7 @@ def drop_style_hooks(model: nn.Module) -> None:
                     del hooks[key]
                 elif distribute_module.__globals__["__name__"] in makers:
                     raise InputError(
-                        f"module {name!r} has a hook by distribute_module, with code of its own",
+                        f"module {name!r} has a hook by distribute_module, which may run any code",
                         fix="pass the plain model; write where tensors lie as Plan(activations=...), and what the hook "
                         "computes in forward",
                     )

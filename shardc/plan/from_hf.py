@@ -63,7 +63,7 @@ def hf_entries(model: nn.Module, axis: str) -> list[Entry]:
     carried = hf_plan(model)
     if not carried:
         raise PlanError(
-            f"{type(model).__name__} carries no tensor-parallel plan",
+            f"{type(model).__name__} has no tensor-parallel plan",
             plan_entry=WHERE,
             fix="write one with shardc.tp(axis, colwise=[...], rowwise=[...])",
         )
@@ -109,7 +109,7 @@ def ep_entries(model: nn.Module, axis: str) -> list[Entry]:
     entries: list[Entry] = [Ep(axis, glob) for glob in candidates if matching(glob, modules)]
     if not entries:
         raise PlanError(
-            f"{type(model).__name__} carries no expert-parallel plan",
+            f"{type(model).__name__} has no expert-parallel plan",
             plan_entry=WHERE,
             fix=f'write shardc.ep({axis!r}, "*.experts"), with a glob of the modules that hold the experts',
         )

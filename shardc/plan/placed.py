@@ -92,7 +92,7 @@ class Placed:
         layout = to_layout(spec, mesh, base.shape, base, what=what, entry=entry, uneven="drop")
         if layout.partial:
             raise PlanError(
-                f"parameter {self.name!r} cannot lie as a pending reduction {layout.partial_text()}",
+                f"parameter {self.name!r} cannot be a partial reduction {layout.partial_text()}",
                 plan_entry=entry,
                 fix="split it, or leave it whole",
             )

@@ -245,7 +245,7 @@ def check_pins(pins: Sequence[ActivationPin], tags: Sequence[str], graph: fx.Gra
     for pin in pins:
         if pin.entry not in heard:
             raise PlanError(
-                f"{pin.where} {pin.index!r} of module {pin.module!r} is no tensor of the program",
+                f"{pin.where} {pin.index!r} of module {pin.module!r} is not a tensor of the program",
                 plan_entry=pin.entry,
                 fix="name a module that the model calls, and a tensor that it takes or returns there and that is used",
             )

@@ -110,7 +110,7 @@ def freeze(spec: Any, entry: str = "") -> Form:
     elif isinstance(spec, OnAxes):
         return spec
     elif isinstance(spec, PerRank) or spec is per_rank:
-        raise PlanError("per_rank is said of something else than an input", plan_entry=entry, fix="give it a layout")
+        raise PlanError("per_rank is a spec for inputs only", plan_entry=entry, fix="give it a layout")
     elif isinstance(spec, dict) and is_one(spec):
         return OnAxes(tuple(spec.items()))
     elif isinstance(spec, list | tuple):

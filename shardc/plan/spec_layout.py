@@ -31,7 +31,7 @@ def check_axis(axis: str, mesh: Mesh, entry: str) -> None:
     ranks = mesh.size(name)
     if colon and (len(sizes) != 2 or not all(sizes) or not 1 < sizes[1] < ranks or ranks % prod(sizes)):
         raise PlanError(
-            f"{axis!r} is no part of axis {name!r}, which has {ranks} ranks",
+            f"{axis!r} is not a part of axis {name!r}, which has {ranks} ranks",
             plan_entry=entry or None,
             fix=f'write {name!r}, or a part of it as "{name}:2x4": 4 ranks, in each of 2 blocks before them',
         )

@@ -75,7 +75,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
         PlanError: a formula fails at a size that it was not fitted to, or the program has no such formula.
     """
     if program.again is None:
-        raise PlanError("no formula: a program that was loaded cannot be made again", fix="compile the model")
+        raise PlanError("no formula: a loaded program cannot be compiled again", fix="compile the model")
     symbols_of = _named(program, dims)
     base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}
     has = {symbol: size is not None for symbol, size in base.items()}
@@ -172,7 +172,7 @@ def _verify_axis(
         verify(costs, other_sample.schedule, sizes)
         return
     raise PlanError(
-        f"no formula: on no other size of {axis} has the program the same form: {'; '.join(problems)}",
+        f"no formula: for no other size of {axis} does the program have the same collectives: {'; '.join(problems)}",
         fix="start from a mesh whose axes divide heads and features at other sizes too",
     )
 

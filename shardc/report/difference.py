@@ -57,7 +57,7 @@ class Limit:
         """
         match = _LIMIT.fullmatch(text)
         if match is None:
-            raise InputError(f"--fail-if {text!r} is no condition", fix="write it as 'exposed>+5%' or 'mfu<0.4'")
+            raise InputError(f"--fail-if {text!r} is not a condition", fix="write it as 'exposed>+5%' or 'mfu<0.4'")
         metric, sign, number, percent = match.groups()
         value = float(number) / (100 if percent else 1)
         return Limit(metric, sign == ">", value, bool(percent), bool(percent) or number[0] in "+-")
@@ -81,9 +81,11 @@ def load(path: str) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from None
+        raise InputError(f"{path} is not JSON: {error}") from None
     if not isinstance(record, dict) or not {"seconds", "totals", "memory"} <= record.keys():
-        raise InputError(f"{path} is no saved schedule", fix="write one with python -m shardc schedule ... --json FILE")
+        raise InputError(
+            f"{path} is not a saved schedule", fix="write one with python -m shardc schedule ... --json FILE"
+        )
     return record
 
 
@@ -114,5 +116,5 @@ def broken(changes: list[Change], limits: list[Limit]) -> list[tuple[Limit, Chan
     by_name = {change.metric: change for change in changes}
     for limit in limits:
         if limit.metric not in by_name:
-            raise InputError(f"--fail-if: there is no number {limit.metric!r}", fix=f"use one of {', '.join(by_name)}")
+            raise InputError(f"--fail-if: there is no metric {limit.metric!r}", fix=f"use one of {', '.join(by_name)}")
     return [(limit, by_name[limit.metric]) for limit in limits if limit.broken(by_name[limit.metric])]

@@ -50,7 +50,7 @@ class Schedule(Prediction):
     def costs(self) -> Costs:
         """Return the cost formulas of its program (`shardc.program.Program.costs`)."""
         if self.symbols is None:
-            raise PlanError("this schedule is of no program", fix="take it from Program.schedule()")
+            raise PlanError("this schedule belongs to no program", fix="take it from Program.schedule()")
         return self.symbols()
 
     def table(self, rows: int | None = 40) -> str:
@@ -110,7 +110,7 @@ def build(
     """
     hardware.check(mesh)
     if order not in ORDERS:
-        raise PlanError(f"there is no order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
+        raise PlanError(f"unknown order {order!r}", fix=f"use one of {', '.join(ORDERS)}")
     outputs = buffers(step)
     work = {at: _loaded(kernel, step.ops[at].node, skew) for at, kernel in kernels(step, outputs).items()}
     moved = {at: _moved(op.node, mesh, skew) for at, op in enumerate(step.ops) if op.kind == START}

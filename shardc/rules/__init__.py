@@ -152,7 +152,7 @@ def register_rule(
     >>> _ = register_rule("mylib::rowwise_scale", "i j, i -> i j", linear="0|1")
     """
     if not isinstance(op, str) and not hasattr(op, "_schema"):
-        raise RuleError(f"{op!r} is no op", fix="pass torch.ops.mylib.scale.default, or its name")
+        raise RuleError(f"{op!r} is not an op", fix="pass torch.ops.mylib.scale.default, or its name")
     name = op if isinstance(op, str) else str(op).replace(".", "::", 1)
     op_rule = rule(name, text, linear=linear, localize=localize, **dict(reduction or {}))  # type: ignore[arg-type]
     _registered[op_rule.op], _linear[op_rule.op] = op_rule, linear

@@ -167,7 +167,7 @@ class SearchOverMeshes:
         if relevant:
             return relevant[0]
         return PlanError(
-            f"there is no plan on {_listed(meshes)} in which all that was given holds",
+            f"there is no plan on {_listed(meshes)} with all given entries",
             plan_entry=str(self.hand) if self.hand else None,
             fix="leave out one of its entries",
         )

@@ -82,9 +82,9 @@ class Auto:
         """
         if self.inputs is None:
             raise InputError(
-                "a plan is found for example inputs, and shardc.auto() was given none: parameters are stored before "
+                "a search needs example inputs, and shardc.auto() was given none: parameters are sharded before "
                 "the first call",
-                fix="write shardc.auto(inputs=(tokens, targets)), at global shapes; tensors on meta do",
+                fix="write shardc.auto(inputs=(tokens, targets)), at global shapes; meta tensors are enough",
             )
         if isinstance(self.inputs, Mapping):
             return ModelCall(model, (), dict(self.inputs), loss, device)
@@ -141,7 +141,7 @@ class Auto:
             if self.ranks not in (None, fixed.ranks):
                 raise MeshError(
                     f"auto(ranks={self.ranks}) does not match the mesh {fixed} of {fixed.ranks} ranks",
-                    fix="leave ranks out: those of the mesh are meant",
+                    fix="leave ranks out; the mesh has them",
                 )
             check_axes(self.plan, fixed)
             return [fixed]
@@ -232,7 +232,7 @@ def find_plan(
     if not callable(model) or isinstance(model, type):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
     if not any(isinstance(x, Tensor) for x in pytree.tree_leaves((args, kwargs))):
-        raise InputError("a plan is found for example inputs, and find_plan was given none", fix="pass them at the end")
+        raise InputError("a search needs example inputs, and find_plan was given none", fix="pass them at the end")
     request = Auto(memory, hardware, ranks, (), plan or Plan())
     module = model if isinstance(model, nn.Module) else as_module(model)
     placed = [x.device for x in [*module.parameters(), *module.buffers()] if not x.is_meta]

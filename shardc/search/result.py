@@ -142,7 +142,7 @@ class Found:
         for trial in self.trials:
             if trial.plan == self.plan and trial.mesh == self.mesh:
                 return trial
-        raise InputError("the plan was found by the mesh's first rank, which alone knows what it costs")
+        raise InputError("the plan was found by the mesh's first rank, which alone has its cost")
 
     @property
     def schedule(self) -> Schedule:

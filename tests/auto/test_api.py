@@ -280,7 +280,7 @@ def larger() -> Any:
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (missing, "a plan is found for example inputs, and shardc.auto() was given none: parameters are stored before "
+        (missing, "a search needs example inputs, and shardc.auto() was given none: parameters are sharded before "
          "the first call"),
         (other_ranks, "auto(ranks=8) does not match the mesh dp=2 of 2 ranks"),
         (twice, """spec ("dp", "dp") uses axis 'dp' twice"""),
@@ -291,7 +291,7 @@ def larger() -> Any:
         (partial(shardc.auto, hardware=3), "auto: hardware is 3, not a string or a Hardware or None"),
         (partial(shardc.auto, memory="80 G"), "auto: memory is '80 G', not a number of bytes"),
         (partial(shardc.auto, ranks=0), "auto: ranks is 0, not an integer of 1 or more or None"),
-        (partial(shardc.find_plan, build(8), 4), "a plan is found for example inputs, and find_plan was given none"),
+        (partial(shardc.find_plan, build(8), 4), "a search needs example inputs, and find_plan was given none"),
         (partial(shardc.find_plan, build(8), "dp", SMALL), "'dp' is not a mesh"),
         (partial(shardc.find_plan, nn.Linear(8, 8), 4, SMALL, SMALL),
          "Linear.forward(input: torch.Tensor) -> torch.Tensor: too many positional arguments"),

@@ -94,4 +94,4 @@ def test_calibrate_measures_every_kind_on_pairs_and_on_all_ranks(
 
 def test_calibrate_needs_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--ranks", "1"]) == 2
-    assert capsys.readouterr().err == "shardc: error: --ranks 1: one rank has nobody to talk to; use 2 or more\n"
+    assert capsys.readouterr().err == "shardc: error: --ranks 1: one rank has no peers; use 2 or more\n"

@@ -178,9 +178,9 @@ def test_the_command_names_the_stage(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     target = f"{ROOT / 'examples/models/mlp.py'}:"
     for name, arguments, message in [
-        ("example", [], f"{target}example is on meta, without values; use a target with real values on the CPU"),
+        ("example", [], f"{target}example has no values; use a target with real values on the CPU"),
         ("tiny", ["--passes", "3"], "--passes 3: no range; write it as 0:3"),
-        ("tiny", ["--passes", "90:"], "--passes 90:: no stage is in it; they are 0 capture, 1 experts, "),
+        ("tiny", ["--passes", "90:"], "--passes 90:: the range is empty; they are 0 capture, 1 experts, "),
     ]:
         code, out, err = command(capsys, "bisect", target + name, *arguments)
         assert (code, out) == (2, "") and err.startswith(f"shardc: error: {message}") and err.count("\n") == 1

@@ -149,7 +149,7 @@ def refuses() -> None:
         (lambda: place(net(), mesh, rows), shardc.tp("dp", rowwise=["up"]), PlanError, "'up.weight' is a DTensor"),
         (lambda: place(net(), mesh, rows), shardc.Plan(params={"up.*": "..., _"}), PlanError, "'up.weight' is a DT"),
         (lambda: place(net(), other, rows), shardc.fsdp("dp"), InputError, "'up.weight' is a DTensor on .*tp"),
-        (lambda: pending(net(), mesh), shardc.fsdp("dp"), InputError, "'up.weight' is a DTensor with a pending sum"),
+        (lambda: pending(net(), mesh), shardc.fsdp("dp"), InputError, "'up.weight' is a DTensor with a partial sum"),
         (lambda: fully_shard(net(), mesh=mesh), shardc.fsdp("dp"), InputError, "fully_shard"),
         (lambda: nn.Sequential(fully_shard(net(), mesh=mesh)), shardc.fsdp("dp"), InputError, "'0' is wrapped by full"),
         (lambda: distribute_module(net(), mesh, input_fn=lambda module, inputs, mesh: inputs), shardc.fsdp("dp"),

@@ -109,7 +109,7 @@ def test_two_axes_send_what_is_predicted(tmp_path: Path, monkeypatch: pytest.Mon
 
 WRONG = {
     "mesh": ("the mesh dp=4 has 4 ranks, and --nproc is 2", ["--mesh", "dp=4"]),
-    "axes": ("the plan speaks of axes dp, tp", ["--plan", 'fsdp("dp") | mlp_tp("tp")']),
+    "axes": ("the plan has the axes dp, tp", ["--plan", 'fsdp("dp") | mlp_tp("tp")']),
     "plan": ("--plan, ", ["--plan", "fsdp(dp"]),
     "loss": ("has no loss 'los'", ["--loss", "los"]),
     "cost": ("cost model nowhere.json cannot be read", ["--cost", "nowhere.json"]),

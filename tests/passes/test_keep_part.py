@@ -167,7 +167,7 @@ class _Again(nn.Module):
         (lambda: shardc.fsdp("dp", reshard_after_forward=1), "1"),
         (
             lambda: shardc.fsdp("dp", level=2, reshard_after_forward=2),
-            "reshard_after_forward is of parameters of level 3",
+            "reshard_after_forward applies to parameters of level 3",
         ),
         (
             lambda: shardc.fsdp("dp", reshard_after_forward=3),

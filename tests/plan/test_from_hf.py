@@ -154,7 +154,7 @@ def test_errors() -> None:
     with pytest.raises(PlanError) as caught:
         Plan.from_hf(model)
     assert str(caught.value) == (
-        "ModuleDict carries no tensor-parallel plan\n  plan entry: Plan.from_hf(model)\n"
+        "ModuleDict has no tensor-parallel plan\n  plan entry: Plan.from_hf(model)\n"
         "  fix: write one with shardc.tp(axis, colwise=[...], rowwise=[...])"
     )
     model._tp_plan = {"m": "diagonal"}  # type: ignore[assignment]

@@ -270,7 +270,7 @@ ERRORS = {
     "  fix: use one axis for the batch and another for TP": fsdp("dp") | tp("dp", colwise=["*.up"]),
     'the plan has fsdp entries of levels 2 and 3\n  plan entry: fsdp("dp", level=3) | fsdp("rep", level=2)\n'
     "  fix: give all of them the same level": fsdp("dp") | fsdp("rep", level=2),
-    "parameter 'tok.weight' cannot lie as a pending reduction {sum:tp}\n"
+    "parameter 'tok.weight' cannot be a partial reduction {sum:tp}\n"
     '  plan entry: params["tok.weight"] = "_, _{sum:tp}"\n  fix: split it, or leave it whole': (
         Plan(params={"tok.weight": "_, _{sum:tp}"})
     ),
@@ -302,7 +302,7 @@ PARTS: list[tuple[Plan, str, str]] = [
     (Plan(params={WHOLE: HALF}) | fsdp("tp"), "layout [10@tp:1x2,4@tp] uses axis 'tp:1x2' twice", "params"),
     (Plan(params={WHOLE: "@tp:1x2, @tp"}), "layout [10@tp:1x2,4@tp] uses axis 'tp:1x2' twice", "params"),
     *(
-        (fsdp(part), f"{part!r} is no part of axis 'tp', which has 4 ranks", "fsdp")
+        (fsdp(part), f"{part!r} is not a part of axis 'tp', which has 4 ranks", "fsdp")
         for part in ("tp:4x2", "tp:1x3", "tp:1x4", "tp:", "tp:ax2", "tp:0x2")
     ),
 ]  # fmt: skip

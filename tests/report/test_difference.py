@@ -59,9 +59,13 @@ def test_bad_input_is_one_line(saved: tuple[str, str], tmp_path: Path, capsys: p
     (tmp_path / "text.json").write_text("mesh dp=2")
     cases = {
         (saved[0], str(tmp_path / "none.json")): f"{tmp_path}/none.json: No such file or directory",
-        (saved[0], str(tmp_path / "list.json")): f"{tmp_path}/list.json is no saved schedule; "
+        (saved[0], str(tmp_path / "list.json")): f"{tmp_path}/list.json is not a saved schedule; "
         "write one with python -m shardc schedule ... --json FILE",
-        (*saved, "--fail-if", "exposed"): "--fail-if 'exposed' is no condition; write it as 'exposed>+5%' or 'mfu<0.4'",
+        (
+            *saved,
+            "--fail-if",
+            "exposed",
+        ): "--fail-if 'exposed' is not a condition; write it as 'exposed>+5%' or 'mfu<0.4'",
     }
     for arguments, expected in cases.items():
         assert main(["diff", *arguments]) == 2

@@ -318,7 +318,7 @@ def test_bad_input_says_what(composed: shardc.Program) -> None:
     assert raised.value.fix == "did you mean 'h100'?"
     with pytest.raises(MeshError, match="cpu is described for at most 64"):
         hardware.CPU.check(Mesh(dp=128))
-    with pytest.raises(PlanError, match="there is no order 'soonest'"):
+    with pytest.raises(PlanError, match="unknown order 'soonest'"):
         composed.schedule(order="soonest")
 
 

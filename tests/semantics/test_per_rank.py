@@ -143,7 +143,7 @@ def test_text_and_file(spec: Any) -> None:
 
 def test_it_is_for_inputs() -> None:
     for argument in ("params", "outputs", "activations"):
-        with pytest.raises(PlanError, match="per_rank is said of something else than an input"):
+        with pytest.raises(PlanError, match="per_rank is a spec for inputs only"):
             shardc.Plan(**{argument: {"x": shardc.per_rank}})
 
 

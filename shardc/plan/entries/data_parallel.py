@@ -95,7 +95,7 @@ class Fsdp(Data):
         check_fields(self, PlanError, "", plan_entry=str(self))
         if self.reshard_after_forward and 3 not in (self.level, *dict(self.levels).values()):
             raise PlanError(
-                "reshard_after_forward is of parameters of level 3: those of other levels stay whole for backward",
+                "reshard_after_forward applies to parameters of level 3; others stay unsharded for backward",
                 plan_entry=str(self),
                 fix="write level=3, or leave it out",
             )

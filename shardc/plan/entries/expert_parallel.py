@@ -32,7 +32,7 @@ class Ep(Entry):
         check_fields(self, PlanError, "", plan_entry=str(self))
         if (self.bound != 0) != (self.way == "bounded"):
             raise PlanError(
-                f"a bound goes with way='bounded', and the way is {self.way!r}",
+                f"a bound requires way='bounded', and the way is {self.way!r}",
                 plan_entry=str(self),
                 fix='write way="bounded", bound=1.5: room for one and a half times the rows of an even load',
             )
@@ -69,9 +69,9 @@ class Ep(Entry):
                 param = params[names[name]]
                 if len(param.shape) < 2:
                     raise PlanError(
-                        f"parameter {name!r} of shape {param.shape} has no dim for experts beside its own",
+                        f"parameter {name!r} of shape {param.shape} has no dim for experts",
                         plan_entry=str(self),
-                        fix="match modules alone that hold all experts' weights in one tensor, the experts first",
+                        fix="match only modules with all experts' weights in one tensor, the experts first",
                     )
                 placed[names[name]] = param.split(0, self.axis, str(self)).keeping(self.axis)
         return placed

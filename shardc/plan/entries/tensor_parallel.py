@@ -57,7 +57,7 @@ class Tp(Entry):
             weight, packed = of[match], of[match].endswith(PACKED)
             if packed and self.style != "colwise":
                 raise PlanError(
-                    f"{weight!r} makes queries, keys and values and is split by colwise alone",
+                    f"{weight!r} has the weights of queries, keys and values, which only colwise can split",
                     plan_entry=str(self),
                     fix=f"write colwise={[self.glob]!r}, and rowwise for the module's out_proj",
                 )
