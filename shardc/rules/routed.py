@@ -41,7 +41,7 @@ class Routed:
     required: tuple[tuple[str, tuple[frozenset[str], ...]], ...] = ()
 
 
-class Loops(Protocol):
+class SpecLike(Protocol):
     """The part of `shardc.rules.spec.Spec` that this module reads."""
 
     @property
@@ -51,7 +51,7 @@ class Loops(Protocol):
     def size(self, factor: str) -> int: ...
 
 
-def routed_axes(spec: Loops, assignment: Mapping[str, Digits]) -> frozenset[str]:
+def routed_axes(spec: SpecLike, assignment: Mapping[str, Digits]) -> frozenset[str]:
     """Return the axes over which an op exchanges data: those that split both factors of its `Routed`."""
     if spec.routed is None:
         return frozenset()
@@ -61,7 +61,7 @@ def routed_axes(spec: Loops, assignment: Mapping[str, Digits]) -> frozenset[str]
     return frozenset(rows & owners)
 
 
-def required_splits(spec: Loops, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
+def required_splits(spec: SpecLike, mesh: Mesh, routed: Routed, proposals: Sequence[Assignment]) -> list[Assignment]:
     """Return assignments in which an axis splits what `Routed.required` asks for, from ``proposals``."""
     out: list[Assignment] = []
     pair = (routed.rows, routed.owners)
@@ -82,7 +82,7 @@ def required_splits(spec: Loops, mesh: Mesh, routed: Routed, proposals: Sequence
     return list({str(assignment): assignment for assignment in out}.values())
 
 
-def in_part(spec: Loops, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
+def in_part(spec: SpecLike, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     """Return whether axes of both factors of a `Routed` overlap without being equal (one is a part of the other)."""
     if spec.routed is None:
         return False
@@ -91,7 +91,7 @@ def in_part(spec: Loops, mesh: Mesh, assignment: Mapping[str, Digits]) -> bool:
     return any(a != b and mesh.overlap(a, b) for a in rows for b in owners)
 
 
-def meets_requirements(spec: Loops, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
+def meets_requirements(spec: SpecLike, assignment: Mapping[str, Digits], axes: Iterable[str]) -> bool:
     """Return whether ``assignment`` agrees with `Routed.way`, and with `Routed.required` for each of ``axes``."""
     if (routed := spec.routed) is None:
         return True
