@@ -109,7 +109,7 @@ WRONG = {
     "too many": ("32768 ranks; h100 is described for at most 24576", ["--ranks", "32768"]),
     "plan": ("--plans, ", ["--plans", "fsdp(dp"]),
     "axis": ("--set cp: no plan has axis 'cp'", ["--set", "cp=2"]),
-    "axes": ("speaks of no axis", ["--plans", "Plan()"]),
+    "axes": ("the plan has no axis", ["--plans", "Plan()"]),
     "not one": ("no combination", ["--plans", 'tp("tp", colwise=["upp"])']),
     "ending": ("plot rows.xyz", ["--plot", "rows.xyz"]),
 }

@@ -126,7 +126,7 @@ def test_shapes() -> None:
     "make, said",
     [
         (lambda: shardc.ep("ep", "*.experts", way="quickly"), "way is 'quickly'"),
-        (lambda: shardc.ep("ep", "*.experts", bound=2.0), "a bound goes with way='bounded'"),
+        (lambda: shardc.ep("ep", "*.experts", bound=2.0), "a bound requires way='bounded'"),
         (lambda: shardc.ep("ep", "*.experts", way="bounded", bound=0.5), "no room for the rows of an even load"),
         (lambda: shardc.compile(Layer(), shardc.Mesh(ep=2), shardc.ep("ep", "*.experts")), "matches no module"),
         (lambda: shardc.compile(Layer(), shardc.Mesh(ep=2), shardc.ep("ep", "router")), "has no dim for experts"),
