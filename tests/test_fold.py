@@ -93,7 +93,7 @@ def check(make: Callable[[], Any], plan: shardc.Plan, folds: bool, **axes: int) 
             assert said(found) == said(expected)
     assert folded.lint("cpu") == whole.lint("cpu")
     for name in list(whole.levels)[len(whole.levels) // 3 :: 5]:
-        assert replace(explain(folded, name, "cpu"), alike="") == explain(whole, name, "cpu")
+        assert replace(explain(folded, name, "cpu"), represents="") == explain(whole, name, "cpu")
     return folded
 
 
@@ -215,8 +215,8 @@ def test_says_what_is_folded() -> None:
     assert "notes" not in json.loads(program(stack(4), shardc.ddp("dp"), True, dp=2).schedule().to_json())
     shown = explain(made, "layers.4.up.weight").text().splitlines()
     assert shown[1] == "the same in each of 7 blocks alike, layers.0 to layers.6"
-    assert not explain(made, "last.weight").alike
-    assert explain(made, "d.layers.6.up.mm").alike == "7 blocks alike, layers.0 to layers.6"
+    assert not explain(made, "last.weight").represents
+    assert explain(made, "d.layers.6.up.mm").represents == "7 blocks alike, layers.0 to layers.6"
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_values_of_blocks_that_were_not_captured_are_explained() -> None:
     plan = shardc.fsdp("dp") | llama.llama_tp("tp", sequence=True)
     whole, folded = (program(llama_of(7), plan, fold, dp=2, tp=2) for fold in (False, True))
     for name in ("layers.5.attn.wq.mm", "d.layers.4.mlp.down.mm", "d.layers.6.attn.wq.mm.1"):
-        assert replace(explain(folded, name), alike="") == explain(whole, name)
+        assert replace(explain(folded, name), represents="") == explain(whole, name)
     with pytest.raises(PlanError, match="after capture, layers.0 to layers.6 do not repeat node by node"):
         folded.whole("capture")
 

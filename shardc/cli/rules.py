@@ -40,8 +40,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the table, its totals and the coverage of core ATen."""
     lines = [line for line in listed() if fnmatch(line.op, options.op)]
     print(tabulate(lines, headers=("op", "rule", "source"), tablefmt="simple"))
-    own = [line for line in lines if line.source == "own"]
-    print(f"\n{len(own)} own rules for {sum(len(list(overloads(line.op))) for line in own)} aten overloads")
+    ops = [line.op for line in lines if line.source == "own"]
+    print(f"\n{len(ops)} own rules for {sum(len(list(overloads(op))) for op in ops)} aten overloads")
     print(coverage())
 
 

@@ -76,7 +76,7 @@ class Explanation:
         alternatives: for the result of an op, (seconds, operand layouts, result layout) of the possible strategies:
             the chosen one first, then by cost.
         uses: its uses in graph order.
-        alike: with folding, the repeated blocks that this one represents.
+        represents: with folding, the repeated blocks that this one represents.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Explanation:
     decisions: tuple[Decision, ...]
     alternatives: tuple[tuple[float, str, str], ...]
     uses: tuple[Use, ...]
-    alike: str = ""
+    represents: str = ""
 
     @property
     def wire(self) -> int:
@@ -100,7 +100,7 @@ class Explanation:
     def text(self) -> str:
         """Return a text: layouts, strategies, uses, collectives and totals."""
         parts = [f"{self.kind} {self.name}" + (f" of {self.module}" if self.module else "") + self._at()]
-        parts[0] += f"\nthe same in each of {self.alike}" if self.alike else ""
+        parts[0] += f"\nthe same in each of {self.represents}" if self.represents else ""
         parts.append(plain([(d.what, d.type, d.who) for d in self.decisions], ("", "lies as", "because")))
         if self.alternatives:
             rows = [
@@ -148,7 +148,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
     rows = program.schedule(hardware, stage="localize").by_node
     record = ir.info(node)
-    alike = "" if folded is None else folded.alike(record.name.removeprefix("d."))
+    represents = "" if folded is None else folded.alike(record.name.removeprefix("d."))
     param = record.role is not None and record.role.kind == "param"
     uses = list(_uses(node, rows))
     decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]
@@ -165,7 +165,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
     source = record.origin.source or next((use.source for use in uses if use.source), "")
     return Explanation(
         record.name, _kind(record), record.origin.module, source, tuple(decisions),
-        tuple(_alternatives(program, node)), tuple(uses), alike,
+        tuple(_alternatives(program, node)), tuple(uses), represents,
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 # --- slice, split, select
 
 
-def _taken(call: Call, dim: int, starts: Sequence[int]) -> Spec:
+def _ranges(call: Call, dim: int, starts: Sequence[int]) -> Spec:
     """Return the spec of results that are consecutive ranges of ``dim``, beginning at ``starts``."""
     loops = Loops(call)
     shape = loops.shapes[0]
@@ -52,7 +52,7 @@ def _slice_bounds(call: Call) -> tuple[int, int, int, int]:
 def _slice(call: Call) -> Spec:
     dim, start, _, step = _slice_bounds(call)
     if step == 1:
-        return _taken(call, dim, [start])
+        return _ranges(call, dim, [start])
     # x[::step] with the dim viewed as (steps, step): the steps may be split, the position within a step is whole.
     loops = Loops(call)
     size, count = loops.shapes[0][dim], loops.result_shapes[0][dim]
@@ -82,7 +82,7 @@ def _to_local(layout: Layout, dim: int, edge: int) -> int:
 def _split(call: Call) -> Spec:
     dim = call["dim"] % len(call.operands[0].shape)
     sizes = [v.shape[dim] for v in call.results if v is not None]
-    return _taken(call, dim, list(accumulate(sizes))[:-1])
+    return _ranges(call, dim, list(accumulate(sizes))[:-1])
 
 
 def _split_local(local: Local) -> Any:
