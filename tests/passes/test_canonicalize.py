@@ -1,0 +1,72 @@
+"""Canonicalize: graphs before and after."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardc.ir.parse import parse, parse_mesh
+from shardc.ir.text import dump
+from shardc.passes.canonicalize import Canonicalize
+
+PAIRS = {
+    "a pair of transposes, and a reshape that is then a view": (
+        """
+  %a: f32[6,4] = t(%x)
+  %b: f32[4,6] = permute(%a, [1, 0])
+  %c: f32[24] = reshape(%b, [24])
+""",
+        """
+  %c: f32[24] = view(%x, [24])
+""",
+    ),
+    "transposes that do not undo each other stay": (
+        """
+  %a: f32[6,4] = t(%x)
+  %b: f32[1,6,4] = unsqueeze(%a, 0)
+  %c: f32[1,4,6] = transpose.int(%b, 1, 2)
+""",
+        """
+  %a: f32[6,4] = t(%x)
+  %b: f32[1,6,4] = unsqueeze(%a, 0)
+  %c: f32[1,4,6] = transpose.int(%b, 1, 2)
+""",
+    ),
+    "identities, a cast to the dtype that is there, a chain of views": (
+        """
+  %a: f32[4,6] = detach(%x)
+  %b: f32[4,6] = _to_copy(%a, dtype=f32)
+  %d: f32[2,12] = view(%b, [2, 12])
+  %c: f32[24] = view(%d, [24])
+""",
+        """
+  %c: f32[24] = view(%x, [24])
+""",
+    ),
+    "equal moves of one value become one": (
+        """
+  %a: f32[6,4] = t(%x)
+  %b: f32[6,4] = t(%x)
+  %c: f32[6,4] = add.Tensor(%a, %b)
+""",
+        """
+  %a: f32[6,4] = t(%x)
+  %c: f32[6,4] = add.Tensor(%a, %a)
+""",
+    ),
+    "a real cast, and what nothing reads": (
+        """
+  %unused: f32[4,6] = neg(%x)
+  %c: f64[4,6] = _to_copy(%x, dtype=f64)
+""",
+        """
+  %c: f64[4,6] = _to_copy(%x, dtype=f64)
+""",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_before_and_after(case: str) -> None:
+    frame = "mesh dp=2\nno layouts\ninputs:\n  input %x: f32[4,6]\nforward:{}outputs:\n  output = %c\n"
+    before, after = (frame.format(text) for text in PAIRS[case])
+    assert dump(Canonicalize()(parse(before)), parse_mesh(before)) == after
