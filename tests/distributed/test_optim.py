@@ -195,8 +195,12 @@ def a_step_is_one_call() -> None:
         theirs.zero_grad()
         assert_same(module, source)
         assert all(param.grad is None for param in module.parameters())
-    with pytest.raises(InputError, match=r"the module returns a tensor of shape \[2, 9\], and a step needs a loss"):
+    with pytest.raises(InputError, match="the loss that Net was compiled with needs target, and a call in training"):
         train_step(module.shard_inputs(batch()[0]))
+    without = sharded(model(), "fsdp", loss=None)
+    train_step = shardc.train_step(without, shardc.optim.wrap(torch.optim.AdamW, without))
+    with pytest.raises(InputError, match=r"the module returns a tensor of shape \[2, 9\], and a step needs a loss"):
+        train_step(without.shard_inputs(batch()[0]))
     with pytest.raises(InputError, match=r"a parameter of shape \[12, 9\] that is none of the module's"):
         shardc.train_step(module, theirs)
     with pytest.raises(InputError, match="the module is not from shardc.compile"):
