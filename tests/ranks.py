@@ -57,14 +57,17 @@ def _rank(
         os.environ["SHARDC_STORE"] = programs[at]
         prefixed = dist.PrefixStore(str(at), store)
         dist.init_process_group("gloo", store=prefixed, rank=rank, world_size=ranks, timeout=timeout)
+        name = check.func.__name__ if isinstance(check, partial) else check.__name__
         try:
             check()
         except Exception as error:
-            name = check.func.__name__ if isinstance(check, partial) else check.__name__
             error.add_note(f"in {name} on rank {rank}") if hasattr(error, "add_note") else None
             raise
         # Nobody closes the connections of a rank that still reads from them. (Groups may be of no use any more.)
         if store.add(f"done/{at}", 1) == ranks:
             store.set(f"all done/{at}", "")
-        store.wait([f"all done/{at}"])
+        try:
+            store.wait([f"all done/{at}"])
+        except RuntimeError as error:
+            raise AssertionError(f"rank {rank} is done with {name}, and another rank is not") from error
         dist.destroy_process_group()
