@@ -38,7 +38,7 @@ class Slot:
     saved: tuple[str, ...] = ()
 
     def meets(self, other: Slot) -> bool:
-        """Whether both are in use at one place."""
+        """Return whether both are in use at one place."""
         return self.start <= other.end and other.start <= self.end
 
 
@@ -55,7 +55,7 @@ class MemoryPlan:
     given: tuple[tuple[str, int], ...] = ()
 
     def size(self, region: str = INSIDE) -> int:
-        """Bytes of a region's arena."""
+        """Return the bytes of a region's arena."""
         return max((s.offset + s.size for s in self.slots if s.region == region), default=0)
 
     @property
@@ -64,7 +64,7 @@ class MemoryPlan:
         return max((self.held(slot.start) for slot in self.slots), default=0)
 
     def held(self, at: int) -> int:
-        """Bytes in use at place ``at``."""
+        """Return the bytes in use at place ``at``."""
         return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
 
     def peak_after(self, forward: MemoryPlan) -> int:
@@ -79,7 +79,7 @@ class MemoryPlan:
     def moved(
         self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], given: Sequence[int]
     ) -> MemoryPlan:
-        """The plan for other lifetimes, those of the code that was compiled from the half.
+        """Return the plan for other lifetimes, those of the code that was compiled from the half.
 
         Args:
             lifetimes: (start, end) by number; a slot that is not there is never made.
@@ -103,7 +103,8 @@ class MemoryPlan:
         return MemoryPlan(place(slots), tuple(zip(names, given, strict=True)))
 
     def renamed(self, given: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
-        """The plan where its half's placeholders, and those of the backward that reads what it keeps, have new names.
+        """Return the plan where its half's placeholders, and those of the backward that reads what it keeps, have new
+        names.
 
         Raises:
             KeyError: it has a name that is not among them.
@@ -112,7 +113,7 @@ class MemoryPlan:
         return MemoryPlan(tuple(slots), tuple((given[name], at) for name, at in self.given))
 
     def text(self) -> str:
-        """A line for each slot, then what it comes to."""
+        """Return a line for each slot, then what it comes to."""
         rows = [("slot", "bytes", "from", "to", "offset", "result")]
         for number, slot in enumerate(self.slots):
             where = str(slot.offset) if slot.region == INSIDE else slot.region
@@ -129,7 +130,7 @@ class MemoryPlan:
 
 
 def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
-    """``slots`` with offsets: no two of one region that meet share a byte.
+    """Return ``slots`` with offsets: no two of one region that meet share a byte.
 
     The largest first, each at the lowest place that is free for as long as it is in use ("greedy by size" of Pisarchyk
     and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots lie side by side: all
@@ -158,5 +159,5 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
 
 
 def aligned(size: int) -> int:
-    """``size`` rounded up, so that what follows is aligned."""
+    """Return ``size`` rounded up, so that what follows is aligned."""
     return -(-size // ALIGNMENT) * ALIGNMENT

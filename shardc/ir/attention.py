@@ -67,7 +67,7 @@ def gradient(
     causal: bool, scale: float, keys: int, axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of query, key and value; ``out`` and ``sums`` may be those of more keys than these."""
+    """Return the gradients of query, key and value; ``out`` and ``sums`` may be those of more keys than these."""
     if later is not None:
         return _gradient_later(grad, query, key, value, out, sums, bias, scale, keys, later)
     whole = key.shape[2]
@@ -128,7 +128,8 @@ def _gradient_later(
 
 
 def _turned(x: Tensor, later: Tensor, by: int) -> Tensor:
-    """``x``, [b, h, q, ...], with query i at the place of query i + ``by`` in a circle, where ``later`` holds."""
+    """Return ``x``, [b, h, q, ...], with query i at the place of query i + ``by`` in a circle, where ``later``
+    holds."""
     return _by_place(torch.where(later, x.roll(by, 2), x))
 
 
@@ -146,7 +147,7 @@ def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[T
 
 
 def _square(causal: bool, query: Tensor, key: Tensor) -> bool:
-    """Whether every kernel means the same by its causal mask."""
+    """Return whether every kernel means the same by its causal mask."""
     return not causal or query.shape[2] == key.shape[2]
 
 
@@ -179,7 +180,7 @@ def _written_out(
 
 
 def _by_place(x: Tensor) -> Tensor:
-    """``x`` with what belongs to one place of the sequence side by side, as models take it."""
+    """Return ``x`` with what belongs to one place of the sequence side by side, as models take it."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

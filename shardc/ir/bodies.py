@@ -125,12 +125,12 @@ _bodies: dict[str, Body] = {}
 
 
 def register(body: Body) -> Body:
-    """``body``, or the one of its name that is there."""
+    """Return ``body``, or the one of its name that is there."""
     return _bodies.setdefault(body.name, body)
 
 
 def body_of(name: str) -> Body:
-    """The body that an op of a graph names.
+    """Return the body that an op of a graph names.
 
     Raises:
         RuleError: nothing of that name was captured or loaded here.
@@ -141,7 +141,7 @@ def body_of(name: str) -> Body:
 
 
 def bodies_in(graph: fx.Graph) -> list[str]:
-    """The names of the bodies that the ops of ``graph`` name."""
+    """Return the names of the bodies that the ops of ``graph`` name."""
     found = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
     return sorted({name for name in found if isinstance(name, str) and name in _bodies})
 
@@ -159,7 +159,7 @@ def _copy(graph: fx.Graph) -> fx.Graph:
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:
-    """The results; the output node is taken away."""
+    """Return the results; the output node is taken away."""
     end = next(iter(reversed(graph.nodes)))
     results: Any = end.args[0]
     graph.erase_node(end)
@@ -183,7 +183,7 @@ def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
 
 
 def _product(graph: fx.Graph, made: Any, place: fx.Node) -> Any:
-    """``made``; in ``place`` if it is a product, also one that is turned round."""
+    """Return ``made``; in ``place`` if it is a product, also one that is turned round."""
     node, turned = made, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
         turned ^= node.target is aten.t.default

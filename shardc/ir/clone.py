@@ -25,7 +25,7 @@ _COPIED = frozenset({dict, OrderedDict, defaultdict, list, set})
 
 
 def clone_tree(module: nn.Module, tensor_fn: TensorFn) -> nn.Module:
-    """A copy of the tree under ``module`` whose parameters and buffers are ``tensor_fn(name, tensor)``.
+    """Return a copy of the tree under ``module`` whose parameters and buffers are ``tensor_fn(name, tensor)``.
 
     ``name`` is the qualified name under which a tensor is first met. What is shared in the original (a module
     or a tensor at several places) is shared in the copy; ``None`` entries stay None. Other attributes are copied
@@ -61,14 +61,14 @@ def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str,
 
 
 def _shown_as(function: Any, signature: inspect.Signature) -> Any:
-    """A copy of ``function`` that shows another signature."""
+    """Return a copy of ``function`` that shows another signature."""
     made = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
     made.__signature__ = signature
     return made
 
 
 def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attributes: dict[str, Any]) -> Any:
-    """A copy of ``function`` with other cells, defaults and attributes."""
+    """Return a copy of ``function`` with other cells, defaults and attributes."""
     made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
     update_wrapper(made, function, updated=())
     del made.__wrapped__
@@ -78,7 +78,7 @@ def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attribute
 
 
 def unsharded(module: nn.Module) -> nn.Module:
-    """A module of the class that ``module`` had before `subclass`, with the very attributes of ``module``."""
+    """Return a module of the class that ``module`` had before `subclass`, with the very attributes of ``module``."""
     cls: Any = type(module).__bases__[1]
     view: nn.Module = object.__new__(cls)
     object.__setattr__(view, "__dict__", vars(module))
@@ -133,7 +133,7 @@ class _Cloner:
         return made
 
     def _copy(self, value: Any) -> Any:
-        """The copy's own of what an attribute holds."""
+        """Return the copy's own of what an attribute holds."""
         if type(value) in _PLAIN:
             return value
         if isinstance(value, nn.Module):
@@ -183,13 +183,13 @@ class _Cloner:
         return made
 
     def _hook(self, value: WrappedHook) -> WrappedHook:
-        """A hook of state dicts, which holds its module weakly: the copy's gets the copy."""
+        """Return a hook of state dicts, which holds its module weakly: the copy's gets the copy."""
         hook, of = self._copy(value.hook), value.module() if value.with_module else None
         module = self._copy(of)
         return value if hook is value.hook and module is of else WrappedHook(hook, module)
 
     def _cell(self, cell: CellType) -> CellType:
-        """A cell with the copy's own; the very cell if it holds nothing of the tree, as others may change it."""
+        """Return a cell with the copy's own; the very cell if it holds nothing of the tree, as others may change it."""
         try:
             held = cell.cell_contents
         except ValueError:  # it is empty
@@ -201,7 +201,8 @@ class _Cloner:
         return made
 
     def _held(self, value: Any) -> Any:
-        """The copy's own of what a function holds; a container that holds nothing of the tree stays the user's."""
+        """Return the copy's own of what a function holds; a container that holds nothing of the tree stays the
+        user's."""
         items = value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else None
         if items is not None and all(isinstance(x, _CONTAINERS) or self._copy(x) is x for x in items):
             return value

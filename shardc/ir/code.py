@@ -19,12 +19,12 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 @cache
 def code_hash(code: types.CodeType) -> str:
-    """A hash of what ``code`` does, wherever it stands."""
+    """Return a hash of what ``code`` does, wherever it stands."""
     return digest(_code_text(code))
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """``code`` and that of the functions and classes inside of it."""
+    """Yield ``code`` and that of the functions and classes inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -45,7 +45,7 @@ def _constant(x: Any) -> str:
 
 
 def digest(text: str) -> str:
-    """A short hash of ``text``."""
+    """Return a short hash of ``text``."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

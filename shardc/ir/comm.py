@@ -48,7 +48,7 @@ IN_MESSAGES = (GATHER, REDUCE_SCATTER, ALL_REDUCE)
 
 
 def is_ring(kind: str, ranks: int) -> bool:
-    """Whether CPU ranks leave a collective to gloo's own ring.
+    """Return whether CPU ranks leave a collective to gloo's own ring.
 
     In messages an all-reduce sends everything to everyone. Only between two ranks is that as little as a ring sends.
     """
@@ -56,7 +56,7 @@ def is_ring(kind: str, ranks: int) -> bool:
 
 
 def waits_of(node: fx.Node) -> list[fx.Node]:
-    """The waits for what ``node``, a collective or move or one of its results, brings."""
+    """Return the waits for what ``node``, a collective or move or one of its results, brings."""
     out = []
     for user in node.users:
         out += [user] if user.target is WAIT else waits_of(user) if user.target is getitem else []
@@ -99,7 +99,7 @@ torch.library.register_fake("shardc::all_reduce_coalesced", _all_reduce_fake)
 
 
 def group_name(axes: Iterable[str]) -> str:
-    """The name of the groups whose ranks differ along ``axes``, which are in mesh order.
+    """Return the name of the groups whose ranks differ along ``axes``, which are in mesh order.
 
     >>> group_name(["dp", "tp"])
     'shardc:dp,tp'

@@ -33,7 +33,8 @@ class Deferred:
         return bool(self.names)
 
     def layout(self, name: str, stored: Layout, given: Layout) -> Layout | None:
-        """How the gradient of ``name``, which comes in ``given``, leaves a backward; None where it is reduced."""
+        """Return how the gradient of ``name``, which comes in ``given``, leaves a backward; None where it is
+        reduced."""
         if name in self.whole:
             return given
         return pending_beside(stored, given) if name in self.scattered else None
@@ -43,7 +44,7 @@ NOTHING = Deferred()
 
 
 def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
-    """The storages of parameters whose gradients are summed over axes of ``batch`` that do not split them."""
+    """Return the storages of parameters whose gradients are summed over axes of ``batch`` that do not split them."""
     found = {}
     for name, stored in storages.items():
         if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial:
@@ -52,7 +53,7 @@ def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str
 
 
 def pending_beside(stored: Layout, given: Layout) -> Layout:
-    """``stored``, with the reductions of ``given`` over axes that do not split it still pending.
+    """Return ``stored``, with the reductions of ``given`` over axes that do not split it still pending.
 
     >>> from shardc.ir.mesh import Mesh
     >>> mesh = Mesh(rep=2, dp=4)

@@ -27,7 +27,7 @@ _SLOTS = re.compile(r"torch\.ops\.shardc\.\w+_coalesced\.default\(\[[^\]]*\].*\[
 
 
 def of_graph(graph: fx.Graph) -> list[str]:
-    """The collectives of a local graph in order: each one's op, with the group that it is over."""
+    """Return the collectives of a local graph in order: each one's op, with the group that it is over."""
     found = []
     for node in graph.nodes:
         if collective_kind(node) is not None:
@@ -37,7 +37,7 @@ def of_graph(graph: fx.Graph) -> list[str]:
 
 
 def of_source(source: str) -> list[str]:
-    """The same of the Python code of a compiled graph, whose collectives may be the in-place ones."""
+    """Return the same of the Python code of a compiled graph, whose collectives may be the in-place ones."""
     found = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES):
@@ -61,7 +61,7 @@ def check_order(graph: fx.Graph, source: str) -> None:
 
 
 def collective_at(lines: Sequence[str], number: int) -> int | None:
-    """Which collective, counted from 0, compiled code starts or waits for at a line; None for other lines.
+    """Return which collective, counted from 0, compiled code starts or waits for at a line; None for other lines.
 
     -1 - k where it waits for what its argument k is.
 
@@ -165,7 +165,7 @@ def uses_of(source: str) -> Uses:
 
 
 def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[str], returned: Sequence[Any]) -> Uses:
-    """The uses of a half whose segments run one after the other.
+    """Return the uses of a half whose segments run one after the other.
 
     Args:
         uses: of each segment's code.
@@ -199,12 +199,12 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """The slots behind the names in ``text``."""
+    """Return the slots behind the names in ``text``."""
     return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 
 
 def _body(source: str) -> list[str]:
-    """The lines of the function ``call``, without what is indented deeper only to be in it."""
+    """Return the lines of the function ``call``, without what is indented deeper only to be in it."""
     start = source.find("def call(")
     lines = source[start:].splitlines()[1:] if start >= 0 else []
     out = []

@@ -52,7 +52,7 @@ class Certificate:
 
 
 def outputs_text(used: Iterable[int]) -> str:
-    """The outputs that a backward is of.
+    """Return the outputs that a backward is of.
 
     >>> outputs_text([2, 0])
     'outputs 0, 2'
@@ -61,7 +61,7 @@ def outputs_text(used: Iterable[int]) -> str:
 
 
 def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
-    """The certificate of a program's local graphs, given by name in the order in which they run."""
+    """Return the certificate of a program's local graphs, given by name in the order in which they run."""
     lines = []
     for name, graph in halves:
         next_op = _next_ops(graph)
@@ -80,7 +80,7 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
 
 
 def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
-    """The first op behind each wait that is no wait, with a number by which waits are in order."""
+    """Return the first op behind each wait that is no wait, with a number by which waits are in order."""
     found: dict[fx.Node, tuple[int, str]] = {}
     here = "the outputs"
     for node in reversed(graph.nodes):
@@ -256,27 +256,27 @@ class Executable(ABC):
 
     @abstractmethod
     def cause(self, collective: fx.Node) -> Any:
-        """Why a collective is there; see `shardc.report.causes.Cause`."""
+        """Return why a collective is there; see `shardc.report.causes.Cause`."""
 
     @cached_property
     def _made(self) -> dict[Phase, Half | None]:
         return {}
 
     def find(self, phase: Phase) -> Half | None:
-        """The half of a phase; None of a forward or backward where nothing needs a gradient."""
+        """Return the half of a phase; None of a forward or backward where nothing needs a gradient."""
         if phase not in self._made:
             gm = self.make(phase)
             self._made[phase] = None if gm is None else Half(phase, gm, self.mesh)
         return self._made[phase]
 
     def half(self, phase: Phase) -> Half:
-        """The half of a phase, which this step has."""
+        """Return the half of a phase, which this step has."""
         found = self.find(phase)
         assert found is not None, f"there is no {phase}: nothing needs a gradient"
         return found
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
-        """The halves of a training step in the order in which they run, or that of an evaluation."""
+        """Return the halves of a training step in the order in which they run, or that of an evaluation."""
         if training and self.trains:
             return self.half(FORWARD), self.half(BACKWARD)
         return (self.half(INFERENCE),)
@@ -304,10 +304,10 @@ class Executable(ABC):
         return self.half(INFERENCE).gm
 
     def certificate(self, training: bool = True) -> Certificate:
-        """The order of the collectives of a training step, or of an evaluation."""
+        """Return the order of the collectives of a training step, or of an evaluation."""
         return certificate_of(self.step(training))
 
 
 def certificate_of(halves: Sequence[Half]) -> Certificate:
-    """The order of the collectives of halves that run one after the other."""
+    """Return the order of the collectives of halves that run one after the other."""
     return certify(halves[0].mesh, [(half.name, half.graph) for half in halves])

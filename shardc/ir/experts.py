@@ -62,13 +62,13 @@ def noting() -> Iterator[Noted]:
 
 
 def experts_in(graph: fx.Graph) -> list[str]:
-    """The modules whose experts `noting` hears of when ``graph`` runs, in order."""
+    """Return the modules whose experts `noting` hears of when ``graph`` runs, in order."""
     names = (info(node).name for node in graph.nodes if node.target is NOTED)
     return [name.rpartition(".noted")[0].rpartition("call")[0].rstrip(".") for name in names]
 
 
 def _note(index: Tensor, experts: int, over: str) -> Tensor:
-    """``index``; `noting` hears of it. Choices of no expert, which fill up a batch, go to all of them evenly.
+    """Return ``index``; `noting` hears of it. Choices of no expert, which fill up a batch, go to all of them evenly.
 
     Args:
         index: [t, k], ``experts`` where it is a choice of none.
@@ -84,7 +84,7 @@ def _note(index: Tensor, experts: int, over: str) -> Tensor:
 
 
 def _order(key: Tensor, count: int) -> list[Tensor]:
-    """The order that sorts ``key``, the place of each entry in it, and where each of ``count`` keys ends."""
+    """Return the order that sorts ``key``, the place of each entry in it, and where each of ``count`` keys ends."""
     values, order = key.sort(stable=True)
     ends = torch.searchsorted(values, torch.arange(count, device=key.device), right=True)
     return [order, _inverse(order), ends]
@@ -112,7 +112,7 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
 
 
 def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
-    """``sends``, if there is room for what comes everywhere.
+    """Return ``sends``, if there is room for what comes everywhere.
 
     Args:
         most: int64 [1]: how many rows come to the rank to which the most do.
@@ -130,12 +130,12 @@ def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
 
 
 def _counts(ends: Tensor) -> Tensor:
-    """How many entries each key has, of which ``ends`` says where they end."""
+    """Return how many entries each key has, of which ``ends`` says where they end."""
     return ends.diff(prepend=ends.new_zeros(1))
 
 
 def sort(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The choices of ``index`` [t, k] sorted by expert, int64 [t k], and where each expert's end, int64 [e]."""
+    """Return the choices of ``index`` [t, k] sorted by expert, int64 [t k], and where each expert's end, int64 [e]."""
     chosen, order = index.flatten().sort(stable=True)
     return order, torch.searchsorted(chosen, torch.arange(experts, device=index.device), right=True)
 
@@ -163,7 +163,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
-    """The rows to compute at once, int64 [n], and which of them are for this rank's experts, bool [n, 1].
+    """Return the rows to compute at once, int64 [n], and which of them are for this rank's experts, bool [n, 1].
 
     The host waits for their number where there is room for many more than are expected.
     """
@@ -212,7 +212,7 @@ def _run_gradient(
     grad: Tensor, x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], saved: list[Tensor],
     expected: int, body: str,
 ) -> list[Tensor]:  # fmt: skip
-    """The gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of `run`'s first result."""
+    """Return the gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of `run`'s first result."""
     it, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
     dscale, made = torch.zeros_like(scale), [torch.empty_like(p) for p in params]

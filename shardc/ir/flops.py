@@ -32,7 +32,7 @@ def _attention(q: Size, k: Size, v: Size, *_: Any) -> int:
 
 
 def _attention_gradient(grad: Size, q: Size, k: Size, v: Size, *_: Any) -> int:
-    """The scores again, then the gradients of all three and of the weights."""
+    """Return the scores again, then the gradients of all three and of the weights."""
     return 2 * prod(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
 
 
@@ -56,13 +56,13 @@ _OTHERS: dict[Any, Callable[..., int]] = {
 
 
 def is_dense(target: Any) -> bool:
-    """Whether an op is a matrix product, an attention, a convolution or a recurrent layer."""
+    """Return whether an op is a matrix product, an attention, a convolution or a recurrent layer."""
     return target in _OTHERS or getattr(target, "overloadpacket", None) in flop_registry
 
 
 @lru_cache(maxsize=4096)
 def is_attention(target: Any) -> bool:
-    """Whether a dense op is an attention, which reaches another share of the peak."""
+    """Return whether a dense op is an attention, which reaches another share of the peak."""
     return is_dense(target) and "attention" in str(target)
 
 

@@ -63,7 +63,7 @@ ATTRIBUTE = re.compile(r"(?!__)[A-Za-z_]\w{0,200}(?:\.(?!__)\w{1,200}){0,20}", r
 
 
 def word_text(word: str) -> str:
-    """``word`` bare where it can be, else quoted."""
+    """Return ``word`` bare where it can be, else quoted."""
     return word if BARE.fullmatch(word) else json.dumps(word)
 
 
@@ -77,13 +77,13 @@ _OVERLOAD = type(torch.ops.aten.mm.default)
 
 
 def is_torch_op(target: Any) -> bool:
-    """Whether ``target`` is an overload of ``torch.ops``."""
+    """Return whether ``target`` is an overload of ``torch.ops``."""
     return isinstance(target, _OVERLOAD)
 
 
 @lru_cache(maxsize=4096)
 def op_text(op: Any) -> str:
-    """``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or the name of a marker op.
+    """Return ``mm``, ``sum.dim_IntList``, ``_c10d_functional.all_reduce``, or the name of a marker op.
 
     The shortest text that `op_of` reads back as the same op.
 
@@ -106,7 +106,7 @@ def op_text(op: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def op_of(text: str) -> Any | None:
-    """The op that ``text`` names, or None: a marker, an aten op, then an op of another namespace."""
+    """Return the op that ``text`` names, or None: a marker, an aten op, then an op of another namespace."""
     if text in MARKERS:
         return MARKERS[text]
     parts = text.split(".")
@@ -126,7 +126,7 @@ def _overload(namespace: str, packet: str, overload: str) -> Any | None:
 
 @lru_cache(maxsize=4096)
 def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The default of each argument of ``op`` that has one, and the names of those that go by position."""
+    """Return the default of each argument of ``op`` that has one, and the names of those that go by position."""
     if not is_torch_op(op):
         return {"op": "sum", "to": ""}, ("x",)
     arguments = op._schema.arguments
@@ -144,7 +144,7 @@ def argument_order(op: Any) -> Callable[[str], int]:
 
 
 def value_text(value: Value | tuple[Value | None, ...] | None, unplaced: str) -> str:
-    """The type of what a node makes; ``unplaced`` follows a tensor that has no layout."""
+    """Return the type of what a node makes; ``unplaced`` follows a tensor that has no layout."""
     if value is None:
         return "None"
     if isinstance(value, tuple):
@@ -160,7 +160,7 @@ def dtype_of(word: str) -> torch.dtype | None:
 
 
 def constant_text(value: Any) -> str:
-    """An argument that is neither a node nor a list.
+    """Return an argument that is neither a node nor a list.
 
     Raises:
         VerifyError: for what the text form cannot hold (a tensor, a symbolic size).
@@ -187,7 +187,7 @@ def held(tensor: object) -> list[Any] | None:
 
 
 def constant_of(word: str) -> Any:
-    """The constant that a bare ``word`` stands for; raises ValueError where it is none."""
+    """Return the constant that a bare ``word`` stands for; raises ValueError where it is none."""
     for table in (CONSTANTS, DTYPES, MEMORY_FORMATS, TORCH_LAYOUTS):
         if word in table:
             return table[word]
@@ -200,5 +200,5 @@ def constant_of(word: str) -> Any:
 
 
 def axes_text(axis: str) -> str:
-    """The axes of a marker op: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``, or ``()``."""
+    """Return the axes of a marker op: ``dp``, or ``(dp,tp)`` for ``"dp,tp"``, or ``()``."""
     return axis if axis and "," not in axis else f"({axis})"

@@ -151,7 +151,7 @@ class Info:
         return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
-        """The same at ``layout`` (a tuple for several results)."""
+        """Return the same at ``layout`` (a tuple for several results)."""
         if isinstance(self.value, tuple):
             layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
             values = tuple(v and replace(v, layout=one) for v, one in zip(self.value, layouts, strict=True))
@@ -161,7 +161,7 @@ class Info:
 
 
 def info(node: fx.Node) -> Info:
-    """The record of ``node``."""
+    """Return the record of ``node``."""
     record: Info = node.meta[KEY]
     return record
 
@@ -177,14 +177,14 @@ def update(node: fx.Node, **fields: Any) -> fx.Node:
 
 
 def value(node: fx.Node) -> Value:
-    """The one tensor that ``node`` makes."""
+    """Return the one tensor that ``node`` makes."""
     made = node.meta[KEY].value
     assert isinstance(made, Value), f"{node} makes {made}, not one tensor"
     return made
 
 
 def is_tensor(node: fx.Node) -> bool:
-    """Whether ``node`` makes one tensor."""
+    """Return whether ``node`` makes one tensor."""
     return isinstance(info(node).value, Value)
 
 
@@ -203,14 +203,14 @@ def role(node: fx.Node) -> Role:
 
 
 def layout(node: fx.Node) -> Layout:
-    """The layout of the one tensor that ``node`` makes."""
+    """Return the layout of the one tensor that ``node`` makes."""
     found = value(node).layout
     assert found is not None, f"{node} has no layout yet"
     return found
 
 
 def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
-    """The placeholders in order, those of ``kind`` only if given."""
+    """Return the placeholders in order, those of ``kind`` only if given."""
     nodes = [n for n in graph.nodes if n.op == "placeholder"]
     return nodes if kind is None else [n for n in nodes if (r := info(n).role) and r.kind == kind]
 
@@ -232,7 +232,7 @@ def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) 
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of ``graph`` with records and roles, that later changes of it leave as it is."""
+    """Return a copy of ``graph`` with records and roles, that later changes of it leave as it is."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     made = copy.output(copy.graph_copy(graph, env))
@@ -255,7 +255,7 @@ class NameScope:
 
     @classmethod
     def of(cls, graph: fx.Graph, but: Container[fx.Node] = ()) -> NameScope:
-        """The names of ``graph`` as taken, those of the nodes in ``but`` as free."""
+        """Return the names of ``graph`` as taken, those of the nodes in ``but`` as free."""
         scope = cls()
         for node in graph.nodes:
             if KEY in node.meta and node not in but:

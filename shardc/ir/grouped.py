@@ -25,13 +25,13 @@ _AT = {  # where an op of one row says along which dim
 
 
 def suits(x: Tensor, params: list[Tensor]) -> bool:
-    """Whether grouped kernels take these: on a GPU in bf16, in steps of 16 bytes."""
+    """Return whether grouped kernels take these: on a GPU in bf16, in steps of 16 bytes."""
     even = all(size % 8 == 0 for one in params for size in one.shape[1:])
     return x.is_cuda and even and {x.dtype, *(one.dtype for one in params)} == {torch.bfloat16}
 
 
 def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
-    """``graph`` of a `Body` for the rows of all experts, or None where it does something else.
+    """Return ``graph`` of a `Body` for the rows of all experts, or None where it does something else.
 
     Args:
         experts_from: from this result on they are of experts; those before are of rows.

@@ -35,5 +35,5 @@ torch.library.register_fake("shardc::to_host", _to_host_fake)
 
 
 def move_kind(node: fx.Node) -> str | None:
-    """``to_device`` or ``to_host`` where ``node`` starts such a move, else None."""
+    """Return ``to_device`` or ``to_host`` where ``node`` starts such a move, else None."""
     return MOVES.get(node.target) if node.op == "call_function" else None

@@ -62,7 +62,8 @@ class InnerTensors(nn.Module):
             )
 
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to ``dtype``."""
+        """Return the tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to
+        ``dtype``."""
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._held.items()}
         made: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         for key, value in self.attributes.items():
@@ -77,7 +78,7 @@ class InnerTensors(nn.Module):
         return {key: held[key] for key in self.names}
 
     def taken(self, x: Any, prefix: str) -> dict[str, Tensor]:
-        """The inner tensors of ``x``, by their names behind ``prefix``.
+        """Return the inner tensors of ``x``, by their names behind ``prefix``.
 
         Raises:
             ValueError: it is of another class, or has other metadata.
@@ -143,7 +144,8 @@ class _Holder(nn.Module):
 
 
 def flattened(model: nn.Module) -> nn.Module:
-    """``model``, or a copy that has `InnerTensors` in the place of its parameters and buffers of wrapper subclasses.
+    """Return ``model``, or a copy that has `InnerTensors` in the place of its parameters and buffers of wrapper
+    subclasses.
 
     The copy shares all tensors.
     """
@@ -238,7 +240,7 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
 
 
 def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of whole tensors with the tensors that inner ones make up, under the names of the model."""
+    """Return a state dict of whole tensors with the tensors that inner ones make up, under the names of the model."""
     out = dict(state)
     for path, inner in _outermost(module):
         held = {id(x): f"{path}.{name}" for name, x in inner.state_dict(keep_vars=True).items()}
@@ -251,13 +253,15 @@ def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_places(module: nn.Module) -> dict[str, str]:
-    """The name of each tensor of a wrapper subclass, one name for each of its places -> the first of its names."""
+    """Return the name of each tensor of a wrapper subclass, one name for each of its places -> the first of its
+    names."""
     first: dict[int, str] = {}
     return {path: first.setdefault(id(inner), path) for path, inner in _outermost(module)}
 
 
 def outer_names(module: nn.Module) -> dict[str, str]:
-    """The name of each parameter of a wrapper subclass -> the inner tensor of its shape, which plans split for it."""
+    """Return the name of each parameter of a wrapper subclass -> the inner tensor of its shape, which plans split for
+    it."""
     found: dict[str, str] = {}
     for path, inner in _outermost(module):
         shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
@@ -266,7 +270,7 @@ def outer_names(module: nn.Module) -> dict[str, str]:
 
 
 def with_inner(x: Any) -> Iterator[Tensor]:
-    """``x``, its inner tensors if it is of a wrapper subclass, and theirs."""
+    """Yield ``x``, its inner tensors if it is of a wrapper subclass, and theirs."""
     yield x
     for key in x.__tensor_flatten__()[0] if is_wrapper(x) else ():
         yield from with_inner(getattr(x, key))

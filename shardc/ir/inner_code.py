@@ -47,7 +47,7 @@ class InnerCode:
         return bool(self._before)
 
     def holds(self) -> bool:
-        """Whether all is as it was."""
+        """Return whether all is as it was."""
         return _same(self._before, tuple(self._now()))
 
     @cached_property

@@ -63,7 +63,8 @@ def why_refused(x: Tensor, held: bool = False) -> tuple[str, str] | None:
 
 
 def as_plain(x: Tensor) -> Tensor:
-    """``x`` as a tensor of torch's class, where its own overrides nothing; a trace takes no other beside fakes."""
+    """Return ``x`` as a tensor of torch's class, where its own overrides nothing; a trace takes no other beside
+    fakes."""
     return x if type(x) in _PLAIN or _overridden(type(x)) else x.as_subclass(Tensor)
 
 
@@ -80,7 +81,8 @@ def note_attributes(x: Tensor, like: Tensor) -> None:
 
 
 def lost_names(x: Tensor) -> tuple[type, set[str]]:
-    """The class that the user's tensor had, of which ``x`` is a copy, and the names by which code asks for it."""
+    """Return the class that the user's tensor had, of which ``x`` is a copy, and the names by which code asks for
+    it."""
     cls: type = vars(x).get(CLASS, type(x))
     return cls, {name for name, value in _added(cls).items() if hasattr(value, "__get__")} | {cls.__name__}
 
@@ -105,5 +107,5 @@ def _overridden(cls: type) -> list[str]:
 
 
 def _is_off(member: object) -> bool:
-    """Whether a class says by ``member`` that torch's functions take it as any other tensor."""
+    """Return whether a class says by ``member`` that torch's functions take it as any other tensor."""
     return member is torch._C._disabled_torch_function_impl

@@ -148,18 +148,18 @@ class Layout:
         return prod(self.shape)
 
     def dim_of(self, axis: str) -> int | None:
-        """The dim that ``axis`` splits, or None."""
+        """Return the dim that ``axis`` splits, or None."""
         for index, digits in enumerate(self.dims):
             if any(d.axis == axis for d in digits):
                 return index
         return None
 
     def dim_axes(self, dim: int) -> tuple[str, ...]:
-        """The axes that split ``dim``, major to minor."""
+        """Return the axes that split ``dim``, major to minor."""
         return tuple(d.axis for d in self.dims[dim] if d.axis is not None)
 
     def sub_dims(self, dim: int) -> tuple[SubDim, ...]:
-        """The digits of ``dim`` grouped into sub-dims: axes, then what is local under them."""
+        """Return the digits of ``dim`` grouped into sub-dims: axes, then what is local under them."""
         out: list[SubDim] = []
         size, axes = 1, []
         for radix, axis in self.dims[dim]:
@@ -203,12 +203,12 @@ class Layout:
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:
-        """The same with ``axes`` no longer splitting any dim (their digits become local)."""
+        """Return the same with ``axes`` no longer splitting any dim (their digits become local)."""
         drop = set(axes)
         return self.replace(dims=[[Digit(d.radix) if d.axis in drop else d for d in digits] for digits in self.dims])
 
     def without_partial(self, axes: Iterable[str] | None = None) -> Layout:
-        """The same with the pending reductions over ``axes`` (all of them by default) done."""
+        """Return the same with the pending reductions over ``axes`` (all of them by default) done."""
         drop = {a for a, _ in self.partial} if axes is None else set(axes)
         return self.replace(partial=[(a, op) for a, op in self.partial if a not in drop])
 
@@ -216,7 +216,7 @@ class Layout:
         return self.replace(partial=[*self.partial, *((axis, op) for axis in axes)])
 
     def split(self, dim: int, axis: str) -> Layout | None:
-        """``axis`` bound to the first local digit of ``dim`` that it divides, or None."""
+        """Return ``axis`` bound to the first local digit of ``dim`` that it divides, or None."""
         size = self.mesh.size(axis)
         if size == 1:
             return self
@@ -229,7 +229,7 @@ class Layout:
     # --- which elements a rank holds
 
     def local_index(self, dim: int, rank: int) -> list[int]:
-        """The global indices along ``dim`` of the elements that ``rank`` holds, in local order."""
+        """Return the global indices along ``dim`` of the elements that ``rank`` holds, in local order."""
         index = [0]
         for radix, axis in self.dims[dim]:
             values = range(radix) if axis is None else (self.mesh.index(axis, rank),)
@@ -310,7 +310,7 @@ def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tup
 
 
 def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
-    """``digits`` cut so that every product of minor digits in ``cuts`` falls between two digits.
+    """Return ``digits`` cut so that every product of minor digits in ``cuts`` falls between two digits.
 
     Args:
         cuts: strides, i.e. numbers of elements that lie below a boundary.
@@ -340,7 +340,7 @@ def refine(mesh: Mesh, digits: Digits, cuts: Sequence[int]) -> Digits | None:
 
 
 def cut_digits(mesh: Mesh, digits: Digits, parts: Callable[[str], Iterable[str]]) -> Digits:
-    """``digits`` with each bound one cut into ``parts`` of its axis, which are on ``mesh``."""
+    """Return ``digits`` with each bound one cut into ``parts`` of its axis, which are on ``mesh``."""
     cuts = ([digit] if digit.axis is None else [Digit(mesh.size(p), p) for p in parts(digit.axis)] for digit in digits)
     return tuple(chain.from_iterable(cuts))
 
@@ -355,7 +355,7 @@ def strides(digits: Digits) -> tuple[int, ...]:
 
 
 def split_top(text: str, separator: str = ",") -> list[str]:
-    """``text`` split at separators that stand outside parentheses and brackets."""
+    """Return ``text`` split at separators that stand outside parentheses and brackets."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")

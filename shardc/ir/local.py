@@ -20,7 +20,7 @@ _ops = torch.ops._c10d_functional
 
 
 def size(axis: str) -> int:
-    """How many ranks there are along ``axis``.
+    """Return how many ranks there are along ``axis``.
 
     Raises:
         MeshError: the mesh has no such axis.
@@ -40,12 +40,12 @@ def index(axis: str) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: str) -> Tensor:
-    """The sum of the ``x`` of all ranks along ``axis``."""
+    """Return the sum of the ``x`` of all ranks along ``axis``."""
     return x if size(axis) == 1 else _apply(_sum, _sum, x, axis)
 
 
 def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """The ``x`` of all ranks along ``axis``, concatenated along ``dim``."""
+    """Return the ``x`` of all ranks along ``axis``, concatenated along ``dim``."""
     return x if size(axis) == 1 else _apply(_gather, _scatter, x.movedim(dim, 0), axis).movedim(0, dim)
 
 

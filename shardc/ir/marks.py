@@ -84,7 +84,7 @@ Function = Callable[..., Tensor]
 
 
 def experts(function: Function) -> Function:
-    """``function`` of one expert, as a function of all of them, for a model of one's own.
+    """Return ``function`` of one expert, as a function of all of them, for a model of one's own.
 
     Write what one expert does with its rows, ``function(rows, *weights) -> rows``: each row of the result from that row
     of the argument alone. `shardc.ep` then splits the experts over an axis. In a model that is not compiled, the

@@ -74,7 +74,7 @@ class Mesh:
         return iter(self.axes)
 
     def size(self, axis: str) -> int:
-        """Ranks along ``axis``, which may be a part."""
+        """Return the number of ranks along ``axis``, which may be a part."""
         name, _, size = split_part(axis)
         if name not in self._sizes:
             raise MeshError(f"unknown mesh axis {name!r}; the mesh is {self}", fix=f"use one of {list(self.axes)}")
@@ -86,14 +86,14 @@ class Mesh:
         return self.axes.index(name), pre
 
     def cut(self, axis: str, major: int) -> tuple[str, str]:
-        """``axis`` as two parts, the first of size ``major``."""
+        """Return ``axis`` as two parts, the first of size ``major``."""
         name, pre, _ = split_part(axis)
         size = self.size(axis)
         assert size % major == 0, f"{axis} of size {size} cannot be cut by {major}"
         return self.part(name, pre, major), self.part(name, pre * major, size // major)
 
     def join(self, major: str, minor: str) -> str | None:
-        """The axis or part that two adjacent parts make together, or None."""
+        """Return the axis or part that two adjacent parts make together, or None."""
         (name, pre, _), (other, other_pre, _) = split_part(major), split_part(minor)
         if name != other or pre * self.size(major) != other_pre:
             return None
@@ -111,20 +111,20 @@ class Mesh:
         return found
 
     def parts(self, axis: str, edges: Mapping[str, Iterable[int]]) -> list[str]:
-        """``axis`` cut at ``edges`` (as `edges` gives them), major to minor; none of an axis of size 1."""
+        """Return ``axis`` cut at ``edges`` (as `edges` gives them), major to minor; none of an axis of size 1."""
         name, pre, _ = split_part(axis)
         inside = sorted(edge for edge in edges[name] if pre <= edge <= pre * self.size(axis))
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]
 
     def overlap(self, one: str, other: str) -> bool:
-        """Whether two axes or parts share ranks' coordinates."""
+        """Return whether two axes or parts share ranks' coordinates."""
         (name, pre, _), (other_name, other_pre, _) = split_part(one), split_part(other)
         if name != other_name:
             return False
         return pre < other_pre * self.size(other) and other_pre < pre * self.size(one)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The coordinates of ``rank``, axis by axis."""
+        """Return the coordinates of ``rank``, axis by axis."""
         out: dict[str, int] = {}
         for name, size in reversed(self.shape):
             rank, out[name] = divmod(rank, size)
@@ -137,12 +137,12 @@ class Mesh:
         return self.coordinate(rank)[name] // (full // (pre * self.size(axis))) % self.size(axis)
 
     def group(self, axes: Iterable[str], rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axes`` only, the first axis varying slowest."""
+        """Return the ranks that differ from ``rank`` along ``axes`` only, the first axis varying slowest."""
         return next(group for group in groups_of(self, tuple(axes)) if rank in group)
 
     @staticmethod
     def of(mesh: object) -> Mesh:
-        """The abstract mesh of a ``Mesh`` or of a ``DeviceMesh`` with named dims."""
+        """Return the abstract mesh of a ``Mesh`` or of a ``DeviceMesh`` with named dims."""
         if isinstance(mesh, Mesh):
             return mesh
         names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
@@ -184,7 +184,7 @@ def groups_of(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4096)
 def split_part(axis: str) -> tuple[str, int, int | None]:
-    """``"tp:2x4"`` as (name, prefix, size); a whole axis has prefix 1 and size None."""
+    """Return ``"tp:2x4"`` as (name, prefix, size); a whole axis has prefix 1 and size None."""
     name, _, part = axis.partition(":")
     if not part:
         return name, 1, None

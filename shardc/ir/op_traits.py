@@ -27,7 +27,7 @@ COPIES = frozenset(
 
 @cache
 def aliases(target: Any) -> bool:
-    """Whether results may lie in the memory of operands: views, what an in-place op returns, waits, items."""
+    """Return whether results may lie in the memory of operands: views, what an in-place op returns, waits, items."""
     if target is WAIT or target is getitem:
         return True
     schema = getattr(target, "_schema", None)
@@ -36,13 +36,13 @@ def aliases(target: Any) -> bool:
 
 @cache
 def lends(target: Any) -> bool:
-    """Whether results may lie in the memory of operands, a ``reshape`` being taken for a copy."""
+    """Return whether results may lie in the memory of operands, a ``reshape`` being taken for a copy."""
     return aliases(target) and target is not aten.reshape.default
 
 
 @cache
 def is_view(target: Any) -> bool:
-    """Whether the one result of an op always lies in the memory of its operand; of a ``reshape`` it may not."""
+    """Return whether the one result of an op always lies in the memory of its operand; of a ``reshape`` it may not."""
     schema = getattr(target, "_schema", None)
     if schema is None or len(schema.returns) != 1 or target is aten.reshape.default:
         return False
@@ -52,29 +52,30 @@ def is_view(target: Any) -> bool:
 
 @cache
 def moves_data(target: Any) -> bool:
-    """Whether every element of the results is one of an operand, or padding: views, copies, items."""
+    """Return whether every element of the results is one of an operand, or padding: views, copies, items."""
     return target is getitem or target in COPIES or getattr(target, "is_view", False)
 
 
 @cache
 def draws(target: Any) -> bool:
-    """Whether an op may draw random numbers."""
+    """Return whether an op may draw random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 @cache
 def is_pointwise(target: Any) -> bool:
-    """Whether each element of the result is of those at its place in the operands, which broadcast; no random draws."""
+    """Return whether each element of the result is of those at its place in the operands, which broadcast; no random
+    draws."""
     return torch.Tag.pointwise in getattr(target, "tags", ()) and not draws(target)
 
 
 @cache
 def communicates(target: Any) -> bool:
-    """Whether an op starts a collective, or a copy between host and device, or waits for one."""
+    """Return whether an op starts a collective, or a copy between host and device, or waits for one."""
     return getattr(target, "namespace", "") in (NAMESPACE, OWN_NAMESPACE)
 
 
 @cache
 def starts(target: Any) -> bool:
-    """Whether an op starts a collective, or a copy between host and device."""
+    """Return whether an op starts a collective, or a copy between host and device."""
     return communicates(target) and target is not WAIT

@@ -65,5 +65,5 @@ class Packing(NamedTuple):
         return aligned(self.size)
 
     def messages(self, tensors: int) -> int:
-        """How many messages so many tensors make."""
+        """Return how many messages so many tensors make."""
         return tensors - len(self.offsets) + bool(self.offsets)

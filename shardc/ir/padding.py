@@ -39,22 +39,22 @@ def is_padded(runs: Runs) -> bool:
 
 
 def places(runs: Runs) -> int:
-    """How many places a dim has."""
+    """Return how many places a dim has."""
     return prod(run.size for run in runs)
 
 
 def elements(runs: Runs) -> int:
-    """How many elements a dim has."""
+    """Return how many elements a dim has."""
     return prod(run.true for run in runs)
 
 
 def axes_of(padding: Padding) -> tuple[str, ...]:
-    """The axes for which some dim is padded."""
+    """Return the axes for which some dim is padded."""
     return tuple(dict.fromkeys(axis for runs in padding for run in runs if run.padded for axis in run.axes))
 
 
 def canonical(runs: Sequence[Run]) -> Runs:
-    """``runs`` with every run joined to the full run under it: what fills is then the end of the two together.
+    """Return ``runs`` with every run joined to the full run under it: what fills is then the end of the two together.
 
     >>> canonical([Run(3, 3), Run(6, 5), Run(2, 2), Run(4, 4)])
     (Run(size=3, true=3, axes=()), Run(size=48, true=40, axes=()))
@@ -69,7 +69,7 @@ def canonical(runs: Sequence[Run]) -> Runs:
 
 
 def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
-    """``runs`` as the factors of ``sizes`` elements, major to minor, see them; None where a run straddles two.
+    """Return ``runs`` as the factors of ``sizes`` elements, major to minor, see them; None where a run straddles two.
 
     >>> share_out((Run(12, 10),), [5, 2])
     [(Run(size=6, true=5, axes=()),), (Run(size=2, true=2, axes=()),)]

@@ -34,7 +34,7 @@ ROLE = re.compile(r"(\w+)(?: #(\d+))?(?: (?!%)([\w.$/-]+|\"(?:[^\"\\]|\\.)*\"))?
 
 
 def parse(text: str) -> fx.GraphModule:
-    """The graph that ``text`` shows, with `Info` on its nodes and roles on its output.
+    """Return the graph that ``text`` shows, with `Info` on its nodes and roles on its output.
 
     The inverse of `shardc.ir.text.dump`: ``dump(parse(text), mesh) == text``. The graph of a localized program
     runs; marker ops never do. A ``comm`` section may be left out, but not be wrong.
@@ -49,7 +49,7 @@ def parse(text: str) -> fx.GraphModule:
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh of a program's text, from its first line."""
+    """Return the mesh of a program's text, from its first line."""
     return _Parser(text).mesh
 
 
@@ -188,7 +188,7 @@ class _Parser:
         self._define(node, self._info(reader, name, value, phase))
 
     def _info(self, reader: Reader, name: str, value: Made, phase: str, **fields: Any) -> Info:
-        """The record of a node whose line has been read up to its comment."""
+        """Return the record of a node whose line has been read up to its comment."""
         reader.end()
         return Info(name, value, **reader.provenance(phase), **fields)
 
@@ -225,7 +225,7 @@ class _Parser:
         return name
 
     def _known(self, reader: Reader) -> fx.Node:
-        """The node of the name after a ``%``."""
+        """Return the node of the name after a ``%``."""
         start = reader.at
         name = reader.word()
         if name not in self.values:
@@ -234,7 +234,7 @@ class _Parser:
         return self.values[name]
 
     def _use(self, reader: Reader) -> fx.Node:
-        """A value as an argument, and the layout that is wanted of it, if the line says one."""
+        """Return a value as an argument, and the layout that is wanted of it, if the line says one."""
         node = self._known(reader)
         made = info(node).value
         if isinstance(made, Value):
@@ -243,7 +243,8 @@ class _Parser:
         return node
 
     def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
-        """The layouts that the line's op wants of its tensors, if it says one that differs from what is there."""
+        """Return the layouts that the line's op wants of its tensors, if it says one that differs from what is
+        there."""
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
             return None
@@ -253,7 +254,7 @@ class _Parser:
         return tuple(layout for layout in needs if layout is not None)
 
     def _layout(self, reader: Reader, found: re.Match[str] | None, group: int) -> Layout:
-        """The layout that ``group`` of what was just read says."""
+        """Return the layout that ``group`` of what was just read says."""
         if found is None:
             reader.fail("a layout such as [16@dp,8]")
         try:
@@ -337,13 +338,13 @@ class _Parser:
 
 
 def _identifier(name: str) -> str:
-    """``name`` as FX wants the names of its nodes."""
+    """Return ``name`` as FX wants the names of its nodes."""
     text = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{text}" if not text or text[0].isdigit() else text
 
 
 def _is_taken(name: str) -> bool:
-    """Whether a module has an attribute that a constant of this name would hide."""
+    """Return whether a module has an attribute that a constant of this name would hide."""
     return name.partition(".")[0] in _attributes()
 
 

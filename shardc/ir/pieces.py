@@ -40,7 +40,8 @@ class Cut:
         return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
 
     def split(self, shape: Sequence[int]) -> list[int]:
-        """The shape ``shape``, of the whole or of a piece, with what is outside of the cut as a dim of its own."""
+        """Return the shape ``shape``, of the whole or of a piece, with what is outside of the cut as a dim of its
+        own."""
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
@@ -48,7 +49,8 @@ Operands = dict[fx.Node, Cut | None]  # None: all pieces take it whole
 
 
 def viewed(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
-    """``cut`` of a tensor of ``shape``, as it is once that is seen as ``made``; None where it spans dims there."""
+    """Return ``cut`` of a tensor of ``shape``, as it is once that is seen as ``made``; None where it spans dims
+    there."""
     inside = cut.inner * prod(shape[cut.dim + 1 :])
     behind = 1
     for dim in reversed(range(len(made))):
@@ -61,7 +63,8 @@ def viewed(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
 
 
 def operands(node: fx.Node, cut: Cut) -> Operands | None:
-    """How each operand of ``node`` is cut, None where all pieces take it whole, if pieces of its result are made so.
+    """Return how each operand of ``node`` is cut, None where all pieces take it whole, if pieces of its result are made
+    so.
 
     Returns None where they are not made of pieces alone.
     """
@@ -104,7 +107,7 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
 
 
 def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
-    """The cuts of what ``node`` makes that may come of one of its operand ``x``; `operands` says which do."""
+    """Yield the cuts of what ``node`` makes that may come of one of its operand ``x``; `operands` says which do."""
     if node.target in RESHAPES:
         seen = viewed(cut, value(x).shape, value(node).shape)
         yield from () if seen is None else (seen,)
@@ -117,7 +120,8 @@ def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
 
 
 def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
-    """How the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of pieces."""
+    """Return how the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of
+    pieces."""
     x, cut = next(iter(read.items()))
     for made in results(node, x, cut):
         need = operands(node, made)
@@ -240,7 +244,7 @@ class _Rewritten:
         return self.parts[x, cut, number]
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
-        """The pieces of ``x`` put together."""
+        """Return the pieces of ``x`` put together."""
         if x not in self.joined:
             cut, pieces = self.cuts[x], self.pieces[x]
             if cut.outer > 1:

@@ -50,7 +50,7 @@ def to_placements(layout: Layout, view: Mesh | None = None) -> tuple[Placement, 
 
 
 def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
-    """How many pieces of the dim stand above the digit of ``axis`` once the earlier mesh dims have split it."""
+    """Return how many pieces of the dim stand above the digit of ``axis`` once the earlier mesh dims have split it."""
     later = layout.mesh.axes[position + 1 :]
     factor = 1
     for radix, bound in layout.dims[dim]:
@@ -62,7 +62,7 @@ def _split_factor(layout: Layout, dim: int, axis: str, position: int) -> int:
 
 
 def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Placement]) -> Layout:
-    """The layout of a DTensor of global ``shape``; DTensor's mesh dims are ``mesh``'s axes in order.
+    """Return the layout of a DTensor of global ``shape``; DTensor's mesh dims are ``mesh``'s axes in order.
 
     Raises:
         LayoutError: a dim that does not divide, a split factor that the dim cannot have, a placement of
@@ -87,7 +87,7 @@ def from_placements(mesh: Mesh, shape: Sequence[int], placements: Sequence[Place
 
 
 def _bind(digits: list[Digit], factor: int, digit: Digit, what: str, shape: tuple[int, ...]) -> list[Digit]:
-    """``digits`` with ``digit`` bound below ``factor`` local pieces."""
+    """Return ``digits`` with ``digit`` bound below ``factor`` local pieces."""
     above = factor
     for at, (radix, axis) in enumerate(digits):
         if axis is not None:

@@ -27,12 +27,12 @@ class Polynomial:
         return sum((c * monomial(values, powers) for c, powers in self.terms), Fraction(0))
 
     def whole_at(self, sizes: Mapping[str, int]) -> bool:
-        """Whether its value is a number of elements."""
+        """Return whether its value is a number of elements."""
         value = self.at(sizes)
         return value.denominator == 1 and value >= 0
 
     def substituted(self, scale: Mapping[str, tuple[int, int]]) -> Polynomial:
-        """The polynomial in u, for size = a u + b and ``scale`` = {size: (a, b)}."""
+        """Return the polynomial in u, for size = a u + b and ``scale`` = {size: (a, b)}."""
         out: dict[Powers, Fraction] = {}
         for c, powers in self.terms:
             made: dict[Powers, Fraction] = {(0,) * len(powers): c}
@@ -56,5 +56,5 @@ class Polynomial:
 
 
 def monomial(values: Sequence[int], powers: Powers) -> int:
-    """The product of ``values`` to their powers."""
+    """Return the product of ``values`` to their powers."""
     return prod(value**power for value, power in zip(values, powers, strict=True))

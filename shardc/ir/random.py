@@ -35,7 +35,7 @@ _library.define(
 
 
 def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers in ``[0, 1)`` of shape ``size``.
+    """Return the numbers in ``[0, 1)`` of shape ``size``.
 
     Args:
         key: int64 [1].
@@ -48,7 +48,7 @@ def uniform(key: Tensor, stream: int, size: Sequence[int], *, dtype: torch.dtype
 
 
 def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype: torch.dtype) -> Any:
-    """The numbers of the elements at flat positions ``index`` (int64, of any shape) in a tensor of ``numel``.
+    """Return the numbers of the elements at flat positions ``index`` (int64, of any shape) in a tensor of ``numel``.
 
     ``call`` makes each op: at once, or in a graph.
     """
@@ -78,7 +78,7 @@ def _word(call: Call, key: Any, lane: int, index: Any, numel: int) -> Any:
 
 
 def _mix(call: Call, x: Any) -> Any:
-    """A bijection of 32-bit words; every multiplier has 31 bits, so that products stay below 2 ** 63."""
+    """Return a bijection of 32-bit words; every multiplier has 31 bits, so that products stay below 2 ** 63."""
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x = call(aten.bitwise_xor.Tensor, x, call(aten.bitwise_right_shift.Tensor_Scalar, x, shift))
         x = call(aten.bitwise_and.Scalar, call(aten.mul.Tensor, x, factor), WORD)
@@ -86,7 +86,7 @@ def _mix(call: Call, x: Any) -> Any:
 
 
 def _hash(number: int) -> int:
-    """The same bijection of a number that is known beforehand, so that streams start far apart."""
+    """Return the same bijection of a number that is known beforehand, so that streams start far apart."""
     x = (number * 0x9E3779B1) & WORD
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x ^= x >> shift

@@ -76,7 +76,7 @@ class Reach:
         return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
     def holds(self) -> bool:
-        """Whether classes still have the same methods, and functions the same code: some microseconds."""
+        """Return whether classes still have the same methods, and functions the same code: some microseconds."""
         classes, names, values, functions, codes = self._getters
         return (
             all(map(is_, map(getattr, classes, names), values))
@@ -87,7 +87,7 @@ class Reach:
 
 
 def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[str] = ()) -> Reach:
-    """The code that a capture of ``model`` and ``loss`` can reach.
+    """Return the code that a capture of ``model`` and ``loss`` can reach.
 
     Args:
         traced: `code_hash` of the code that a capture went through, but for code that is told by a version.

@@ -35,7 +35,7 @@ class Reader:
             self.at += 1
 
     def take(self, literal: str) -> bool:
-        """Whether ``literal`` comes next; steps over it if so."""
+        """Return whether ``literal`` comes next; steps over it if so."""
         line, at = self.line, self.at
         while line.startswith(" ", at):
             at += 1
@@ -69,7 +69,7 @@ class Reader:
         return out
 
     def word(self) -> str | None:
-        """A bare or a quoted word."""
+        """Return a bare or a quoted word."""
         if quoted := self.match(STRING):
             return str(json.loads(quoted[0]))
         bare = self.match(grammar.BARE)
@@ -80,7 +80,8 @@ class Reader:
         return int(found[0]) if found else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
-        """The fields of `Info` that the comment at the end gives, if there is one (`shardc.ir.text.origin_text`)."""
+        """Return the fields of `Info` that the comment at the end gives, if there is one
+        (`shardc.ir.text.origin_text`)."""
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
             return {"origin": Origin(phase=phase)}

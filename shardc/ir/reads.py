@@ -90,7 +90,7 @@ class Reads:
         return *((str(read), at.text(read)) for read in self.found), ("its code", self.reach(model, loss).digest)
 
     def reach(self, model: nn.Module, loss: Any = None) -> Reach:
-        """The code that a trace would reach now."""
+        """Return the code that a trace would reach now."""
         return reach(model, loss, [does for does, _ in self.traced])
 
     def joined(self, other: Reads) -> Reads | None:
@@ -194,7 +194,7 @@ def _row(x: Any) -> list[Any]:
 
 
 def hooks_of(model: nn.Module) -> list[str]:
-    """The hooks of all modules of ``model``, then those of all modules that there are."""
+    """Return the hooks of all modules of ``model``, then those of all modules that there are."""
     own = [
         f"{path}.{kind} {text_of(hook)}{' with kwargs' * (key in getattr(module, f'{kind}_with_kwargs', ()))}"
         for path, module in model.named_modules()
@@ -205,5 +205,5 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 
 def global_hooks() -> list[dict[int, Any]]:
-    """The hooks of all modules that there are, kind by kind."""
+    """Return the hooks of all modules that there are, kind by kind."""
     return [getattr(_nn, kind) for kind in _GLOBAL]

@@ -20,7 +20,7 @@ _library.define(
 
 
 def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Tensor, Tensor]:
-    """The state after each step, [time, batch, features], and what backward needs of its gates, as ``gates``.
+    """Return the state after each step, [time, batch, features], and what backward needs of its gates, as ``gates``.
 
     Args:
         cell: "lstm", "gru", "tanh" or "relu".
@@ -51,7 +51,7 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
 def _steps_backward(
     grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, kept: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the gates and of the first state, from that of the states."""
+    """Return the gradients of the gates and of the first state, from that of the states."""
     size = weight.shape[1]
     made, d = torch.empty_like(kept), torch.zeros_like(state)
     for at in reversed(range(len(kept))):

@@ -42,7 +42,7 @@ _ranks: ContextVar[Ranks | None] = ContextVar("ranks", default=None)
 
 
 def ranks() -> Ranks | None:
-    """The ranks of the region that is being traced; None outside, where every axis has one rank."""
+    """Return the ranks of the region that is being traced; None outside, where every axis has one rank."""
     return _ranks.get()
 
 
@@ -90,13 +90,13 @@ class Region:
         return tuple(made) if self.many else made[0]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results as a list, in memory of their own."""
+        """Return the function's results as a list, in memory of their own."""
         made = self.function(*tensors)
         given = {id(x) for x in tensors}
         return [x.clone() if id(x) in given else x.contiguous() for x in (made if self.many else (made,))]
 
     def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of each floating-point tensor of ``tensors``, given one for each result."""
+        """Return the gradient of each floating-point tensor of ``tensors``, given one for each result."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
             wanted = [x for x in leaves if x.requires_grad]
@@ -112,12 +112,12 @@ _regions: list[Region] = []
 
 
 def region(number: int) -> Region:
-    """The region that an op in a graph stands for."""
+    """Return the region that an op in a graph stands for."""
     return _regions[number]
 
 
 def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Callable[..., Any]:
-    """``function`` as a region of a model that runs on each rank's shards and communicates by itself.
+    """Return ``function`` as a region of a model that runs on each rank's shards and communicates by itself.
 
     ``function`` takes one tensor for each of ``in_layouts`` and returns one for each of ``out_layouts``. On a mesh it
     gets this rank's shards, returns this rank's shards, and communicates through `shardc.local`. Its gradient is

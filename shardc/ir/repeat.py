@@ -26,7 +26,7 @@ class Repeat:
         return f"{self.path}." if self.path else ""
 
     def names(self) -> list[str]:
-        """The qualified names of the blocks."""
+        """Return the qualified names of the blocks."""
         return [f"{self.prefix}{self.first + at}" for at in range(self.count)]
 
     def __str__(self) -> str:

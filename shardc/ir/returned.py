@@ -129,18 +129,19 @@ def _viewed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _stays_view(node: fx.Node) -> bool:
-    """Whether the op that was traced to ``node`` is a view; a decomposition may end in views where it is not."""
+    """Return whether the op that was traced to ``node`` is a view; a decomposition may end in views where it is not."""
     op = node.meta.get("original_aten")
     return not isinstance(op, torch._ops.OpOverload) or op.is_view
 
 
 def _is_part(nodes: Sequence[fx.Node]) -> bool:
-    """Whether a view, of ``nodes`` from it to what allocates its memory, is of one that an op makes several of."""
+    """Return whether a view, of ``nodes`` from it to what allocates its memory, is of one that an op makes several
+    of."""
     return any(x.target is getitem for x in nodes[:-1])
 
 
 def _disjoint(nodes: Sequence[fx.Node], others: Sequence[fx.Node]) -> bool:
-    """Whether two views, as `_is_part` takes them, are of two parts that one op makes."""
+    """Return whether two views, as `_is_part` takes them, are of two parts that one op makes."""
     parts = [{x.args[0]: x.args[1] for x in chain[:-1] if x.target is getitem} for chain in (nodes, others)]
     return any(parts[1].get(op, at) != at for op, at in parts[0].items())
 
@@ -169,7 +170,8 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
 
 
 def _kept(node: fx.Node) -> set[int]:
-    """The memory that autograd keeps so that backward has ``node``: in a checkpoint region, of what that takes."""
+    """Return the memory that autograd keeps so that backward has ``node``: in a checkpoint region, of what that
+    takes."""
     work, seen, found = [node], set(), set()
     while work:
         x = work.pop()

@@ -45,7 +45,7 @@ class GraphRewriter:
         return self._fake_mode or next(modes, None) or nullcontext()
 
     def before(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """An inserter in front of ``node``; consecutive nodes stand in the order of their insertion.
+        """Return an inserter in front of ``node``; consecutive nodes stand in the order of their insertion.
 
         Args:
             like: whose record new nodes inherit; by default ``node``.
@@ -57,11 +57,11 @@ class GraphRewriter:
         return Inserter(self, node, replace(record, origin=origin), suffix)
 
     def after(self, node: fx.Node, like: fx.Node | None = None, suffix: str = "", **provenance: Any) -> Inserter:
-        """An inserter behind ``node``; arguments as in `before`."""
+        """Return an inserter behind ``node``; arguments as in `before`."""
         return self.before(node.next, node if like is None else like, suffix, **provenance)
 
     def end(self, record: Info, suffix: str = "") -> Inserter:
-        """An inserter at the end of a graph that is being built, whose nodes inherit ``record``."""
+        """Return an inserter at the end of a graph that is being built, whose nodes inherit ``record``."""
         return Inserter(self, None, record, suffix)
 
     def replace(self, node: fx.Node, new: fx.Node, *, rename: bool = False) -> None:

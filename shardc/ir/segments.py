@@ -46,12 +46,12 @@ class Segment:
 
 
 def whole(gm: fx.GraphModule) -> tuple[Segment, ...]:
-    """The half as one segment, which has no names: it takes and gives what the half does."""
+    """Return the half as one segment, which has no names: it takes and gives what the half does."""
     return (Segment(gm, (), (), frozenset()),)
 
 
 def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
-    """The half as segments, if ``least`` of them are alike; else as one.
+    """Return the half as segments, if ``least`` of them are alike; else as one.
 
     Args:
         gm: a local graph in the order in which it runs; not changed.
@@ -138,7 +138,8 @@ class _Half:
         return sorted({*left, *own, *right} - {0, len(self.nodes)})
 
     def rows_of_calls(self) -> list[tuple[int, int]]:
-        """The long stretches that only start collectives and wait, each as the places of its first node and its end."""
+        """Return the long stretches that only start collectives and wait, each as the places of its first node and its
+        end."""
         rows, at = [], 0
         for calls, nodes in groupby(self.nodes, is_call):
             start, at = at, at + len(list(nodes))
@@ -172,7 +173,7 @@ class _Half:
         return tuple(ops), tuple(map(self.kind, takes)), tuple(number[node] for node in gives)
 
     def graph(self, start: int, stop: int) -> fx.Graph:
-        """The graph of a stretch."""
+        """Return the graph of a stretch."""
         takes, gives = self._ports(start, stop)
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -212,12 +213,12 @@ class _Half:
         return self._marks[node]
 
     def _id(self, thing: Any) -> int:
-        """A number that equal things have, and no others."""
+        """Return a number that equal things have, and no others."""
         return self._ids.setdefault(thing, len(self._ids))
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """The ops as they run; an item of what an op makes right behind the op."""
+    """Return the ops as they run; an item of what an op makes right behind the op."""
     out: list[fx.Node] = []
 
     def add(node: fx.Node) -> None:
@@ -233,13 +234,13 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _on_its_way(node: fx.Node) -> bool:
-    """Whether ``node`` is what a collective makes, before the wait."""
+    """Return whether ``node`` is what a collective makes, before the wait."""
     made: Any = node.args[0] if node.target is getitem else node
     return isinstance(made, fx.Node) and collective_kind(made) is not None
 
 
 def is_call(node: fx.Node) -> bool:
-    """Whether ``node`` starts a collective, takes one of its results, or waits for something."""
+    """Return whether ``node`` starts a collective, takes one of its results, or waits for something."""
     return _on_its_way(node) or node.target is WAIT
 
 
@@ -273,7 +274,7 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
 
 
 def _runs(marks: Sequence[int], period: int) -> Iterator[tuple[int, int]]:
-    """The stretches in which every mark comes again after ``period``."""
+    """Yield the stretches in which every mark comes again after ``period``."""
     start = None
     for at in range(len(marks) - period):
         if marks[at] != marks[at + period]:

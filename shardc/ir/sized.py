@@ -74,11 +74,11 @@ class SizedGraph:
     compiled: list[tuple[Callable[[Mapping[str, int]], bool], Any]] = field(default_factory=list)
 
     def units(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """The u of each size."""
+        """Return the u of each size."""
         return {name: (sizes[name] - b) // a for name, (a, b) in self.scale.items()}
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
-        """The graph at ``sizes``, at which all polynomials are whole."""
+        """Return the graph at ``sizes``, at which all polynomials are whole."""
         known: dict[Polynomial, int] = {}
 
         def number(x: Any) -> Any:
@@ -110,7 +110,8 @@ class SizedGraph:
         return made
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
-        """The graph with a placeholder for the u of each size, in front of the others; values have no ``meta["val"]``.
+        """Return the graph with a placeholder for the u of each size, in front of the others; values have no
+        ``meta["val"]``.
 
         Args:
             like: the graph `at` some sizes; words, as the names of groups, are taken from it.
@@ -199,14 +200,14 @@ class _Spelled:
 
 
 def _words(node: fx.Node) -> Iterator[str]:
-    """The strings among the arguments, in order."""
+    """Return the strings among the arguments, in order."""
     found: list[str] = []
     fx.node.map_aggregate((node.args, node.kwargs), lambda x: found.append(x) if isinstance(x, str) else None)
     return iter(found)
 
 
 def _made(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
-    """``like`` with tensors of ``shape`` in the place of its own."""
+    """Return ``like`` with tensors of ``shape`` in the place of its own."""
     if isinstance(shape, Shape):
         sizes, strides = [[number(n) for n in each] for each in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``
@@ -216,7 +217,7 @@ def _made(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
 
 
 def _value(record: Info, shapes: tuple[Any, ...], number: Callable[[Any], Any]) -> Any:
-    """The value of ``record`` at other sizes."""
+    """Return the value of ``record`` at other sizes."""
     made = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
         for value, shape in zip(record.values, shapes, strict=True)

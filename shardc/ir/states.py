@@ -38,7 +38,8 @@ def _states() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def in_inference_mode() -> bool:
-    """Whether a call is in inference mode; also where its program is traced, which is done outside of that mode."""
+    """Return whether a call is in inference mode; also where its program is traced, which is done outside of that
+    mode."""
     return torch.is_inference_mode_enabled() or _LEFT.get()
 
 

@@ -13,7 +13,7 @@ from shardc.ir.layout import Digit, Digits, Layout, cut_digits
 def broken_step(
     op: Callable[..., object], source: Layout, made: Layout, axes: Sequence[str], reduce_op: str
 ) -> str | None:
-    """Why ``op`` over ``axes`` cannot make ``made`` of ``source``, or None where it does.
+    """Return why ``op`` over ``axes`` cannot make ``made`` of ``source``, or None where it does.
 
     Args:
         op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
@@ -40,7 +40,7 @@ class _Step:
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
     def broken(self, op: Callable[..., object]) -> str | None:
-        """Why ``op`` does not make the result."""
+        """Return why ``op`` does not make the result."""
         source, made = self.source, self.made
         if op in (ops.all_gather, ops.shard):
             split, whole = (source, made) if op is ops.all_gather else (made, source)
@@ -58,24 +58,24 @@ class _Step:
     # --- what a step may do
 
     def missing(self, bound: set[str], what: str) -> str | None:
-        """Which of the axes is not among those that are ``bound``."""
+        """Return which of the axes is not among those that are ``bound``."""
         lost = next((atom for atom in self.over if atom not in bound), None)
         return None if lost is None else f"{lost!r} splits {what}"
 
     def splits(self, layout: Layout) -> str | None:
-        """Why the axes do not split the operand or the result, which has this layout."""
+        """Return why the axes do not split the operand or the result, which has this layout."""
         what = "the operand" if layout is self.source else "the result"
         return self.missing(self.bound(layout), f"no dim of {what}, {layout}")
 
     def unbinds(self, split: Layout, whole: Layout) -> str | None:
-        """Why ``whole`` is not ``split`` with the axes taken from its dims."""
+        """Return why ``whole`` is not ``split`` with the axes taken from its dims."""
         expected = self.without(split)
         if (lost := self.splits(split)) is not None or expected.dims == whole.dims:
             return lost
         return f"[{split.dims_text()}] without {self.axes} is [{expected.dims_text()}], not [{whole.dims_text()}]"
 
     def moves(self) -> str | None:
-        """Why the axes do not only stand elsewhere in the result."""
+        """Return why the axes do not only stand elsewhere in the result."""
         if self.source.dims == self.made.dims:
             return "nothing moves"
         one, other = self.without(self.source), self.without(self.made)
@@ -84,13 +84,13 @@ class _Step:
         return f"without {self.axes}, [{one.dims_text()}] becomes [{other.dims_text()}]"
 
     def whole_shards(self) -> str | None:
-        """Why the shards, as they are, are not the shards of the result on other ranks."""
+        """Return why the shards, as they are, are not the shards of the result on other ranks."""
         if _cuts(self.source) == _cuts(self.made):
             return None
         return f"the shards of {self.source} are not those of {self.made}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
-        """Why ``done`` is not ``pending`` with the reductions over the axes gone."""
+        """Return why ``done`` is not ``pending`` with the reductions over the axes gone."""
         left = self.pending(done)
         if not set(self.over) & set(left) and self.pending(pending) == left | dict.fromkeys(self.over, self.op):
             return None
@@ -110,11 +110,11 @@ class _Step:
     # --- layouts in atoms
 
     def atoms(self, axis: str) -> list[str]:
-        """The atoms that ``axis`` is made of, major to minor; none of an axis of size 1."""
+        """Return the atoms that ``axis`` is made of, major to minor; none of an axis of size 1."""
         return self.mesh.parts(axis, self.edges)
 
     def digits(self, digits: Digits) -> Digits:
-        """``digits`` with each bound one cut into its atoms."""
+        """Return ``digits`` with each bound one cut into its atoms."""
         return cut_digits(self.mesh, digits, self.atoms)
 
     def bound(self, layout: Layout) -> set[str]:
@@ -124,7 +124,7 @@ class _Step:
         return {atom: op for axis, op in layout.partial for atom in self.atoms(axis)}
 
     def without(self, layout: Layout) -> Layout:
-        """``layout`` with the axes of the step no longer splitting any dim."""
+        """Return ``layout`` with the axes of the step no longer splitting any dim."""
         dims = [
             [Digit(digit.radix) if digit.axis in self.over else digit for digit in self.digits(digits)]
             for digits in layout.dims

@@ -64,7 +64,7 @@ class Row:
 
 
 def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
-    """The collectives of ``gm`` by kind and axis: marker ops at global shapes, or torch's at local ones.
+    """Return the collectives of ``gm`` by kind and axis: marker ops at global shapes, or torch's at local ones.
 
     Sorted by kind, then by mesh axis. A reshard that is not yet spelled as collectives counts for nothing.
 
@@ -80,7 +80,7 @@ def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
 
 
 def wire_elements(kind: str, ranks: int, held: int) -> int:
-    """Elements that each of ``ranks`` ranks sends, holding ``held`` of them before the collective."""
+    """Return the elements that each of ``ranks`` ranks sends, holding ``held`` of them before the collective."""
     if kind == "all_gather":
         return (ranks - 1) * held
     if kind == "permute_ranks" or kind == "broadcast":
@@ -90,7 +90,7 @@ def wire_elements(kind: str, ranks: int, held: int) -> int:
 
 
 def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
-    """The axes of a group name such as ``shardc:dp,tp``, or None where it is not a group of ``mesh``."""
+    """Return the axes of a group name such as ``shardc:dp,tp``, or None where it is not a group of ``mesh``."""
     if not isinstance(group, str) or not group.startswith(GROUP_PREFIX):
         return None
     axes = tuple(group.removeprefix(GROUP_PREFIX).split(","))
@@ -98,20 +98,20 @@ def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
 
 
 def group_of(node: fx.Node, mesh: Mesh) -> tuple[tuple[str, ...], int]:
-    """The axes of the group that a collective of torch's is over, and how many ranks it has."""
+    """Return the axes of the group that a collective of torch's is over, and how many ranks it has."""
     axes = group_axes(arguments_of(node)["group_name"], mesh)
     assert axes is not None, f"{node} is over no group of {mesh}"
     return axes, prod(mesh.size(axis) for axis in axes)
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node that calls an op of torch, by the names of its schema."""
+    """Return the arguments of a node that calls an op of torch, by the names of its schema."""
     target: Any = node.target
     return {**dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)), **node.kwargs}
 
 
 def collective_kind(node: fx.Node) -> str | None:
-    """The kind of collective that ``node`` starts, marker or torch's own, or None."""
+    """Return the kind of collective that ``node`` starts, marker or torch's own, or None."""
     return _kind_of(node.target) if node.op == "call_function" else None
 
 
@@ -152,12 +152,12 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
 
 
 def _moved(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a collective moves: one, or the list that a coalesced one takes."""
+    """Return the tensors that a collective moves: one, or the list that a coalesced one takes."""
     moved: Any = node.args[0]
     return list(moved) if isinstance(moved, list | tuple) else [moved]
 
 
 def _held(node: fx.Node) -> int:
-    """Elements of a tensor that each rank holds, by its layout or by its local shape."""
+    """Return the elements of a tensor that each rank holds, by its layout or by its local shape."""
     made = value(node)
     return prod(made.shape) if made.layout is None else made.layout.local_numel

@@ -20,7 +20,7 @@ Line = tuple[str, fx.Node | None]
 
 
 def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
-    """``gm`` as text, the same to the byte in every process.
+    """Return ``gm`` as text, the same to the byte in every process.
 
     Args:
         gm: a graph whose nodes carry `Info` and whose output node carries its roles.
@@ -39,7 +39,7 @@ def dump(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> str:
 
 
 def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line]:
-    """The lines of `dump` above the tally, each with the node that it shows (None for headings)."""
+    """Return the lines of `dump` above the tally, each with the node that it shows (None for headings)."""
     nodes = list(gm.graph.nodes)
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
@@ -71,20 +71,20 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
 
 
 def placeholder_text(record: Info, unplaced: str) -> str:
-    """``KIND [#INDEX] [ROLE] %name: type``."""
+    """Return ``KIND [#INDEX] [ROLE] %name: type``."""
     shown = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
     return shown if record.role is None else f"{role_text(record.role, record.name)} {shown}"
 
 
 def role_text(role: Role, known: str) -> str:
-    """``KIND [#INDEX] [ROLE]``, without an index of 0 and without the name that is ``known``."""
+    """Return ``KIND [#INDEX] [ROLE]``, without an index of 0 and without the name that is ``known``."""
     index = [f"#{role.index}"] if role.index else []
     name = [grammar.word_text(role.name)] if role.name != known else []
     return " ".join([role.kind, *index, *name])
 
 
 def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
-    """``%name: type = op(arguments)`` of a node that is neither placeholder nor output."""
+    """Return ``%name: type = op(arguments)`` of a node that is neither placeholder nor output."""
     record = info(node)
     left = f"{grammar.name_text(record.name)}: {grammar.value_text(record.value, unplaced)}"
     if node.op == "get_attr":
@@ -97,13 +97,13 @@ def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
 
 
 def constant_text(gm: fx.GraphModule, name: str) -> str:
-    """The name of an attribute of ``gm`` and, where it is small, what it holds."""
+    """Return the name of an attribute of ``gm`` and, where it is small, what it holds."""
     held = grammar.held(operator.attrgetter(name)(gm))
     return argument_text(name) if held is None else f"{argument_text(name)}, {argument_text(held)}"
 
 
 def shown_arguments(node: fx.Node) -> list[str]:
-    """The arguments as text, in the order of the schema, without those that only repeat the op's default."""
+    """Return the arguments as text, in the order of the schema, without those that only repeat the op's default."""
     known, positional = grammar.defaults(node.target)
     wants = iter(info(node).needs or ())
     args = list(node.args)
@@ -123,7 +123,7 @@ def is_default(known: dict[str, Any], name: str, arg: Any) -> bool:
 
 
 def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
-    """An argument: a node by its name, a list of arguments, or a constant.
+    """Return an argument: a node by its name, a list of arguments, or a constant.
 
     ``wants`` are the layouts in which the tensors among the arguments are wanted, in order.
     """
@@ -138,7 +138,8 @@ def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str
 
 
 def origin_text(record: Info) -> str:
-    """`` # module | source | reason [| region N] [| kept] [| regathers NAME]``, with a dash for an empty reason."""
+    """Return `` # module | source | reason [| region N] [| kept] [| regathers NAME]``, with a dash for an empty
+    reason."""
     origin = record.origin
     parts = [part or "-" for part in (origin.module, origin.source, origin.reason)]
     parts += [f"region {origin.region}"] if origin.region else []

@@ -16,7 +16,8 @@ TOLD = [PACKAGE, Path(torch.__file__).parent, Path(sysconfig.get_path("stdlib"))
 
 @cache
 def told_place(file: str) -> str | None:
-    """A file of torch, shardc or Python, from its root on; None of others, also of packages that lie within these."""
+    """Return a file of torch, shardc or Python, from its root on; None of others, also of packages that lie within
+    these."""
     if file.startswith("<frozen "):
         return file
     for root in TOLD:
@@ -26,7 +27,7 @@ def told_place(file: str) -> str | None:
 
 
 def is_told(code: types.CodeType) -> bool:
-    """Whether ``code`` is told by a version."""
+    """Return whether ``code`` is told by a version."""
     return told_place(code.co_filename) is not None
 
 
@@ -40,7 +41,7 @@ def is_told_module(module: types.ModuleType) -> bool:
 
 @cache
 def _is_told_name(module: str) -> bool:
-    """Whether a module is of torch, shardc or Python, and not the user's under the name of one of Python's."""
+    """Return whether a module is of torch, shardc or Python, and not the user's under the name of one of Python's."""
     found = sys.modules.get(module.partition(".")[0])
     file, origin = getattr(found, "__file__", None), getattr(getattr(found, "__spec__", None), "origin", None)
     return origin in ("built-in", "frozen") or file is not None and told_place(file) is not None

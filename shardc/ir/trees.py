@@ -9,7 +9,7 @@ from shardc._compat import pytree
 
 
 def leaf_paths(tree: Any) -> list[tuple[Any, ...]]:
-    """The keys, positions and attributes that lead to each leaf of ``tree``, in the order of its leaves.
+    """Return the keys, positions and attributes that lead to each leaf of ``tree``, in the order of its leaves.
 
     A class that was registered without key paths gives its items (of a mapping) or attributes, where these are what
     it flattens to, and positions otherwise.

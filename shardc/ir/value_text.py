@@ -16,7 +16,8 @@ MAIN = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", "__ma
 
 
 def text_of(value: Any) -> str:
-    """A value as text: of constants and tensors what they are, of functions their code, of other objects the class."""
+    """Return a value as text: of constants and tensors what they are, of functions their code, of other objects the
+    class."""
     if is_plain(value):
         return plain_text(value)
     if isinstance(value, Tensor):
@@ -37,7 +38,8 @@ def text_of(value: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is a constant without parts: a number, a text, a member of an enum, a dtype and the like."""
+    """Return whether ``value`` is a constant without parts: a number, a text, a member of an enum, a dtype and the
+    like."""
     return value is None or isinstance(value, _PLAIN)
 
 
@@ -48,7 +50,7 @@ _PLAIN = (
 
 
 def plain_text(value: Any) -> str:
-    """A value that `is_plain`, as text."""
+    """Return a value that `is_plain`, as text."""
     if isinstance(value, enum.Enum):
         return f"{qualified_name(type(value))}.{value.name}={text_of(value.value)}"
     if type(value) in (type(None), bool, str, type(...)):
@@ -66,12 +68,12 @@ def tensor_text(tensor: Tensor) -> str:
 
 
 def module_name(name: str) -> str:
-    """The name of a module, of one that runs as ``python -m name`` too."""
+    """Return the name of a module, of one that runs as ``python -m name`` too."""
     return MAIN if name == "__main__" else name
 
 
 def qualified_name(thing: Any) -> str:
-    """The name of a class or a function, with its module's; a builtin's is bare."""
+    """Return the name of a class or a function, with its module's; a builtin's is bare."""
     owner = getattr(thing, "__objclass__", thing)  # a method of a builtin class has no module
     module = getattr(owner, "__module__", "builtins")
     return f"{module_name(str(module))}.{thing.__qualname__}".removeprefix("builtins.")

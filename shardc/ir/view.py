@@ -11,7 +11,7 @@ from shardc.ir.mesh import Mesh, split_part
 
 
 def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
-    """The axes of ``mesh`` in order, each that some layout uses a part of cut wherever one does.
+    """Return the axes of ``mesh`` in order, each that some layout uses a part of cut wherever one does.
 
     Raises:
         LayoutError: two layouts cut an axis where no common cut is, as 6 ranks by 2 and by 3.
@@ -35,12 +35,12 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
 
 
 def view_of(mesh: Mesh, parts: Iterable[str]) -> Mesh:
-    """The mesh whose axes are ``parts``, those that are not whole axes named like ``dp_2x2``."""
+    """Return the mesh whose axes are ``parts``, those that are not whole axes named like ``dp_2x2``."""
     return Mesh((part.replace(":", "_"), mesh.size(part)) for part in parts)
 
 
 def seen_on(layout: Layout, view: Mesh) -> Layout:
-    """``layout`` on ``view``, a view of its mesh.
+    """Return ``layout`` on ``view``, a view of its mesh.
 
     Raises:
         LayoutError: it uses a part that the view does not cut off.

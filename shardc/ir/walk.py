@@ -129,7 +129,7 @@ class Walk:
         (self.values if is_plain(value) or isinstance(value, _CONTAINERS) else self.code)[key] = text
 
     def ref(self, value: Any) -> str:
-        """A value as text; what it reaches is walked later."""
+        """Return a value as text; what it reaches is walked later."""
         if is_plain(value):
             return plain_text(value)
         if id(value) in self._refs:
@@ -169,7 +169,7 @@ class Walk:
         return self._object(value)
 
     def _named(self, value: Any, name: str) -> str:
-        """A name for ``value``, with a number behind it where another thing has it."""
+        """Return a name for ``value``, with a number behind it where another thing has it."""
         number = self._counts[name] = self._counts.get(name, 0) + 1
         self._alive.append(value)
         text = self._refs[id(value)] = name if number == 1 else f"{name} #{number}"
@@ -199,7 +199,7 @@ class Walk:
         return not isinstance(item, types.FunctionType) or self._was_traced(item)
 
     def _was_traced(self, value: Any) -> bool:
-        """Whether the code of a function, or of what is made of one, was traced and is told by no version."""
+        """Return whether the code of a function, or of what is made of one, was traced and is told by no version."""
         function = value.fget if isinstance(value, property) else value
         if isinstance(function, (staticmethod, classmethod, types.MethodType)):
             function = function.__func__
@@ -270,7 +270,7 @@ class Walk:
         return name
 
     def _op(self, value: Any, op: str, parts: Mapping[str, Any]) -> str:
-        """An op of the user's, whose functions are called and not traced by Dynamo."""
+        """Return an op of the user's, whose functions are called and not traced by Dynamo."""
         name = self._refs[id(value)] = f"op {op}"
         self._alive.append(value)
         if op not in self.ops:
@@ -310,7 +310,8 @@ class Walk:
                     yield cls, name, value
 
     def _without_name(self, name: str, value: Any) -> bool:
-        """Whether an attribute of a class is used where no code names it: by Python, or by a name that is computed."""
+        """Return whether an attribute of a class is used where no code names it: by Python, or by a name that is
+        computed."""
         if name.startswith("__"):
             told = isinstance(value, types.FunctionType) and is_told(value.__code__)
             return name not in _INERT and (not told or name == "__call__")
@@ -365,7 +366,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _is_native(function: types.FunctionType) -> bool:
-    """Whether a function of the user's is called for a trace, instead of being traced."""
+    """Return whether a function of the user's is called for a trace, instead of being traced."""
     return is_called_by_trace(function) or function.__module__ == "transformers.utils.output_capturing"
 
 
@@ -373,7 +374,7 @@ _builtins: Any = sys.modules["builtins"]
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object, those in slots too."""
+    """Return the attributes of an object, those in slots too."""
     found = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():

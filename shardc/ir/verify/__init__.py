@@ -108,7 +108,7 @@ def verify_halves(
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
-    """The error that ``node`` is broken after ``stage``."""
+    """Return the error that ``node`` is broken after ``stage``."""
     collective = blame.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):
@@ -122,7 +122,7 @@ def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyEr
 
 
 def window(gm: fx.GraphModule, mesh: Mesh, node: fx.Node, around: int = 2) -> str:
-    """The line of the dump that shows ``node``, marked, with ``around`` lines before and after."""
+    """Return the line of the dump that shows ``node``, marked, with ``around`` lines before and after."""
     try:
         shown = text.lines(gm, mesh)
     except VerifyError as error:

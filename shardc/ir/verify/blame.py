@@ -16,14 +16,14 @@ _FAR = 64  # ops that are looked at behind a collective for a line
 
 
 def collective_of(node: fx.Node) -> fx.Node | None:
-    """The collective that ``node`` starts, waits for or is a result of, or None."""
+    """Return the collective that ``node`` starts, waits for or is a result of, or None."""
     while node.target is WAIT or node.target is getitem:
         node = node.all_input_nodes[0]
     return node if collective_kind(node) is not None else None
 
 
 def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
-    """The plan entry behind the collective ``node``, or None where none is found.
+    """Return the plan entry behind the collective ``node``, or None where none is found.
 
     Args:
         causes: of each parameter, which plan entries say how it is computed with.
@@ -40,7 +40,7 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
 
 
 def source_of(node: fx.Node) -> str | None:
-    """The line of the user's code that the collective ``node``, or what first uses its result, was made for."""
+    """Return the line of the user's code that the collective ``node``, or what first uses its result, was made for."""
     seen = [node]
     for here in seen:
         if here.op != "output" and (source := info(here).origin.source):

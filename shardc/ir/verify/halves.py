@@ -20,7 +20,7 @@ from shardc.ir.verify.subject import Broken, Subject
 
 
 def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
-    """Which result of ``joint`` the halves together do not give, or None."""
+    """Return which result of ``joint`` the halves together do not give, or None."""
     first = computed(forward)
     handed = {name: value for (kind, name, _), value in first.items() if kind == "saved"}
     own = {role: value for role, value in first.items() if role[0] != "saved"}
@@ -28,7 +28,7 @@ def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
 
 
 def order(graph: fx.Graph) -> list[str]:
-    """The names of the ops in the order in which they run, which items of results do not."""
+    """Return the names of the ops in the order in which they run, which items of results do not."""
     return [info(node).name for node in graph.nodes if node.op == "call_function" and node.target is not getitem]
 
 
@@ -87,7 +87,7 @@ def slots(subject: Subject) -> Broken:
 def _sharing(
     planned: tuple[Slot, ...], used: Mapping[int, tuple[int, int]], numbers: Iterable[int]
 ) -> Iterable[tuple[int, int]]:
-    """Pairs of slots that share bytes while both are in use, the later one first."""
+    """Yield pairs of slots that share bytes while both are in use, the later one first."""
     order = sorted(numbers, key=lambda number: used[number])
     live: list[tuple[int, int]] = []  # (offset, slot) of those in use
     ends: list[tuple[int, int]] = []  # (last use, slot)
@@ -148,7 +148,7 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
 
 
 def _brought(x: fx.Node) -> fx.Node:
-    """The wait that ``x`` is a view of, or ``x``."""
+    """Return the wait that ``x`` is a view of, or ``x``."""
     here = x
     while here.op == "call_function" and here.target is not WAIT:
         if not is_view(here.target) and here.target not in RESHAPES:

@@ -49,7 +49,8 @@ def program(gm: fx.GraphModule, found: Mapping[fx.Node, Any] | None = None) -> P
 
 
 def changed(before: Program, gm: fx.GraphModule, found: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
-    """The first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the same.
+    """Return the first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the
+    same.
 
     Args:
         found: the `fingerprints` of ``gm``.
@@ -63,7 +64,7 @@ def changed(before: Program, gm: fx.GraphModule, found: Mapping[fx.Node, Any]) -
 
 
 def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Computed:
-    """The fingerprint of each output.
+    """Return the fingerprint of each output.
 
     Args:
         saved: fingerprints of placeholders for saved values, by their role's name.
@@ -72,14 +73,14 @@ def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Compu
 
 
 def of_outputs(graph: fx.Graph, found: Mapping[fx.Node, Any]) -> Computed:
-    """The fingerprint of each output, of those of the nodes."""
+    """Return the fingerprint of each output, of those of the nodes."""
     return {
         (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
     }
 
 
 def same(before: Computed, now: Computed) -> str | None:
-    """Which output is not what it was, or None."""
+    """Return which output is not what it was, or None."""
     for role in [*before, *(role for role in now if role not in before)]:
         if before.get(role) != now.get(role):
             kind, name, _ = role
@@ -90,7 +91,8 @@ def same(before: Computed, now: Computed) -> str | None:
 def fingerprints(
     graph: fx.Graph, saved: Mapping[str, bytes] | None = None, replaced: Mapping[str, Collective] | None = None
 ) -> dict[fx.Node, Any]:
-    """The fingerprint of each node but the output; a list of them of one that makes several tensors by a collective.
+    """Return the fingerprint of each node but the output; a list of them of one that makes several tensors by a
+    collective.
 
     Data movement at global shapes changes none. That of a local collective's result is of what it takes, however it is
     spelled: alone or with others, native or in messages, waited for or not.
@@ -138,14 +140,14 @@ def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
 
 
 def known(argument: Any, found: Mapping[fx.Node, Any]) -> Any:
-    """``argument`` with the fingerprints of values in their place."""
+    """Return ``argument`` with the fingerprints of values in their place."""
     if isinstance(argument, fx.Node):
         return found[argument]
     return [known(one, found) for one in argument] if isinstance(argument, list | tuple) else argument
 
 
 def digest(*parts: Any) -> bytes:
-    """A fingerprint of ``parts``, by how they print."""
+    """Return a fingerprint of ``parts``, by how they print."""
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 

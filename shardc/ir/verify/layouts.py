@@ -58,7 +58,7 @@ def agreement(subject: Subject) -> Broken:
 
 
 def _computing(subject: Subject) -> list[fx.Node]:
-    """The ops that compute: neither data movement nor the picking of a result."""
+    """Return the ops that compute: neither data movement nor the picking of a result."""
     moving = (operator.getitem, *ops.MARKERS.values())
     return [node for node in subject.calls if node.target not in moving]
 

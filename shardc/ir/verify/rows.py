@@ -42,5 +42,5 @@ def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
 
 
 def _value(node: fx.Node) -> Any:
-    """The op, or which of its results."""
+    """Return the op, or which of its results."""
     return (node.args[0], node.args[1]) if node.target is getitem else node

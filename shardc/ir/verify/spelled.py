@@ -41,7 +41,8 @@ class Collective:
     reduces: str
 
     def is_spelled_by(self, result: fx.Node, found: Mapping[fx.Node, Any]) -> bool:
-        """Whether ``result`` is made of what it takes alone, by collectives of its group, and by a reduction like its.
+        """Return whether ``result`` is made of what it takes alone, by collectives of its group, and by a reduction
+        like its.
 
         Args:
             found: the fingerprints of the values above ``result``.
@@ -65,7 +66,7 @@ class Collective:
 
 
 def collectives(graph: fx.Graph, found: Mapping[fx.Node, Any]) -> dict[str, Collective]:
-    """The collectives of one tensor in ``graph``, by the names of what waits for them."""
+    """Return the collectives of one tensor in ``graph``, by the names of what waits for them."""
     out = {}
     for wait in graph.nodes:
         start = wait.args[0] if wait.target is WAIT else None

@@ -23,13 +23,13 @@ class State:
         self.ends = [self.nodes[-1].meta.get(key) for key in (ROLES, PLAN)]
 
     def is_of(self, other: State | None) -> bool:
-        """Whether the graph is as it was in ``other``."""
+        """Return whether the graph is as it was in ``other``."""
         if other is None or self.nodes != other.nodes or self.ends != other.ends or not self.computes(other):
             return False
         return all(map(is_, self.values, other.values))
 
     def computes(self, other: State | None) -> bool:
-        """Whether its ops are those of ``other``, on the same operands, in whatever order."""
+        """Return whether its ops are those of ``other``, on the same operands, in whatever order."""
         if other is None or self.targets != other.targets or self.args != other.args:
             return False
         return self.kwargs == other.kwargs and self.records == other.records
