@@ -20,7 +20,7 @@ from shardc.ir.returned import Returned
 from shardc.runtime.surroundings import Surroundings
 from shardc.validate import Range, checked
 
-VERSION = 7
+VERSION = 8
 RECORD, ARTIFACTS = "program.json", "inductor.bin"
 HALVES = ("forward", "backward", "inference")
 LARGEST_TEXT = 1 << 30  # bytes of a file that is parsed
