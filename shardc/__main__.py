@@ -62,8 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _named(options: argparse.Namespace, error: OSError) -> bool:
     """Whether a file could not be written, or read, that an argument names, or its folder."""
-    given = [value for value in vars(options).values() if isinstance(value, str)]
-    return bool(error.filename) and any(value.startswith(str(error.filename)) for value in given)
+    texts = [value for value in vars(options).values() if isinstance(value, str)]
+    return bool(error.filename) and any(value.startswith(str(error.filename)) for value in texts)
 
 
 def one_line(error: ShardcError) -> str:

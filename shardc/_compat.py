@@ -48,19 +48,19 @@ def is_wrapper(x: object) -> bool:
     return is_traceable_wrapper_subclass(x) and not isinstance(x, DTensor | AsyncCollectiveTensor)
 
 
-def grouped_mm(one: Tensor, other: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Products of groups of rows, by the public function where this torch has it.
 
     Args:
-        one: [r, k] with ``other`` [e, k, n], a matrix for each group; or [k, r] with [r, n], whose groups are summed.
+        left: [r, k] with ``right`` [e, k, n], a matrix for each group; or [k, r] with [r, n], whose groups are summed.
         ends: int32 [e]: where each group's rows end.
 
     Returns:
         [r, n] or [e, k, n].
     """
     function: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-    made: Tensor = function(one, other, offs=ends)
-    return made
+    product: Tensor = function(left, right, offs=ends)
+    return product
 
 
 def new_group(ranks: Sequence[int], members_only: bool = False) -> dist.ProcessGroup:
@@ -111,8 +111,8 @@ def traced_code(capture: Any) -> list[CodeType]:
 
 def is_called_by_trace(function: Any) -> bool:
     """Whether Dynamo calls ``function`` instead of tracing it: ``allow_in_graph``, ``nonstrict_trace`` and the like."""
-    known = ("is_callable_allowed", "is_nonstrict_trace_callable", "is_leaf_function")
-    return any(getattr(trace_rules, name)(function) for name in known if hasattr(trace_rules, name))
+    predicates = ("is_callable_allowed", "is_nonstrict_trace_callable", "is_leaf_function")
+    return any(getattr(trace_rules, name)(function) for name in predicates if hasattr(trace_rules, name))
 
 
 def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
@@ -128,8 +128,8 @@ def custom_op(value: Any) -> tuple[str, dict[str, Any]] | None:
     if definition is None or definition._torch_dispatch_fns or getattr(definition, "_used_triton_kernels", None):
         return None
     parts = ("_init_fn", "_abstract_fn", "_setup_context_fn", "_backward_fn")
-    held = {part.strip("_"): getattr(definition, part) for part in parts}
-    return name, held | {"autocast": dict(getattr(definition, "_autocast_dtype", {}))}
+    parts_by_name = {part.strip("_"): getattr(definition, part) for part in parts}
+    return name, parts_by_name | {"autocast": dict(getattr(definition, "_autocast_dtype", {}))}
 
 
 def trunc_normal_rejects() -> bool:
@@ -186,12 +186,14 @@ def single_dim_table(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Raises:
         NotImplementedError: a placement of another kind. What else torch raises depends on the op.
     """
-    found = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
+    strategy = DTensor._op_dispatcher.sharding_propagator.op_single_dim_strategy_funcs[op]
     metas = [
         pytree.tree_map_only(torch.Tensor, lambda x: TensorMeta(x.shape, x.stride(), x.dtype), given)
         for given in (args, kwargs)
     ]
-    return [[_one_dim_placement(placement) for placement in row] for row in getattr(found, "func", found)(op, *metas)]
+    return [
+        [_one_dim_placement(placement) for placement in row] for row in getattr(strategy, "func", strategy)(op, *metas)
+    ]
 
 
 def _one_dim_placement(placement: Any) -> Any:
@@ -222,7 +224,7 @@ def spec_children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
 
 def aten_overloads() -> list[Any]:
     """Every overload of an aten op, by name."""
-    found = []
+    overloads = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         namespace, _, qualified = name.partition("::")
         packet, _, overload = qualified.partition(".")
@@ -230,5 +232,5 @@ def aten_overloads() -> list[Any]:
             getattr(getattr(torch.ops.aten, packet, None), overload or "default", None) if namespace == "aten" else None
         )
         if op is not None:
-            found.append(op)
-    return found
+            overloads.append(op)
+    return overloads

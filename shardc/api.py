@@ -51,7 +51,7 @@ from shardc.search.search_on_rank0 import search_once
 M = TypeVar("M", bound=nn.Module)
 
 
-def _told(function: Callable[..., Any]) -> Any:
+def _shares_errors(function: Callable[..., Any]) -> Any:
     """What is raised on this rank, while all ranks of its mesh compile a module, is raised on the others too."""
 
     @wraps(function)
@@ -66,7 +66,7 @@ def _told(function: Callable[..., Any]) -> Any:
     return call
 
 
-@_told
+@_shares_errors
 @frozen()
 def compile(
     model: nn.Module | Callable[..., Any],
@@ -124,7 +124,7 @@ def compile(
     return _compile(model, mesh, plan, loss, backend, options, precompiled, dynamic, init_sync, in_place=False)
 
 
-@_told
+@_shares_errors
 @frozen()
 def shard(
     model: M,
@@ -178,31 +178,31 @@ def _compile(
         text = f"comm={options.comm!r}: collectives are local copies, and what is computed is WRONG; for timing alone"
         warnings.warn(ShardcWarning(text), stacklevel=5)
     register_caches()
-    given = model if isinstance(model, nn.Module) else as_module(model)
-    module = flattened(given)
-    if module is not given and precompiled not in ((), []):
+    original = model if isinstance(model, nn.Module) else as_module(model)
+    module = flattened(original)
+    if module is not original and precompiled not in ((), []):
         raise PrecompiledError(
-            f"{type(given).__name__} has tensors of wrapper subclasses, whose ops may be code that no key names",
+            f"{type(original).__name__} has tensors of wrapper subclasses, whose ops may be code that no key names",
             fix="compile without precompiled=",
         )
     abstract = Mesh.of(mesh)
     device = _device(module, mesh)
     names = _names(module)
-    held = dtensor_entries(module, mesh)
+    entries = dtensor_entries(module, mesh)
     template = clone_tree(module, lambda _, x: _like(x, torch.device("meta")))
     drop_style_hooks(template)
     groups = Groups.of(mesh) if isinstance(mesh, DeviceMesh) else None
-    found = None
+    search = None
     if isinstance(plan, Auto):
-        found = search_once(Plan.of(held) | plan, template, mesh, loss, device, options, groups)
-        plan = found.plan
-    elif held:
-        plan = Plan.of(held) | plan
+        search = search_once(Plan.of(entries) | plan, template, mesh, loss, device, options, groups)
+        plan = search.plan
+    elif entries:
+        plan = Plan.of(entries) | plan
     plan = plan.on(abstract)
     check_axes(plan, abstract)
     shapes = {name: (tuple(p.shape), p.element_size()) for name, p in module.named_parameters()}
     params = resolve_params(plan, abstract, shapes, names)
-    check_kept(held, params)
+    check_kept(entries, params)
     check_dynamic(dynamic or {}, module)
     resolve_activations(plan, [name for name, _ in module.named_modules()])
     if groups is not None and backend == "inductor" and device.type == "cpu":
@@ -230,7 +230,7 @@ def _compile(
             groups if backend == "inductor" else None,
             DynamicDims(dynamic or {}),
             runs=groups is not None,
-            warns=found is None,  # a search has weighed it, and warns of an axis that it leaves unused
+            warns=search is None,  # a search has weighed it, and warns of an axis that it leaves unused
         ),
         global_shapes=partial(_global_shapes, plan, abstract),
         names=input_names,
@@ -242,7 +242,7 @@ def _compile(
         unit=partial(unit_of, batch_axes(plan, abstract), plan.setting("reduce"), not plan.setting("dtensor_outputs")),
         uneven=options.uneven,
         sources=sources,
-        found=found,
+        found=search,
         sync=Sync(
             {n: p.level for n, p in params.items()},
             unsynced=frozenset(params if plan.setting("accumulate") else ()),
@@ -252,24 +252,24 @@ def _compile(
     for program in (saved := _loaded(precompiled)):
         program.check(abstract, plan, template, loss, device)
     store = partial(_store, storages, view, groups, homes, device, sources, init_sync)
-    before = dict(given.named_parameters())
+    before = dict(original.named_parameters())
     sharded = (replace_tensors if in_place else clone_tree)(module, store)
     drop_style_hooks(sharded)
     for name, param in sharded.named_parameters():
-        if (kept := plan.precision.of_param(name).grads) is not None:
-            param.grad_dtype = kept
+        if (grad_dtype := plan.precision.of_param(name).grads) is not None:
+            param.grad_dtype = grad_dtype
     subclass(sharded, front, BehindModel, initializers(type(sharded)))
     object.__setattr__(sharded, "shardc", state)
     state.adopt(sharded)
     if groups is not None:
-        note_original(given, sharded, before)
+        note_original(original, sharded, before)
     for program in saved:
         state.add(program)
     return sharded
 
 
-def _loaded(given: Any) -> list[Precompiled]:
-    several = given if isinstance(given, list | tuple) else [given]
+def _loaded(programs: Any) -> list[Precompiled]:
+    several = programs if isinstance(programs, list | tuple) else [programs]
     return [one if isinstance(one, Precompiled) else load(one) for one in several]
 
 
@@ -289,8 +289,8 @@ def _global_shapes(plan: Plan, mesh: Mesh, local: Sequence[tuple[str, tuple[int,
 
 def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
     """The device that the program is for."""
-    found = {t.device for t in [*module.parameters(), *module.buffers()] if t.device.type != "meta"}
-    if len({(d.type, d.index) for d in found}) > 1:
+    devices = {t.device for t in [*module.parameters(), *module.buffers()] if t.device.type != "meta"}
+    if len({(d.type, d.index) for d in devices}) > 1:
         where = {str(t.device): n for n, t in [*module.named_parameters(), *module.named_buffers()]}
         listed = ", ".join(f"{name!r} on {device}" for device, name in where.items())
         raise CaptureError(
@@ -298,7 +298,7 @@ def _device(module: nn.Module, mesh: DeviceMesh | Mesh) -> torch.device:
         )
     if isinstance(mesh, DeviceMesh):
         return torch.empty(0, device=mesh.device_type).device  # with its index, where it has one
-    return found.pop() if found else torch.device("cpu")
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def _names(module: nn.Module) -> dict[str, str]:
@@ -312,8 +312,8 @@ def _names(module: nn.Module) -> dict[str, str]:
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
-    return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+    empty = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 def _store(
@@ -328,7 +328,7 @@ def _store(
     x: Tensor,
 ) -> Tensor:
     """A parameter or buffer as the sharded module holds it, on ``mesh`` if there is one; notes what it was cut of."""
-    given = x
+    source = x
     if groups is None or mesh is None:
         return _like(x, torch.device("meta")) if isinstance(x, DTensor) else x
     if isinstance(x, DTensor) and x.device.type != "meta":  # one at a time is whole
@@ -346,14 +346,14 @@ def _store(
         padded = torch.empty(storage.local_shape, dtype=x.dtype, device="meta")
     else:
         padded = homes[name].keep(shard_tensor(x.detach(), storage, groups.rank))
-    hooks, post_hooks = given._backward_hooks or {}, given._post_accumulate_grad_hooks or {}
+    hooks, post_hooks = source._backward_hooks or {}, source._post_accumulate_grad_hooks or {}
     takes_hooks = x.requires_grad or bool(hooks or post_hooks)  # a frozen parameter keeps those that it had
-    made = to_parameter(padded, storage, x.shape, mesh, groups.rank, takes_hooks)
+    stored = to_parameter(padded, storage, x.shape, mesh, groups.rank, takes_hooks)
     for hook in hooks.values():
-        made.register_hook(hook)
+        stored.register_hook(hook)
     for hook in post_hooks.values():
-        made.register_post_accumulate_grad_hook(hook)
-    made.requires_grad_(x.requires_grad)
+        stored.register_post_accumulate_grad_hook(hook)
+    stored.requires_grad_(x.requires_grad)
     if x.device.type != "meta" and not groups.agreement.alone:
-        note_source(sources, name, storage, x, made)
-    return made
+        note_source(sources, name, storage, x, stored)
+    return stored

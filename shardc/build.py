@@ -53,7 +53,7 @@ class Build:
         plan: Plan,
         mesh: Mesh,
         params: dict[str, ParamPlan],
-        known: tuple[Sizes, Mapping[str, str]],
+        param_sizes: tuple[Sizes, Mapping[str, str]],
         device: torch.device,
         loss: Callable[..., Any] | None,
         options: Options,
@@ -63,16 +63,16 @@ class Build:
         warns: bool = True,
     ) -> None:
         self.runs, self.warns = runs, warns
-        self.groups, self.known = groups, known
+        self.groups, self.param_sizes = groups, param_sizes
         self.plan, self.mesh, self.params = plan, mesh, params
         self.device, self.loss, self.options = device, loss, options
         self.dynamic, self.families = dynamic, Families()
 
-    def again(self) -> Build:
+    def for_copy(self) -> Build:
         """For another module of the same plan."""
-        made = copy.copy(self)
-        made.dynamic, made.families = DynamicDims(self.dynamic.names), Families()
-        return made
+        build = copy.copy(self)
+        build.dynamic, build.families = DynamicDims(self.dynamic.names), Families()
+        return build
 
     def __call__(
         self,
@@ -87,22 +87,22 @@ class Build:
 
         def make(joint: Joint, folded: Folded | None) -> Program:
             reads = joint.captured.reads if folded is None else folded.reads
-            known = replace(
+            program_identity = replace(
                 identity,
                 signature=replace(identity.signature, reads=reads.values(template, self.loss)),
                 model=described(template, self.loss, reads),
             )
-            again = self._again(template, args, kwargs, with_loss)
-            return Program(joint, Source(known, again, self._lower_again, type(template).__name__), folded)
+            rebuild = self._rebuilder(template, args, kwargs, with_loss)
+            return Program(joint, Source(program_identity, rebuild, self._lower_again, type(template).__name__), folded)
 
-        asked = Request(
+        request = Request(
             template, self.mesh, self.plan, self.params, args, kwargs, self.device, self.loss if with_loss else None,
             self.options, deferred, keep_stages=not self.runs,
         )  # fmt: skip
         if captured is None and (self.runs if self.options.fold is None else self.options.fold):
-            program = build_folded(asked, make)
+            program = build_folded(request, make)
         else:
-            program = make(build_joint(asked, captured), None)
+            program = make(build_joint(request, captured), None)
         self._warn_repeated(program)
         if self.options.dump:
             program.write_stages(self.options.dump)
@@ -114,10 +114,10 @@ class Build:
             return
         counts = {} if program.folded is None else {"counts": program.folded.times}
         layouts = {name: param.compute for name, param in self.params.items()}
-        said = wasted(program.joint.work, self.mesh, layouts, **counts)
-        if said is not None:
+        warning = wasted(program.joint.work, self.mesh, layouts, **counts)
+        if warning is not None:
             self.warns = False
-            warnings.warn(ShardcWarning(str(said)), stacklevel=3)
+            warnings.warn(ShardcWarning(str(warning)), stacklevel=3)
 
     def _identity(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Identity:
         """What a program is for, but for what its capture reads."""
@@ -146,20 +146,20 @@ class Build:
             program = fresh()
             program.stored = f"not stored: {store}"
             return program
-        if (found := store.find(template, self.loss, fresh)) is not None:
-            return found
+        if (stored_program := store.find(template, self.loss, fresh)) is not None:
+            return stored_program
         with store.turn():
-            if (found := store.find(template, self.loss, fresh)) is not None:
-                return found
-            with warnings.catch_warnings(record=True) as said:
+            if (stored_program := store.find(template, self.loss, fresh)) is not None:
+                return stored_program
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 program = fresh()
-            for each in said:
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-            ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
-            told = [str(each.message) for each in said if issubclass(each.category, ShardcWarning)]
+            for record in caught:
+                warnings.warn_explicit(record.message, record.category, record.filename, record.lineno)
+            ops = {node.target for node in program.joint.stage_graphs["capture"].nodes if node.op == "call_function"}
+            texts = [str(record.message) for record in caught if issubclass(record.category, ShardcWarning)]
             reached = program.reads.reach(template, self.loss)
-            program.stored = store.add(program, reached, ops, told, evaluates)
+            program.stored = store.add(program, reached, ops, texts, evaluates)
         return program
 
     def sized(
@@ -184,14 +184,14 @@ class Build:
             return None
 
         def at(wanted: Mapping[str, int]) -> tuple[Any, Any]:
-            made = [
+            leaves_at = [
                 torch.empty(
                     [wanted[dims[name][dim]] if dim in dims.get(name, {}) else n for dim, n in enumerate(x.shape)],
                     dtype=x.dtype, device="meta", requires_grad=x.requires_grad,
                 ) if isinstance(x, Tensor) else x
                 for name, x in inputs
             ]  # fmt: skip
-            return pytree.tree_unflatten(made, spec)
+            return pytree.tree_unflatten(leaves_at, spec)
 
         def family() -> Family | None:
             loss, model = self.loss if with_loss else None, template()
@@ -200,15 +200,15 @@ class Build:
             dtypes = Dtypes.of(model, self.plan.precision.mode(model.training).of)
 
             def captured(hints: Mapping[str, int]) -> SymbolicCapture:
-                given, named = at(hints)
+                example, named = at(hints)
                 return capture_symbolic(
-                    model, given, named, dims, device=self.device, loss=loss, tags=tags, dtypes=dtypes
+                    model, example, named, dims, device=self.device, loss=loss, tags=tags, dtypes=dtypes
                 )
 
-            def build(options: Options, found: Captured, wanted: Mapping[str, int]) -> Program:
-                made = copy.copy(self)
-                made.options = options
-                return made(model, *at(wanted), with_loss, deferred, found)
+            def build(options: Options, capture: Captured, wanted: Mapping[str, int]) -> Program:
+                builder = copy.copy(self)
+                builder.options = options
+                return builder(model, *at(wanted), with_loss, deferred, capture)
 
             def layouts(wanted: Mapping[str, int]) -> list[tuple[str, Layout]]:
                 tensors = [x for x in pytree.tree_leaves(at(wanted)) if isinstance(x, Tensor)]
@@ -216,43 +216,44 @@ class Build:
                 shapes = [(name, tuple(x.shape)) for name, x in zip(named, tensors, strict=True)]
                 return list(zip(named, self.input_layouts(shapes), strict=True))
 
-            def made(options: Options) -> Family:
+            def build_family(options: Options) -> Family:
                 return Family(captured, partial(build, options), layouts, sizes, self.mesh.ranks)
 
             try:
                 try:
-                    return made(self.options)
+                    return build_family(self.options)
                 except Differs:
                     if not in_pieces(self.options):
                         raise
-                    return made(replace(self.options, decompose=1))  # what is saved of pieces may depend on their sizes
+                    # What is saved of chunks may depend on their sizes.
+                    return build_family(replace(self.options, decompose=1))
             except Differs as error:
-                said = CaptureError(
+                reason = CaptureError(
                     f"there is no one program for all sizes {', '.join(sizes)}: {error}",
                     fix="leave one of them out of dynamic; each of its sizes is compiled for itself then, as now",
                 )
                 if self.options.strict:
-                    raise said from None
-                warnings.warn(ShardcWarning(str(said)), stacklevel=2)
+                    raise reason from None
+                warnings.warn(ShardcWarning(str(reason)), stacklevel=2)
                 return None
 
         key = signature, deferred
         return self.families.program(key, sizes, family, lambda: self(template(), args, kwargs, with_loss, deferred))
 
-    def _again(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
+    def _rebuilder(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Any:
         """Makes the program of another mesh, with the same axes, and of other input shapes, by the inputs' names."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
         leaves = [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
 
-        def again(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
-            given = iter(shapes)
-            made = [x.new_empty(tuple(next(given))) if isinstance(x, Tensor) else x for x in leaves]
-            params = resolve_params(self.plan, mesh, *self.known)
+        def rebuild(mesh: Mesh, shapes: Sequence[Sequence[int]]) -> Program:
+            sizes = iter(shapes)
+            new_leaves = [x.new_empty(tuple(next(sizes))) if isinstance(x, Tensor) else x for x in leaves]
+            params = resolve_params(self.plan, mesh, *self.param_sizes)
             build = Build(
                 self.plan,
                 mesh,
                 params,
-                self.known,
+                self.param_sizes,
                 self.device,
                 self.loss,
                 self.options,
@@ -260,10 +261,10 @@ class Build:
                 DynamicDims({}),
                 warns=False,
             )
-            new_args, new_kwargs = pytree.tree_unflatten(made, spec)
+            new_args, new_kwargs = pytree.tree_unflatten(new_leaves, spec)
             return build(template, new_args, new_kwargs, with_loss)
 
-        return again
+        return rebuild
 
     def _lower_again(self, folder: Path) -> bytes | None:
         """Inductor's artifacts of the program in ``folder``; None where it has no process groups (yet)."""

@@ -33,9 +33,9 @@ def check_arguments(
     """Raises InputError where an argument of `compile` is not what it should be."""
     if not callable(model):
         raise InputError(f"{model!r} is not a model", fix="pass an nn.Module or a function of tensors")
-    for what, given in (("model", model), ("loss", loss)):
-        if isinstance(given, type):
-            raise InputError(f"the {what} {given.__name__} is a class", fix=f"make one first: {given.__name__}(...)")
+    for what, value in (("model", model), ("loss", loss)):
+        if isinstance(value, type):
+            raise InputError(f"the {what} {value.__name__} is a class", fix=f"make one first: {value.__name__}(...)")
     if isinstance(model, ShardedModule):
         raise InputError(f"the model {type(model).__name__} is compiled already", fix="pass the original model")
     if (original := getattr(model, "_orig_mod", None)) is not None:
@@ -77,8 +77,8 @@ def check_in_place(model: Any) -> None:
 
 def _has_own(model: nn.Module, name: str) -> bool:
     """Whether ``model`` has an attribute of that name; a ``__getattr__`` of its own is not asked."""
-    held = (model._parameters, model._buffers, model._modules)
-    return any(name in kind for kind in held) or inspect.getattr_static(model, name, model) is not model
+    tables = (model._parameters, model._buffers, model._modules)
+    return any(name in kind for kind in tables) or inspect.getattr_static(model, name, model) is not model
 
 
 def _check_wrappers(model: nn.Module) -> None:

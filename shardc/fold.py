@@ -32,28 +32,28 @@ from shardc.program import Program
 KEEP = (4, 6)
 
 
-def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]) -> Program:
+def build_folded(request: Request, make: Callable[[Joint, Folded | None], Program]) -> Program:
     """What ``make`` makes of a few of each run of alike blocks, or of the whole model where that has none.
 
     So it is of one whose blocks look alike but do not come out so; with ``fold=True`` a warning says why.
     """
     why: NotPeriodic | None = None
-    model, options = asked.model, asked.options
+    model, options = request.model, request.options
     if options.budget_bytes() > 0 and options.fold:
         text = f"memory_budget={options.memory_budget} may treat alike blocks differently: nothing is folded"
         warnings.warn(ShardcWarning(text), stacklevel=2)
     for keep in KEEP if options.budget_bytes() <= 0 else ():
-        repeats = repeats_of(asked, keep)
+        repeats = repeats_of(request, keep)
         if not repeats:
             break
-        few = few_of(asked, repeats, keep)
+        few = few_of(request, repeats, keep)
         with shortened(model, repeats, keep):
             joint = build_joint(few)
         try:
             with uncollected():
                 stored = {name: p.dtype for name, p in model.named_parameters()}
-                bound = replace(joint.bound, params=asked.params, stored=stored, deferred=asked.deferred)
-                reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, asked.loss))
+                bound = replace(joint.bound, params=request.params, stored=stored, deferred=request.deferred)
+                reads = unfolded_reads(joint.captured.reads, repeats, keep, Lookup(model, request.loss))
                 program = make(joint, Folded(tuple(repeats), keep, unfolds_of(joint, repeats, keep), bound, reads))
                 program.step()
             return program
@@ -62,31 +62,31 @@ def build_folded(asked: Request, make: Callable[[Joint, Folded | None], Program]
     if why is not None and options.fold:
         text = f"alike blocks are not folded: {why.what}"
         warnings.warn(ShardcWarning(text), stacklevel=2)
-    return make(build_joint(asked), None)
+    return make(build_joint(request), None)
 
 
-def few_of(asked: Request, repeats: Sequence[Repeat], keep: int) -> Request:
+def few_of(request: Request, repeats: Sequence[Repeat], keep: int) -> Request:
     """What is asked of the shortened model."""
-    params = {short_name(name, repeats, keep): found for name, found in asked.params.items()}
-    pins = [(short_name(pin.module, repeats, keep), pin) for pin in asked.activations()]
-    regions = [short_name(name, repeats, keep) for name in asked.recomputed()]
+    params = {short_name(name, repeats, keep): found for name, found in request.params.items()}
+    pins = [(short_name(pin.module, repeats, keep), pin) for pin in request.activations()]
+    regions = [short_name(name, repeats, keep) for name in request.recomputed()]
     return replace(
-        asked,
+        request,
         params={name: found for name, found in params.items() if name is not None},
         pins=[replace(pin, module=name) for name, pin in pins if name is not None],
         regions=[name for name in regions if name is not None],
-        traced_in=asked.dtypes.shortened(repeats, keep),
-        deferred=asked.deferred.renamed(lambda name: short_name(name, repeats, keep)),
+        traced_in=request.dtypes.shortened(repeats, keep),
+        deferred=request.deferred.renamed(lambda name: short_name(name, repeats, keep)),
     )
 
 
 def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfold, ...]:
     unfolds: list[Unfold] = []
     graph = joint.local.graph
-    for number, each in enumerate(repeats):
+    for number, repeat in enumerate(repeats):
         if number:
             graph = unfolds[-1].joint(graph)
-        unfolds.append(Unfold(graph, each, keep))
+        unfolds.append(Unfold(graph, repeat, keep))
     return tuple(unfolds)
 
 
@@ -101,11 +101,11 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
     """
     if repeats and any(re.search(r"\._modules\['\d+'\]", name) for name, _ in reads.sets):
         raise NotPeriodic(f"forward sets {reads.sets[0][0]}, which may be of one block")
-    found = reads.found
-    for each in repeats:
-        made = [copy for read in found for copy in _read_of_blocks(read, each, keep, at)]
-        found = tuple(dict.fromkeys(made))
-    return replace(reads, found=tuple(sorted(found, key=str)))
+    merged = reads.found
+    for repeat in repeats:
+        copies = [copy for read in merged for copy in _read_of_blocks(read, repeat, keep, at)]
+        merged = tuple(dict.fromkeys(copies))
+    return replace(reads, found=tuple(sorted(merged, key=str)))
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:
@@ -124,30 +124,30 @@ def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read
         new = [block if n in inside else n + (run.count - keep) * (n >= behind) for n in numbers]
         return replace(read, expression="".join(chain(*zip_longest(texts, map(str, new), fillvalue=""))))
 
-    found = [of(run.first + block) for block in range(run.count if inside else 1)]
-    if len(values := {at.text(each) for each in found}) > 1:
+    copies = [of(run.first + block) for block in range(run.count if inside else 1)]
+    if len(values := {at.text(each) for each in copies}) > 1:
         raise NotPeriodic(f"{read} is not the same in all blocks: {', '.join(sorted(values)[:3])}")
-    return found
+    return copies
 
 
-def repeats_of(asked: Request, keep: int) -> list[Repeat]:
+def repeats_of(request: Request, keep: int) -> list[Repeat]:
     """The runs of blocks that do the same and of which the plan says the same."""
-    pins, dtypes, regions = asked.activations(), asked.dtypes, asked.recomputed()
-    found = find_repeats(
-        asked.model, asked.args, asked.kwargs, device=asked.device, keep=keep, loss=asked.loss, dtypes=dtypes
+    pins, dtypes, regions = request.activations(), request.dtypes, request.recomputed()
+    candidates = find_repeats(
+        request.model, request.args, request.kwargs, device=request.device, keep=keep, loss=request.loss, dtypes=dtypes
     )
     out = []
-    for each in found:
-        said = [_said(name, asked.params, pins, regions, dtypes) for name in each.names()]
-        starts = [0, *(at for at in range(1, each.count) if said[at] != said[at - 1]), each.count]
-        runs = [Repeat(each.path, each.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
+    for repeat in candidates:
+        entries = [_plan_settings(name, request.params, pins, regions, dtypes) for name in repeat.names()]
+        starts = [0, *(at for at in range(1, repeat.count) if entries[at] != entries[at - 1]), repeat.count]
+        runs = [Repeat(repeat.path, repeat.first + a, b - a) for a, b in zip(starts, starts[1:], strict=False)]
         longest = max(runs, key=lambda run: run.count)
         if longest.count > keep:
             out.append(longest)
     return out
 
 
-def _said(
+def _plan_settings(
     block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], regions: Sequence[str], dtypes: Dtypes
 ) -> Any:
     """What the plan says of what is in ``block``, in terms of names within it."""

@@ -32,7 +32,7 @@ from shardc.report.repeated import Dense, dense, model_flops
 CUT = passes.Partition.name
 
 
-class Kept(passes.Hook):
+class StageRecorder(passes.Hook):
     """Keeps a copy of the graph after each stage in ``graphs``, under the stage's name and ``suffix``."""
 
     def __init__(self, graphs: dict[str, fx.Graph], suffix: str = "") -> None:
@@ -67,7 +67,7 @@ class Joint:
         captured: what was captured.
         pipeline: the passes, of which those in front of the cut have run.
         local: the joint graph at local shapes.
-        kept: the graph after each stage so far, or as it was captured alone.
+        stage_graphs: the graph after each stage so far, or as it was captured alone.
         work: the dense ops of a rank.
         flops: operations of each dense op of the captured model, by its name.
     """
@@ -77,7 +77,7 @@ class Joint:
     captured: Captured
     pipeline: passes.Pipeline
     local: fx.GraphModule
-    kept: dict[str, fx.Graph]
+    stage_graphs: dict[str, fx.Graph]
     work: tuple[Dense, ...] = ()
     flops: tuple[tuple[str, int], ...] = ()
 
@@ -89,13 +89,13 @@ class Joint:
     @cached_property
     def stages(self) -> dict[str, fx.Graph]:
         """The graph after each stage; where they were not kept, the passes run once more."""
-        found = dict(self.kept)
-        if len(found) < len(self.names):
+        graphs = dict(self.stage_graphs)
+        if len(graphs) < len(self.names):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # they were given when the passes ran first
-                first = LazyGraphModule(self.captured.graph, ir.copied(found["capture"]))
-                self.pipeline.until(CUT).run(first, Kept(found))
-        return found
+                first = LazyGraphModule(self.captured.graph, ir.copied(graphs["capture"]))
+                self.pipeline.until(CUT).run(first, StageRecorder(graphs))
+        return graphs
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Request:
         return [name for name, _ in self.model.named_modules()]
 
 
-def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
+def build_joint(request: Request, captured: Captured | None = None) -> Joint:
     """Captures the model at its example inputs and runs the passes in front of the cut.
 
     Args:
@@ -159,25 +159,31 @@ def build_joint(asked: Request, captured: Captured | None = None) -> Joint:
     Raises:
         ShardcError: whatever is wrong with the plan, the inputs or the model; nothing is changed before.
     """
-    mesh, options, device, pins = asked.mesh, asked.options, asked.device, asked.activations()
+    mesh, options, device, pins = request.mesh, request.options, request.device, request.activations()
     tags = [Tag(pin.module, pin.where, pin.index) for pin in pins]
     if captured is None:
         take = options.capture or capture
         captured = take(
-            asked.model, asked.args, asked.kwargs, device=device, loss=asked.loss, tags=tags, dtypes=asked.dtypes
+            request.model,
+            request.args,
+            request.kwargs,
+            device=device,
+            loss=request.loss,
+            tags=tags,
+            dtypes=request.dtypes,
         )
-    bound = bound_of(asked, captured, pins)
+    bound = bound_of(request, captured, pins)
     pipeline = passes.pipeline(bound, options, captured.fake_mode, device, (min_cut, must_recompute, must_save))
     graphs: dict[str, fx.Graph] = {}
     looking: list[passes.Hook] = [*([Verify(mesh)] if options.verify else ()), *options.hooks]
-    for hook in (kept := Kept(graphs), *looking):
+    for hook in (recorder := StageRecorder(graphs), *looking):
         hook.after("capture", captured.graph)
-    hooks = [*([kept] if asked.keep_stages else ()), (work := Work(mesh)), *looking]
+    hooks = [*([recorder] if request.keep_stages else ()), (work := Work(mesh)), *looking]
     local = pipeline.until(CUT).run(captured.graph, *hooks)
     return Joint(bound, options, captured, pipeline, local, graphs, work.ops, work.flops)
 
 
-def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:
+def bound_of(request: Request, captured: Captured, pins: Sequence[ports.ActivationPin]) -> BoundPlan:
     """The plan against a captured model.
 
     Raises:
@@ -185,19 +191,19 @@ def bound_of(asked: Request, captured: Captured, pins: Sequence[ports.Activation
     """
     tags = [Tag(pin.module, pin.where, pin.index).name for pin in pins]
     ports.check_pins(pins, tags, captured.graph.graph)
-    leaves = [x for x in pytree.tree_leaves((tuple(asked.args), asked.kwargs)) if isinstance(x, Tensor)]
+    leaves = [x for x in pytree.tree_leaves((tuple(request.args), request.kwargs)) if isinstance(x, Tensor)]
     shapes = [(name, tuple(x.shape)) for name, x in zip(captured.inputs, leaves, strict=True)]
     return BoundPlan(
-        asked.plan,
-        asked.mesh,
-        asked.params,
-        inputs=tuple(ports.resolve_inputs(asked.plan, asked.mesh, shapes)),
+        request.plan,
+        request.mesh,
+        request.params,
+        inputs=tuple(ports.resolve_inputs(request.plan, request.mesh, shapes)),
         pins=dict(zip(tags, pins, strict=True)),
-        regions=tuple(asked.recomputed()),
-        outputs=_outputs(asked.plan, captured),
-        precision=asked.precision,
-        stored={name: p.dtype for name, p in asked.model.named_parameters()},
-        deferred=asked.deferred,
+        regions=tuple(request.recomputed()),
+        outputs=_outputs(request.plan, captured),
+        precision=request.precision,
+        stored={name: p.dtype for name, p in request.model.named_parameters()},
+        deferred=request.deferred,
     )
 
 

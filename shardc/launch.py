@@ -64,12 +64,12 @@ def sizes_of(axes: dict[str, int], ranks: int) -> Mesh:
     open_axes = [name for name, size in axes.items() if size == -1]
     if len(open_axes) > 1:
         raise MeshError(f"mesh({text}): two axes are -1", fix="give all but one a size")
-    known = Mesh({name: 1 if size == -1 else size for name, size in axes.items()})
-    if ranks % known.ranks or (not open_axes and known.ranks != ranks):
-        wanted = f"a multiple of {known.ranks}" if open_axes else str(known.ranks)
+    fixed = Mesh({name: 1 if size == -1 else size for name, size in axes.items()})
+    if ranks % fixed.ranks or (not open_axes and fixed.ranks != ranks):
+        wanted = f"a multiple of {fixed.ranks}" if open_axes else str(fixed.ranks)
         raise MeshError(
             f"mesh({text}) is of {wanted} ranks, and the world has {ranks}",
-            fix=f"torchrun --nproc-per-node {known.ranks} starts {known.ranks} ranks; one axis may be -1",
+            fix=f"torchrun --nproc-per-node {fixed.ranks} starts {fixed.ranks} ranks; one axis may be -1",
         )
-    rest = ranks // known.ranks
-    return Mesh({name: rest if name in open_axes else known.size(name) for name in axes})
+    rest = ranks // fixed.ranks
+    return Mesh({name: rest if name in open_axes else fixed.size(name) for name in axes})

@@ -68,9 +68,9 @@ def wrap(
             fix=f"use it as it is, {optimizer_cls.__name__}(module.parameters(), ...), or pass elementwise=True",
         )
     kind: Any = optimizer_cls
-    made = _on_shards(kind)(module.parameters() if params is None else params, **options)
-    made.bind({id(param): name for name, param in module.named_parameters()}, module.shardc.tells)
-    return made
+    optimizer = _on_shards(kind)(module.parameters() if params is None else params, **options)
+    optimizer.bind({id(param): name for name, param in module.named_parameters()}, module.shardc.tells)
+    return optimizer
 
 
 @lru_cache(maxsize=64)
@@ -119,7 +119,7 @@ class _OnShards(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         groups, state = self.param_groups, self.state
-        if self._again(groups, state):
+        if self._step_unchanged(groups, state):
             return loss
         self._look(groups)
         self.param_groups = local = [
@@ -148,16 +148,16 @@ class _OnShards(torch.optim.Optimizer):
         self._values = list(chain.from_iterable(map(dict.values, self._held)))
         return loss
 
-    def _again(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> bool:
+    def _step_unchanged(self, groups: list[dict[str, Any]], state: dict[Any, Any]) -> bool:
         """The calls of the last step once more, with the gradients and numbers of now; whether that could be."""
         scaled = getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None
         if self._calls is None or scaled or not self._are_known(groups) or not self._is_as_left(state):
             return False
-        given = [call.gradients(group) for call, group in zip(self._calls, groups, strict=True)]
-        if any(grads is None for grads in given):
+        gradients = [call.gradients(group) for call, group in zip(self._calls, groups, strict=True)]
+        if any(grads is None for grads in gradients):
             return False
         with torch.no_grad():
-            for call, group, grads in zip(self._calls, groups, given, strict=True):
+            for call, group, grads in zip(self._calls, groups, gradients, strict=True):
                 call(group, grads or [])
         return True
 
@@ -243,11 +243,11 @@ class _Shard:
             state[key] = self._as_dtensor(key, x, state.get(key))
         self._known, self._left = list(state.values()), list(mine.values())
 
-    def _as_dtensor(self, key: str, x: Any, known: Any) -> Any:
+    def _as_dtensor(self, key: str, x: Any, dtensor: Any) -> Any:
         if not isinstance(x, Tensor) or key in _NUMBERS or x.shape != self.local.shape:
             return x
-        if isinstance(known, DTensor) and known._local_tensor is x:
-            return known
+        if isinstance(dtensor, DTensor) and dtensor._local_tensor is x:
+            return dtensor
         return like_parameter(x, self.param)
 
 
@@ -263,9 +263,9 @@ class _AdamCall:
         self._used = [shard for shard in shards if shard.data.grad is not None]
         self._unused = [shard for shard in shards if shard.data.grad is None]
         self._params: list[Tensor] = [shard.data for shard in self._used]
-        held = [state[param] for param in self._params]
-        self._averages, self._squares, self._steps = ([x[k] for x in held] for k in ("exp_avg", "exp_avg_sq", "step"))
-        self._largest: list[Tensor] = [x["max_exp_avg_sq"] for x in held if "max_exp_avg_sq" in x]
+        states = [state[param] for param in self._params]
+        self._averages, self._squares, self._steps = ([x[k] for x in states] for k in ("exp_avg", "exp_avg_sq", "step"))
+        self._largest: list[Tensor] = [x["max_exp_avg_sq"] for x in states if "max_exp_avg_sq" in x]
 
     @staticmethod
     def can_be(group: dict[str, Any]) -> bool:
@@ -311,9 +311,9 @@ def _init_group(base: Any) -> Any:
     return getattr(method, _compat.COMPILED_OUT, method)
 
 
-def _same(state: dict[str, Any], held: list[Any]) -> bool:
+def _same(state: dict[str, Any], values: list[Any]) -> bool:
     """Whether ``state`` holds the very objects that it did."""
-    return len(state) == len(held) and all(map(is_, state.values(), held))
+    return len(state) == len(values) and all(map(is_, state.values(), values))
 
 
 def _local_group(group: dict[str, Any], shards: list[_Shard], fuses: list[bool]) -> dict[str, Any]:

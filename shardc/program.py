@@ -22,7 +22,7 @@ from shardc.ir.executable import BACKWARD, FORWARD, INFERENCE, REDUCTION, Execut
 from shardc.ir.layout import Layout
 from shardc.ir.text import dump
 from shardc.ir.verify.report import reporting
-from shardc.joint import CUT, Joint, Kept
+from shardc.joint import CUT, Joint, StageRecorder
 from shardc.passes.check import VerifyHalf
 from shardc.passes.decompose import candidates
 from shardc.passes.deferred import Sum, deferred_reduction
@@ -45,13 +45,13 @@ class Source:
 
     Args:
         identity: what call and model it is for.
-        again: makes the program of another mesh and other input shapes, by input.
+        rebuild: makes the program of another mesh and other input shapes, by input.
         lower_again: makes Inductor's artifacts of a saved program.
         model: the name of its class, for people.
     """
 
     identity: Identity | None = None
-    again: Any = None
+    rebuild: Any = None
     lower_again: Callable[[Path], bytes | None] | None = None
     model: str = ""
 
@@ -71,7 +71,8 @@ class Program(Executable):
 
     def __init__(self, joint: Joint, source: Source | None = None, folded: Folded | None = None) -> None:
         self.joint, self.folded, self.source = joint, folded, source or Source()
-        self.identity, self.again, self.lower_again = self.source.identity, self.source.again, self.source.lower_again
+        self.identity, self.rebuild = self.source.identity, self.source.rebuild
+        self.lower_again = self.source.lower_again
         self.bound = joint.bound if folded is None else folded.bound
         self.mesh, self.plan, self.options = self.bound.mesh, self.bound.plan, joint.options
         self.pipeline, captured = joint.pipeline, joint.captured
@@ -90,11 +91,11 @@ class Program(Executable):
 
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
         plan, joint = self.bound, self.pipeline.until(CUT)
-        given, device = [Sum(*each) for each in sums], joint[passes.Localize].device
-        made = deferred_reduction(given, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)
+        summands, device = [Sum(*each) for each in sums], joint[passes.Localize].device
+        reduced = deferred_reduction(summands, plan.storages, plan.gradients, self.joint.captured.fake_mode, device)
         spelled = passes.Pipeline((joint[passes.Collectives], *joint.behind(passes.Collectives.name)))
-        made = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(made)
-        return Half(REDUCTION, self._scheduled(made), self.mesh)
+        reduced = spelled.replaced(replace(joint[passes.Offload], pending=frozenset())).run(reduced)
+        return Half(REDUCTION, self._scheduled(reduced), self.mesh)
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -120,8 +121,8 @@ class Program(Executable):
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if phase == INFERENCE:
-            made = passes.inference(self.joint.local)
-            return self._scheduled(made if self.folded is None else self.folded.halves(made, None)[0])
+            local = passes.inference(self.joint.local)
+            return self._scheduled(local if self.folded is None else self.folded.halves(local, None)[0])
         if not isinstance(phase, str):
             return backward_for(phase, self.half(BACKWARD), *self._hooks)
         if phase not in self._untaken:
@@ -166,12 +167,12 @@ class Program(Executable):
     @cached_property
     def _last(self) -> dict[str, fx.Graph]:
         """The halves after each of the stages behind the cut, which are made once more for those who look at them."""
-        kept: dict[str, fx.Graph] = {}
+        graphs: dict[str, fx.Graph] = {}
         for half, suffix in zip(self._cut(), ("", ".backward"), strict=True):
             if half is not None:
-                kept[f"{CUT}{suffix}"] = half.graph
-                self.halves.run(LazyGraphModule(half, ir.copied(half.graph)), Kept(kept, suffix))
-        return kept
+                graphs[f"{CUT}{suffix}"] = half.graph
+                self.halves.run(LazyGraphModule(half, ir.copied(half.graph)), StageRecorder(graphs, suffix))
+        return graphs
 
     def whole(self, stage: str) -> fx.Graph:
         """As `graph`, of all blocks of the model where a few stand for them: of stages from ``propagate`` on."""
@@ -265,9 +266,9 @@ class Program(Executable):
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
         """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
         joint = self.schedule(hardware, stage="localize")
-        found = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
-        said = candidates(self.graph("settle"), self.pipeline[passes.Decompose])
-        return found + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in said]
+        findings = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
+        loops = candidates(self.graph("settle"), self.pipeline[passes.Decompose])
+        return findings + [in_pieces(one.name, one.module, one.source, one.pieces, one.reason) for one in loops]
 
     @typed()
     def save(self, directory: str | Path) -> list[Path]:

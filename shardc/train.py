@@ -52,7 +52,7 @@ def train_step(
             loss = module(*args, **kwargs)
         _check_loss(loss, "the module")
         loss.backward()
-        if not sharded.shardc.sync.held():
+        if not sharded.shardc.sync.unreduced():
             if max_norm is not None:
                 sharded.shardc.clip_grad_norm_(max_norm)
             optimizer.step()
@@ -86,7 +86,7 @@ def value_and_grad(
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Tensor]]:
         sharded.shardc.sync.refuse("value_and_grad()")
-        if sharded.shardc.sync.held():
+        if sharded.shardc.sync.unreduced():
             raise BackwardError(
                 "value_and_grad() while gradients are not to be reduced, by no_sync() or set_requires_grad_sync(False)",
                 fix="call it outside of no_sync(), and add up the gradients that it returns",
@@ -98,10 +98,10 @@ def value_and_grad(
         value = out[0] if has_aux else out
         _check_loss(value, "the module" if fn is None else "fn")
         params = {name: param for name, param in module.named_parameters() if param.requires_grad}
-        found = torch.autograd.grad(value, list(params.values()), allow_unused=True)
+        param_grads = torch.autograd.grad(value, list(params.values()), allow_unused=True)
         grads = {
             name: torch.zeros_like(param, requires_grad=False) if grad is None else grad
-            for (name, param), grad in zip(params.items(), found, strict=True)
+            for (name, param), grad in zip(params.items(), param_grads, strict=True)
         }
         return pytree.tree_map_only(Tensor, Tensor.detach, out), grads
 
@@ -118,8 +118,8 @@ def _sharded(module: nn.Module) -> ShardedModule:
 
 def _check_loss(loss: Any, source: str) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        made = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise InputError(
-            f"{source} returns {made}, and a step needs a loss",
+            f"{source} returns {shown}, and a step needs a loss",
             fix="pass loss= to shardc.compile, and the targets to the step",
         )

@@ -71,7 +71,7 @@ class _Wrong(Exception):
 
 
 def checked(
-    value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, *, tables: bool = False, **said: Any
+    value: Any, kind: Any, what: str, error: type[ShardcError] = InputError, *, tables: bool = False, **context: Any
 ) -> Any:
     """``value`` as ``kind``, a type annotation, has it.
 
@@ -79,7 +79,7 @@ def checked(
         what: names the value in messages.
         error: the class that is raised.
         tables: dicts are taken for dataclasses and named tuples, and text for dtypes, as JSON has them.
-        said: further arguments of the error (``plan_entry``).
+        context: further arguments of the error (``plan_entry``).
 
     Raises:
         ShardcError: of class ``error``: the value, or one within, is of another type or out of range.
@@ -91,19 +91,19 @@ def checked(
         return _Reader(tables).read(value, kind, ())
     except _Wrong as wrong:
         path = "".join(part if part.startswith("[") else f".{part}" for part in wrong.path)
-        said.setdefault("fix", wrong.fix)
-        raise error(f"{what}{path} is {_shown(wrong.value)}, not {wrong.expected}", **said) from None
+        context.setdefault("fix", wrong.fix)
+        raise error(f"{what}{path} is {_shown(wrong.value)}, not {wrong.expected}", **context) from None
 
 
-def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str | None = None, **said: Any) -> None:
+def check_fields(instance: Any, error: type[ShardcError] = InputError, what: str | None = None, **context: Any) -> None:
     """Checks the fields of a dataclass, as `checked`, and stores them as they are used; for ``__post_init__``."""
     name = type(instance).__name__ if what is None else what
     kind: Any = type(instance)
     for key, hint in _hints(kind).items():
         value = getattr(instance, key)
-        made = checked(value, hint, f"{name}: {key}" if name else key, error, **said)
-        if made is not value:
-            object.__setattr__(instance, key, made)
+        converted = checked(value, hint, f"{name}: {key}" if name else key, error, **context)
+        if converted is not value:
+            object.__setattr__(instance, key, converted)
 
 
 _SEVERAL = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -133,15 +133,15 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
     return decorate
 
 
-def near(word: Any, known: Any, otherwise: str = "") -> str:
-    """What to do about ``word``, which is none of ``known``; ``otherwise`` where it is like none of them.
+def near(word: Any, choices: Any, otherwise: str = "") -> str:
+    """What to do about ``word``, which is none of ``choices``; ``otherwise`` where it is like none of them.
 
     >>> near("inductr", ["inductor", "eager"])
     "did you mean 'inductor'?"
     """
-    names = list(map(str, known))
-    found = get_close_matches(str(word), names, n=1)
-    return f"did you mean {found[0]!r}?" if found else otherwise or f"use one of {', '.join(map(repr, names))}"
+    names = list(map(str, choices))
+    matches = get_close_matches(str(word), names, n=1)
+    return f"did you mean {matches[0]!r}?" if matches else otherwise or f"use one of {', '.join(map(repr, names))}"
 
 
 @lru_cache(maxsize=256)
@@ -235,11 +235,11 @@ class _Reader:
         if not isinstance(value, list | tuple) or (not many and len(value) != len(items)):
             raise _Wrong(path, value, expected(kind))
         kinds = [items[0]] * len(value) if many else items
-        made = tuple(
+        converted = tuple(
             self.read(one, item, (*path, f"[{at}]")) for at, (one, item) in enumerate(zip(value, kinds, strict=True))
         )
-        same = type(value) is tuple and all(a is b for a, b in zip(made, value, strict=True))
-        return value if same else made  # type: ignore[return-value]
+        same = type(value) is tuple and all(a is b for a, b in zip(converted, value, strict=True))
+        return value if same else converted  # type: ignore[return-value]
 
     def table(self, value: dict[Any, Any], kind: Any, path: tuple[str, ...]) -> Any:
         """An instance of a dataclass, or of a named tuple, of what a JSON object holds."""
@@ -258,12 +258,12 @@ class _Reader:
 
 
 def _bytes(text: str, path: tuple[str, ...]) -> int:
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)\s*", text)
-    if found is None or found[2].upper() not in UNITS:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)\s*", text)
+    if match is None or match[2].upper() not in UNITS:
         fix = 'write an integer, or a size with a unit, like "8 MiB" or "1.5GB"'
         raise _Wrong(path, text, "a number of bytes", fix)
     return (
-        int(float(found[1]) * UNITS[found[2].upper()]) if "." in found[1] else int(found[1]) * UNITS[found[2].upper()]
+        int(float(match[1]) * UNITS[match[2].upper()]) if "." in match[1] else int(match[1]) * UNITS[match[2].upper()]
     )
 
 

@@ -183,8 +183,8 @@ def _compared(training: _Training, timed: tuple[float, ...]) -> Comparison:
 
 def _pair(predicted: Collective, ran: Ran) -> Pair:
     counted = ran.sent
-    if counted is None and ran.held is not None:
-        elements, size = ran.held
+    if counted is None and ran.payload is not None:
+        elements, size = ran.payload
         counted = wire_elements(ran.kind, predicted.ranks, elements) * size
     return Pair(
         predicted.kind, predicted.axis, predicted.cause.tensor, ran.kind, predicted.wire, counted, predicted.seconds,

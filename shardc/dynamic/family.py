@@ -56,16 +56,16 @@ class Family:
         others: list[SymbolicCapture] = []
         for hints in self._hints(ranks):
             try:
-                found = capture(hints)
+                symbolic = capture(hints)
             except CaptureError as error:
                 errors.append(error)
                 continue
-            if found.broken(self.example) is not None:
-                others.append(found)
-            elif self._fits(found, ranks, errors):
+            if symbolic.broken(self.example) is not None:
+                others.append(symbolic)
+            elif self._fits(symbolic, ranks, errors):
                 return
         # What the example meets by chance, another size does not: it has a program of its own.
-        if not any(self._fits(found, ranks, errors) for found in others):
+        if not any(self._fits(symbolic, ranks, errors) for symbolic in others):
             raise next((e for e in errors if isinstance(e, Differs)), errors[-1])
 
     def _hints(self, ranks: int) -> Iterator[Sizes]:
@@ -100,7 +100,7 @@ class Family:
     def _fitted(self, modulus: int, above: bool) -> None:
         near = self._points(modulus, above)
         self.fit = Fit(near, modulus)
-        self.programs = [self._built(point, said=at == 0) for at, point in enumerate(near)]
+        self.programs = [self._built(point, warns=at == 0) for at, point in enumerate(near)]
         self._graphs: dict[Phase, SizedGraph] = {}
         for half in self.programs[0].step():
             self.half(half.phase)
@@ -121,14 +121,14 @@ class Family:
                 raise Differs(f"the model asks for {broken.text}{line}, which does not hold at {point}")
         return near
 
-    def _built(self, point: Sizes, said: bool) -> Program:
+    def _built(self, point: Sizes, warns: bool) -> Program:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            made = self.build(point)
+            program = self.build(point)
         at = ", ".join(f"{name}={size}" for name, size in point.items())
-        for each in caught if said else ():
-            warnings.warn(ShardcWarning(f"compiled for many sizes, here at {at}: {each.message}"), stacklevel=2)
-        return made
+        for warning in caught if warns else ():
+            warnings.warn(ShardcWarning(f"compiled for many sizes, here at {at}: {warning.message}"), stacklevel=2)
+        return program
 
     def half(self, phase: Phase) -> SizedGraph:
         """The graph of a phase at any sizes.
@@ -143,7 +143,7 @@ class Family:
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether the program serves ``sizes``."""
-        return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.found)
+        return self.symbolic.broken(sizes) is None and all(number.whole_at(sizes) for number in self.fit.polynomials)
 
     @property
     def conditions(self) -> tuple[str, ...]:
@@ -175,11 +175,11 @@ class SizedProgram(Program):
             return self.alone.inference
         if phase == INFERENCE and not self.family.holds(self.sizes):
             return self.alone.inference
-        found = half.at(self.sizes)
-        sized = found.meta
-        found = self.pipeline[PlanMemory](found)
-        found.meta.update(sized)
-        return found
+        graph = half.at(self.sizes)
+        sized = graph.meta
+        graph = self.pipeline[PlanMemory](graph)
+        graph.meta.update(sized)
+        return graph
 
     @cached_property
     def alone(self) -> Program:
@@ -196,8 +196,8 @@ class SizedProgram(Program):
 
     def graph(self, stage: str) -> fx.Graph:
         last = self.pipeline.names[-1]
-        own = dict(zip((last, f"{last}.backward"), self.step(), strict=False)).get(stage)
-        return own.graph if own is not None else self.alone.graph(stage)
+        last_graphs = dict(zip((last, f"{last}.backward"), self.step(), strict=False)).get(stage)
+        return last_graphs.graph if last_graphs is not None else self.alone.graph(stage)
 
     def save(self, *args: Any, **kwargs: Any) -> Any:
         return self.alone.save(*args, **kwargs)
@@ -213,14 +213,14 @@ class Families:
     """The families of one module, and their programs at the sizes met last.
 
     Args:
-        kept: how many programs are kept.
+        capacity: how many programs are kept.
 
     Attributes:
         forget: called with a program that is not kept any longer.
     """
 
-    def __init__(self, kept: int = 64) -> None:
-        self.kept = kept
+    def __init__(self, capacity: int = 64) -> None:
+        self.capacity = capacity
         self.forget: Callable[[Program], object] = lambda program: None
         self._families: dict[Any, list[Family | None]] = {}
         self._programs: OrderedDict[Any, Program] = OrderedDict()
@@ -239,14 +239,14 @@ class Families:
         if at in self._programs:
             self._programs.move_to_end(at)
             return self._programs[at]
-        known = self._families.setdefault(key, [])
+        families = self._families.setdefault(key, [])
         usual = min(sizes.values()) > 1  # one element is broadcast: another program
-        fitting = next((one for one in known if one is not None and usual and one.holds(sizes)), None)
-        if fitting is None and usual and None not in known and len(known) < _MOST:
-            made = family()
-            known.append(made)
-            fitting = made if made is not None and made.holds(sizes) else None
+        fitting = next((one for one in families if one is not None and usual and one.holds(sizes)), None)
+        if fitting is None and usual and None not in families and len(families) < _MOST:
+            compiled = family()
+            families.append(compiled)
+            fitting = compiled if compiled is not None and compiled.holds(sizes) else None
         self._programs[at] = alone() if fitting is None else SizedProgram(fitting, sizes)
-        while len(self._programs) > self.kept:
+        while len(self._programs) > self.capacity:
             self.forget(self._programs.popitem(last=False)[1])
         return self._programs[at]

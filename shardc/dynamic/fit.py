@@ -37,16 +37,16 @@ class Fit:
         if all(value == values[0] for value in values):
             return values[0]
         if values not in self._found:
-            made = next(self._candidates(values), None)
-            if made is None:
+            polynomial = next(self._candidates(values), None)
+            if polynomial is None:
                 raise LayoutError(
                     f"the numbers {values} are not a polynomial (or a quotient of two) in the sizes {list(self.points)}"
                 )
-            self._found[values] = made
+            self._found[values] = polynomial
         return self._found[values]
 
     @property
-    def found(self) -> list[Polynomial]:
+    def polynomials(self) -> list[Polynomial]:
         """Every polynomial that was met."""
         return list(dict.fromkeys(self._found.values()))
 
@@ -89,17 +89,17 @@ def points(example: Mapping[str, int], modulus: int, above: bool = True) -> list
     Raises:
         LayoutError: there are not enough sizes below the example's.
     """
-    taken: set[int] = set()
+    quotients: set[int] = set()
     out: list[dict[str, int]] = [{} for _ in range(POINTS)]
     for name, size in example.items():
         whole = size // modulus
         for point in out:
             near = _primes(max(whole, 3)) if above else _below(whole)
-            found = next((k for k in near if k not in taken and k * modulus + size % modulus > 1), None)
-            if found is None:
+            quotient = next((k for k in near if k not in quotients and k * modulus + size % modulus > 1), None)
+            if quotient is None:
                 raise LayoutError(f"there are too few sizes {name} below {size}")
-            taken.add(found)
-            point[name] = found * modulus + size % modulus
+            quotients.add(quotient)
+            point[name] = quotient * modulus + size % modulus
     return out
 
 
@@ -116,18 +116,20 @@ def _is_prime(k: int) -> bool:
     return k > 1 and all(k % d for d in range(2, isqrt(k) + 1))
 
 
-def moduli(found: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """name -> (a, b): with sizes ``a u + b`` every polynomial has whole coefficients in u.
 
     Args:
-        found: polynomials that are whole at the example's sizes.
+        polynomials: polynomials that are whole at the example's sizes.
     """
     scale = dict.fromkeys(example, 1)
-    for one in sorted(found, key=lambda p: sum(map(bool, map(sum, zip(*(q for _, q in p.terms), strict=True))))):
-        for name in one.names:
-            given = {n: (a, example[n] % a) for n, a in scale.items()}
-            left = one.substituted(given).denominator
-            if left > 1 and any(powers[one.names.index(name)] for _, powers in one.terms):
+    for polynomial in sorted(
+        polynomials, key=lambda p: sum(map(bool, map(sum, zip(*(q for _, q in p.terms), strict=True))))
+    ):
+        for name in polynomial.names:
+            residues = {n: (a, example[n] % a) for n, a in scale.items()}
+            left = polynomial.substituted(residues).denominator
+            if left > 1 and any(powers[polynomial.names.index(name)] for _, powers in polynomial.terms):
                 scale[name] *= left
     return {name: (a, example[name] % a) for name, a in scale.items()}
 

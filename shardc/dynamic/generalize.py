@@ -42,15 +42,15 @@ def generalize(graphs: Sequence[fx.GraphModule], fit: Fit, sizes: Mapping[str, i
     numbers: dict[int, Numbers] = {}
     for at, nodes in enumerate(rows):
         try:
-            found = _node(graphs, nodes, places, fit)
+            values = _node(graphs, nodes, places, fit)
         except (LayoutError, Differs) as error:
             where = ir.info(nodes[0]) if nodes[0].op != "output" else Info("the outputs", None)
             line = f" ({where.origin.source})" if where.origin.source else ""
             raise Differs(f"at {where.name}{line}: {getattr(error, 'message', None) or error}") from None
-        if found is not None:
-            numbers[at] = found
+        if values is not None:
+            numbers[at] = values
     layouts = _roles([ir.output_node(g.graph).meta[ir.ROLES] for g in graphs], fit)
-    return SizedGraph(base, numbers, layouts, moduli(fit.found, sizes))
+    return SizedGraph(base, numbers, layouts, moduli(fit.polynomials, sizes))
 
 
 def _node(
@@ -131,10 +131,10 @@ def _shapes(records: Sequence[Info], fit: Fit) -> tuple[tuple[Any, ...] | None, 
 
 def _roles(roles: Sequence[tuple[ir.Role, ...]], fit: Fit) -> tuple[Any, ...]:
     out: list[Any] = []
-    for each in zip(*roles, strict=True):
-        layouts = [role.layout for role in each]
-        if len({(role.kind, role.name, role.index) for role in each}) > 1 or len({_bones(x) for x in layouts}) > 1:
-            raise Differs(f"the outputs are {', '.join(f'{role.kind} {role.name} {role.layout}' for role in each)}")
+    for outputs in zip(*roles, strict=True):
+        layouts = [role.layout for role in outputs]
+        if len({(role.kind, role.name, role.index) for role in outputs}) > 1 or len({_bones(x) for x in layouts}) > 1:
+            raise Differs(f"the outputs are {', '.join(f'{role.kind} {role.name} {role.layout}' for role in outputs)}")
         if layouts[0] is None:
             out.append(None)
             continue
@@ -151,13 +151,13 @@ def _bones(layout: Any) -> Any:
     return layout and (layout.partial, tuple(tuple(digit.axis for digit in digits) for digits in layout.dims))
 
 
-def _depends(found: Any) -> bool:
+def _depends(value: Any) -> bool:
     """Whether there is a polynomial in what was fitted."""
-    if isinstance(found, Shape):
-        return _depends((found.sizes, found.strides))
-    if isinstance(found, slice):
-        return _depends((found.start, found.stop, found.step))
-    leaves = pytree.tree_leaves(found)
+    if isinstance(value, Shape):
+        return _depends((value.sizes, value.strides))
+    if isinstance(value, slice):
+        return _depends((value.start, value.stop, value.step))
+    leaves = pytree.tree_leaves(value)
     return any(isinstance(x, Polynomial | Quotient) or isinstance(x, Shape | slice) and _depends(x) for x in leaves)
 
 
@@ -165,7 +165,7 @@ def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     return operator.attrgetter(str(node.target))(gm)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
-    return bool(one == other)
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return left.shape == right.shape and left.dtype == right.dtype and bool(torch.equal(left, right))
+    return bool(left == right)

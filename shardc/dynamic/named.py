@@ -23,8 +23,8 @@ class DynamicDims:
         names: the same, with what was marked by ``torch._dynamo.mark_dynamic`` since.
     """
 
-    def __init__(self, said: Mapping[str, Mapping[int, str]]) -> None:
-        self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in said.items()}
+    def __init__(self, dims_by_input: Mapping[str, Mapping[int, str]]) -> None:
+        self.names: dict[str, dict[int, str]] = {name: dict(dims) for name, dims in dims_by_input.items()}
 
     def mark(self, inputs: Sequence[tuple[str, Any]]) -> None:
         """Takes over the marks of ``inputs``; each dim gets a name of its own, ``"x[0]"``."""

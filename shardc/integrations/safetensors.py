@@ -78,15 +78,15 @@ def _read(file: Any, name: str, meta: torch.Tensor, index: tuple[Sequence[int], 
     return out
 
 
-def _runs(kept: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Stretches of consecutive indices: where they are in the tensor, and where in ``kept``."""
-    if isinstance(kept, range):
-        yield slice(kept.start, kept.stop), slice(0, len(kept))
+def _runs(indices: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Stretches of consecutive indices: where they are in the tensor, and where in ``indices``."""
+    if isinstance(indices, range):
+        yield slice(indices.start, indices.stop), slice(0, len(indices))
         return
     first = 0
-    for at in range(1, len(kept) + 1):
-        if at == len(kept) or kept[at] != kept[at - 1] + 1:
-            yield slice(kept[first], kept[at - 1] + 1), slice(first, at)
+    for at in range(1, len(indices) + 1):
+        if at == len(indices) or indices[at] != indices[at - 1] + 1:
+            yield slice(indices[first], indices[at - 1] + 1), slice(first, at)
             first = at
 
 

@@ -24,7 +24,7 @@ from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
-from shardc.runtime.namespace import Namespace, told
+from shardc.runtime.namespace import Namespace, shares_errors
 from shardc.runtime.state import State
 from shardc.runtime.whole import whole_on_first
 
@@ -36,7 +36,7 @@ _NOT_OF_ENCODERS = ("decoder_", "cross_attn", "use_cache", "cache", "past_key_va
 class PretrainedNamespace(Namespace):
     """``module.shardc`` of a compiled `transformers.PreTrainedModel`."""
 
-    @told
+    @shares_errors
     def load_pretrained(self, folder: str | Path) -> None:
         """Loads a checkpoint of ``transformers``; each rank reads its own shards of it.
 
@@ -66,8 +66,8 @@ class PretrainedNamespace(Namespace):
         fresh: dict[int, Tensor] = {}
         for name, buffer in list(owner.named_buffers(remove_duplicate=False)):
             if id(buffer) not in fresh:
-                given = source.get_buffer(name)
-                value = given.value() if isinstance(given, Lazy) else given
+                read = source.get_buffer(name)
+                value = read.value() if isinstance(read, Lazy) else read
                 fresh[id(buffer)] = value.to(self.device, buffer.dtype)
             path, _, key = name.rpartition(".")
             owner.get_submodule(path)._buffers[key] = fresh[id(buffer)]
@@ -111,9 +111,11 @@ class ShardedPretrained(ShardedModule):
         if state.groups is None or state_dict is not None:
             kwargs |= {"max_shard_size": max_shard_size, "save_original_format": save_original_format}
             return cls.save_pretrained(state.view, save_directory, is_main_process, state_dict, **kwargs)
-        if given := {key for key, value in kwargs.items() if value and key not in ("safe_serialization", "token")}:
+        if unsupported := {
+            key for key, value in kwargs.items() if value and key not in ("safe_serialization", "token")
+        }:
             raise InputError(
-                f"save_pretrained of a compiled module takes no {' and no '.join(sorted(given))}",
+                f"save_pretrained of a compiled module takes no {' and no '.join(sorted(unsupported))}",
                 fix="save to a folder first; huggingface_hub.upload_folder(folder_path=...) uploads it",
             )
         with state.tells():
@@ -176,11 +178,11 @@ class ShardedPretrained(ShardedModule):
         An encoder holds shards and does not run by itself: they are those of a call with the decoder's first token.
         """
         rows = torch.ones((len(inputs_tensor), 1), dtype=torch.int64, device=inputs_tensor.device)
-        given = {name: x for name, x in model_kwargs.items() if not name.startswith(_NOT_OF_ENCODERS)}
-        given |= {model_input_name: inputs_tensor, "use_cache": False, "return_dict": True}
-        given |= {"decoder_input_ids": rows * generation_config._decoder_start_token_tensor.view(-1, 1)}
-        asked = ("output_attentions", "output_hidden_states")
-        out = self(**given, **{name: True for name in asked if getattr(generation_config, name)})
+        inputs = {name: x for name, x in model_kwargs.items() if not name.startswith(_NOT_OF_ENCODERS)}
+        inputs |= {model_input_name: inputs_tensor, "use_cache": False, "return_dict": True}
+        inputs |= {"decoder_input_ids": rows * generation_config._decoder_start_token_tensor.view(-1, 1)}
+        flags = ("output_attentions", "output_hidden_states")
+        out = self(**inputs, **{name: True for name in flags if getattr(generation_config, name)})
         states = (out.encoder_last_hidden_state, out.encoder_hidden_states, out.encoder_attentions)
         return model_kwargs | {"encoder_outputs": BaseModelOutput(*states)}
 
@@ -204,7 +206,7 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
     present: Any = state.present()
     ignored = set(present._keys_to_ignore_on_save or ())
     metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}
-    held = {id(param): name for name, param in state.owner.named_parameters()}
+    names = {id(param): name for name, param in state.owner.named_parameters()}
     values = state.owner.state_dict(keep_vars=True)
     last: dict[str, Tensor] = {}  # several tensors of a file may be parts of one parameter
 
@@ -214,7 +216,7 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
             value = values[name]
             if isinstance(value, DTensor):
                 assert state.groups is not None
-                last[name] = whole_on_first(value, state.storages[held[id(value)]], state.groups)
+                last[name] = whole_on_first(value, state.storages[names[id(value)]], state.groups)
             else:
                 last[name] = value.detach()
         return last[name]
@@ -222,6 +224,6 @@ def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
     def lazy(name: str, meta: Tensor) -> Lazy:
         return Lazy(meta, lambda index: part(gathered(name), index))
 
-    kept = remove_tied_weights_from_state_dict(metas, present)
-    tensors: Any = {name: lazy(name, meta) for name, meta in kept.items()}
+    untied = remove_tied_weights_from_state_dict(metas, present)
+    tensors: Any = {name: lazy(name, meta) for name, meta in untied.items()}
     return revert_weight_conversion(state.view, tensors) if original_format else tensors

@@ -55,7 +55,7 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
     """
     if backend == "eager":
         return [Compiled(half, whole(half.gm), (_eager(half.gm),), half.plan) for half in halves]
-    sized = {half: Code(*made) for half in halves if (made := lowered_at_any_sizes(half)) is not None}
+    sized = {half: Code(*lowering) for half in halves if (lowering := lowered_at_any_sizes(half)) is not None}
     for half in halves if by != "whole" else ():
         give_values(half.gm)
     segments = {
@@ -66,10 +66,10 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
         check_all(Subject(half.gm, half.mesh, no_rules), "cutting into segments", [partial(in_order, segments=row)])
     kinds = {segment.gm: half.kind for half in halves if half not in sized for segment in segments[half]}
     calls = {gm: Code(*called(gm)) for gm in kinds if only_calls(gm.graph)}
-    known = cache(settings)
+    cached_settings = cache(settings)
     with at_end():
         rest = {gm: kind for gm, kind in kinds.items() if gm not in calls}
-        codes = calls | in_turns(rest, lambda gm, kind: Code(*lowered(gm, kind, known)))
+        codes = calls | in_turns(rest, lambda gm, kind: Code(*lowered(gm, kind, cached_settings)))
     return [
         _compiled(half, segments[half], [sized[half]] if half in sized else [codes[x.gm] for x in segments[half]])
         for half in halves
@@ -79,14 +79,14 @@ def lower(*halves: Half, backend: str, by: str = "auto") -> list[Compiled]:
 def _compiled(half: Half, segments: tuple[Segment, ...], codes: Sequence[Code]) -> Compiled:
     """``half`` by code for each of its segments, with its memory planned at the lifetimes of the code."""
     sources = dict.fromkeys(code.source for code in codes)
-    made = Compiled(half, segments, tuple(codes), half.plan, "\n".join(sources))
-    if not made.plan.slots or not all(sources):
-        return made
+    compiled = Compiled(half, segments, tuple(codes), half.plan, "\n".join(sources))
+    if not compiled.plan.slots or not all(sources):
+        return compiled
     read = {source: uses_of(source) for source in sources}
     uses = [read[code.source] for code in codes]
-    found = uses[0] if len(uses) == 1 else joined(uses, segments, made.takes, made.gives)
-    leaving = found.given[len(found.given) - len(made.plan.given) :]
-    return replace(made, plan=made.plan.moved(found.spans, found.leaving, leaving))
+    lifetimes = uses[0] if len(uses) == 1 else joined(uses, segments, compiled.takes, compiled.gives)
+    leaving = lifetimes.given[len(lifetimes.given) - len(compiled.plan.given) :]
+    return replace(compiled, plan=compiled.plan.moved(lifetimes.spans, lifetimes.leaving, leaving))
 
 
 def _eager(gm: fx.GraphModule) -> Callable[[list[Tensor]], Sequence[Any]]:

@@ -41,16 +41,16 @@ def called(gm: fx.GraphModule) -> tuple[Run, str]:
 
 
 def _lines(graph: fx.Graph) -> Iterator[str]:
-    given, ops = graph.find_nodes(op="placeholder"), [node for node in graph.nodes if node.op == "call_function"]
+    placeholders, ops = graph.find_nodes(op="placeholder"), [node for node in graph.nodes if node.op == "call_function"]
     returned: Any = ir.output_node(graph).args[0]
-    name = {node: _Name(f"arg{at}") for at, node in enumerate(given)}
+    name = {node: _Name(f"arg{at}") for at, node in enumerate(placeholders)}
     for at, node in enumerate(ops):  # a wait gives what it is given
         name[node] = name[node.all_input_nodes[0]] if node.target is WAIT else _Name(f"buf{at}")
     gone: list[list[_Name]] = [[] for _ in range(len(ops) + 1)]  # behind each op, and behind all
-    kept = {name.get(x) for x in returned}
-    for each, at in _last(ops, name).items():
-        gone[at] += [each] if each not in kept else []
-    yield f"{', '.join(name[node] for node in given)}, = args"
+    results = {name.get(x) for x in returned}
+    for value_name, at in _last(ops, name).items():
+        gone[at] += [value_name] if value_name not in results else []
+    yield f"{', '.join(name[node] for node in placeholders)}, = args"
     yield "args.clear()"
     for at, node in enumerate(ops):
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), name.__getitem__)
@@ -60,7 +60,7 @@ def _lines(graph: fx.Graph) -> Iterator[str]:
             written = [*map(repr, args), *(f"{key}={x!r}" for key, x in kwargs.items())]
             call = f"torch.ops.{node.target}({', '.join(written)})"
         yield call if node.target is WAIT else f"{name[node]} = {call}"
-        yield from (f"del {each}" for each in gone[at])
+        yield from (f"del {value_name}" for value_name in gone[at])
     yield f"return ({', '.join(str(name.get(x, x)) for x in returned)},)"
 
 

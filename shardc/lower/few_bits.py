@@ -26,14 +26,14 @@ def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., 
 
     There torch takes 3 to 50 times as long for them as for float32, by layout. What is added up is the same.
     """
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # casts, by the tensor's identity; the tensor is held with it
+    casts: dict[int, tuple[Tensor, Tensor]] = {}  # casts, by the tensor's identity; the tensor is held with it
 
     def wide(x: Any) -> Any:
         if not _is_slow(x):
             return x
-        if id(x) not in known:
-            known[id(x)] = x, x.to(torch.float32)
-        return known[id(x)][1]
+        if id(x) not in casts:
+            casts[id(x)] = x, x.to(torch.float32)
+        return casts[id(x)][1]
 
     def decomposition(op: Any) -> Callable[..., Any]:
         # The others of a forward's results, as the log-sum-exp, have float32 and counters.
@@ -43,11 +43,11 @@ def widened(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., 
             low = next((x for x in pytree.arg_tree_leaves(*args, **kwargs) if _is_slow(x)), None)
             if low is None:
                 return table[op](*args, **kwargs) if op in table else NotImplemented
-            made = op(*pytree.tree_map(wide, args), **pytree.tree_map(wide, kwargs))
-            if isinstance(made, Tensor):
-                return made.to(low.dtype)
-            back = [x.to(low.dtype) if isinstance(x, Tensor) else x for x in made[:narrowed]]
-            return (*back, *made[len(back) :])
+            result = op(*pytree.tree_map(wide, args), **pytree.tree_map(wide, kwargs))
+            if isinstance(result, Tensor):
+                return result.to(low.dtype)
+            back = [x.to(low.dtype) if isinstance(x, Tensor) else x for x in result[:narrowed]]
+            return (*back, *result[len(back) :])
 
         return decomposed
 

@@ -57,16 +57,16 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
     with _graph_cache(inputs), _as_here(inputs):
         plain = caches() and not gm.graph.find_nodes(op="get_attr")  # the values of constants are part of the code
         key = cache_folder("keys") / name_of(gm, kind, settings()) if plain else None
-        if key is not None and (found := _found(key, inputs, kind)) is not None:
-            check_order(gm.graph, found.source_code)
-            return found, found.source_code
+        if key is not None and (cached := _cached_graph(key, inputs, kind)) is not None:
+            check_order(gm.graph, cached.source_code)
+            return cached, cached.source_code
         compiled, source = lowered_for(gm, inputs, kind)
-    if key is not None and (made := getattr(compiled, "_fx_graph_cache_key", None)):
-        write_atomic(str(key), made)
+    if key is not None and (graph_key := getattr(compiled, "_fx_graph_cache_key", None)):
+        write_atomic(str(key), graph_key)
     return compiled, source
 
 
-def _found(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | None:
+def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | None:
     """What Inductor's cache has for a graph that was lowered before: it is neither decomposed nor hashed again.
 
     Args:
@@ -75,15 +75,15 @@ def _found(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | Non
     if not key.exists():
         return None
     constants, back = CompiledFxGraphConstants(), kind == BACKWARD
-    found, _ = FxGraphCache.load_with_key(
+    graph, _ = FxGraphCache.load_with_key(
         key.read_text(), [], inputs, True, None, is_backward=back, constants=constants
     )
-    if found is None:
+    if graph is None:
         return None
-    found.post_compile(
-        inputs, constants, {**found.fx_kwargs, "cudagraphs": BoxedBool(inductor_config.triton.cudagraphs)}
+    graph.post_compile(
+        inputs, constants, {**graph.fx_kwargs, "cudagraphs": BoxedBool(inductor_config.triton.cudagraphs)}
     )
-    return found
+    return graph
 
 
 def settings() -> str:
@@ -140,22 +140,22 @@ def _decomposed(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """``gm`` in the ops that Inductor lowers; the order of its collectives stays."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None) or FakeTensorMode()
     with mode, torch.no_grad():
-        made = make_fx(gm, decomposition_table=widened(select_decomp_table()))(*inputs)
+        decomposed = make_fx(gm, decomposition_table=widened(select_decomp_table()))(*inputs)
     # Results that are not the user's Inductor may give other strides, as convolutions prefer them, but the backward
     # half is compiled for those of the trace.
-    last = output_node(made.graph)
+    last = output_node(decomposed.graph)
     # Inductor returns no constant but an int; what the user's are is noted with the program.
     last.args = (tuple(x if isinstance(x, fx.Node | int) else None for x in last.args[0]),)
     last.meta["user_visible_output_idxs"] = [at for at, x in enumerate(last.args[0]) if isinstance(x, fx.Node)]
-    return made
+    return decomposed
 
 
 def artifacts(compile_all: Callable[[], object]) -> bytes | None:
     """Inductor's artifacts of what ``compile_all`` lowers; None if there are none."""
     with CacheArtifactManager.with_fresh_cache(), inductor_config.patch(fx_graph_cache=True):
         compile_all()
-        made = torch.compiler.save_cache_artifacts()
-    return None if made is None else made[0]
+        saved = torch.compiler.save_cache_artifacts()
+    return None if saved is None else saved[0]
 
 
 def load_artifacts(data: bytes) -> None:

@@ -62,14 +62,14 @@ def together() -> Iterator[None]:
     """A block in which the C++ kernels of each graph that this thread compiles or loads share files."""
     alone, wait, thread = AsyncCompile.cpp_pybinding, AsyncCompile.wait, get_ident()
 
-    def one(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
+    def defer_kernel(self: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
         plain = _PLAIN.fullmatch(source_code) if get_ident() == thread else None
         return alone(self, argtypes, source_code) if plain is None else _Kernel(argtypes, *plain.groups())
 
     def all_of(self: AsyncCompile, scope: dict[str, Any]) -> None:
         kernels = {name: value for name, value in scope.items() if isinstance(value, _Kernel)}
         loads: Loads = {}
-        left = iter([kernel for kernel in kernels.values() if not _found(kernel, loads, self)])
+        left = iter([kernel for kernel in kernels.values() if not _take_cached(kernel, loads, self)])
         while some := list(islice(left, AT_ONCE)):
             _start(some, self)
         if (graphs := _later.get()) is not None:
@@ -82,7 +82,7 @@ def together() -> Iterator[None]:
     if not _has_parts():
         yield
         return
-    AsyncCompile.cpp_pybinding, AsyncCompile.wait = one, all_of  # type: ignore[method-assign]
+    AsyncCompile.cpp_pybinding, AsyncCompile.wait = defer_kernel, all_of  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -109,7 +109,7 @@ def _put(scope: dict[str, Any], kernels: dict[str, _Kernel]) -> None:
     scope.update({name: kernel.result() for name, kernel in kernels.items()})
 
 
-def _found(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
+def _take_cached(kernel: _Kernel, loads: Loads, by: AsyncCompile) -> bool:
     """Takes ``kernel`` from a file of an earlier graph, if one has it; ``loads`` are those that were asked for."""
     if not caches():
         return False
@@ -172,10 +172,12 @@ def _bindings(kernels: Sequence[_Kernel]) -> str:
 def _binding(kernel: _Kernel) -> str:
     """Inductor's text for a module of ``kernel`` alone."""
     of = CppPythonBindingsCodeCache
-    given = ", ".join(f"parse_arg<{kind.replace('const ', '')}>(args, {at})" for at, kind in enumerate(kernel.argtypes))
+    arguments = ", ".join(
+        f"parse_arg<{kind.replace('const ', '')}>(args, {at})" for at, kind in enumerate(kernel.argtypes)
+    )
     return of.suffix_template.format(
         arg_len=len(kernel.argtypes),
-        call_entry_func=of.call_entry_function.format(given).replace("kernel(", f"{kernel.name}(", 1),
+        call_entry_func=of.call_entry_function.format(arguments).replace("kernel(", f"{kernel.name}(", 1),
         entry_func=kernel.name,
         extra_parse_arg=of.extra_parse_arg.format(array_len=-1),
     )

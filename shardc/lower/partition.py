@@ -65,12 +65,12 @@ def _numbers(graph: fx.Graph, change: Callable[[float], float]) -> bool:
 @contextmanager
 def _nothing_draws() -> Iterator[None]:
     """No random state is kept for what runs again: an attention kernel that drops nothing is tagged as if it drew."""
-    asked = partitioners.has_recomputable_rng_ops
+    original = partitioners.has_recomputable_rng_ops
     partitioners.has_recomputable_rng_ops = lambda fx_g: False
     try:
         yield
     finally:
-        partitioners.has_recomputable_rng_ops = asked
+        partitioners.has_recomputable_rng_ops = original
 
 
 @contextmanager

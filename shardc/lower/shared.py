@@ -34,7 +34,7 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
     of them compile side by side, and each reads from Inductor's cache at the end what others have made. What that
     cannot hold every rank compiles, and nobody waits for it.
     """
-    made: dict[fx.GraphModule, T] = {}
+    results: dict[fx.GraphModule, T] = {}
     several = dist.is_initialized() and dist.get_world_size() > 1
     shares = several and caches()
     locks = (
@@ -48,13 +48,13 @@ def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModul
         gm = _free(waiting, locks) if shares else waiting.popleft()
         before = _uncached()
         try:
-            made[gm] = make(gm, graphs[gm])
+            results[gm] = make(gm, graphs[gm])
             if shares:
                 _mark(locks[gm], ALONE if _uncached() > before else MADE).touch()
         finally:
             if shares:
                 locks[gm].release()
-    return made
+    return results
 
 
 def _free(waiting: deque[fx.GraphModule], locks: Mapping[fx.GraphModule, BaseFileLock]) -> fx.GraphModule:

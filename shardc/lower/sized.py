@@ -34,10 +34,10 @@ def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[
         compiled = lowered_for(at.graph.symbolic(half.gm), inputs, half.kind)
         at.graph.compiled.append((partial(_holds, env, symbols), compiled))
     code, source = compiled
-    given = list(units.values())
+    sizes = list(units.values())
 
     def run(inputs: list[Tensor]) -> Sequence[Any]:
-        both: list[Any] = [*given, *inputs]
+        both: list[Any] = [*sizes, *inputs]
         inputs.clear()
         return code(both)
 

@@ -15,9 +15,9 @@ def give_values(gm: fx.GraphModule) -> None:
     """Puts a fake tensor on each node of a local graph that has none; calls that are alike share one."""
     kinds: dict[Any, int] = {}
     seen: dict[int, str] = {}  # what is shared is looked at once
-    known: dict[Any, Any] = {}
-    found = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-    mode = next((x.fake_mode for x in found if isinstance(x, FakeTensor)), None) or FakeTensorMode()
+    values: dict[Any, Any] = {}
+    examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+    mode = next((x.fake_mode for x in examples if isinstance(x, FakeTensor)), None) or FakeTensorMode()
 
     def kind(node: fx.Node) -> str:
         value = node.meta["val"]
@@ -32,8 +32,8 @@ def give_values(gm: fx.GraphModule) -> None:
             node.meta["val"] = mode.from_tensor(attrgetter(str(node.target))(gm), static_shapes=True)
             continue
         key = node.target, repr(fx.node.map_arg((node.args, node.kwargs), kind))
-        if key not in known:
+        if key not in values:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: x.meta["val"])
             with mode:
-                known[key] = node.target(*args, **kwargs)
-        node.meta["val"] = known[key]
+                values[key] = node.target(*args, **kwargs)
+        node.meta["val"] = values[key]

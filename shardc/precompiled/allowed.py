@@ -94,6 +94,6 @@ def is_own(op: Any) -> bool:
 def _kind(kind: Any) -> str:
     """The innermost type of a schema's argument."""
     text = str(kind)
-    while found := _TYPES.fullmatch(text):
-        text = found[2]
+    while match := _TYPES.fullmatch(text):
+        text = match[2]
     return text

@@ -54,8 +54,8 @@ def described(model: nn.Module, loss: Callable[..., Any] | None, reads: Reads = 
         out[f"module {name!r}"] = _shown(module)
     if isinstance(loss, nn.Module):
         for name, module in loss.named_modules():
-            held = {**module._parameters, **module._buffers}
-            values = "".join(f", {key}={tensor_text(x)}" for key, x in held.items() if x is not None)
+            state = {**module._parameters, **module._buffers}
+            values = "".join(f", {key}={tensor_text(x)}" for key, x in state.items() if x is not None)
             out[f"module {name!r} of the loss"] = f"{_shown(module)}{values}"
     reached = reads.reach(model, loss)
     return {**out, **reached.code, **reached.values}
@@ -75,9 +75,9 @@ def _shown(module: nn.Module) -> str:
 def check_same(what: str, saved: Mapping[str, str], now: Mapping[str, str], fix: str) -> None:
     """Raises PrecompiledError that says in what ``saved`` and ``now`` differ, if they do."""
     wrong = []
-    for thing in dict.fromkeys((*saved, *now)):
-        if saved.get(thing) != now.get(thing):
-            wrong.append(f"{thing} was {saved.get(thing, 'not there')} and is {now.get(thing, 'not there')}")
+    for key in dict.fromkeys((*saved, *now)):
+        if saved.get(key) != now.get(key):
+            wrong.append(f"{key} was {saved.get(key, 'not there')} and is {now.get(key, 'not there')}")
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise PrecompiledError(f"{what} is stale: {'; '.join(wrong[:3])}{more}", fix=fix)

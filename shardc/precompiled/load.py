@@ -73,9 +73,9 @@ class Precompiled(Executable):
             names = now if half == BACKWARD else names
         first = self._halves.get(FORWARD, self._halves.get(INFERENCE))
         assert first is not None, "the record has one of them"
-        given = [(role, x) for role, x in ir.outputs(first.graph) if role.kind != "saved"]
-        self.outputs: tuple[Role, ...] = tuple(role for role, _ in given)
-        self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in given)
+        outputs = [(role, x) for role, x in ir.outputs(first.graph) if role.kind != "saved"]
+        self.outputs: tuple[Role, ...] = tuple(role for role, _ in outputs)
+        self.output_values: tuple[Any, ...] = tuple(None if isinstance(x, fx.Node) else x for _, x in outputs)
         results = sum(role.kind == "output" for role in self.outputs)
         if results != self.output_spec.num_leaves:
             raise PrecompiledError(f"{results} results have {self.output_spec.num_leaves} places")
@@ -84,9 +84,9 @@ class Precompiled(Executable):
         late = [at for at, x in enumerate(self.returned) if x.same is not None and x.same >= at]
         if len(self.returned) != results or late or not all(at is None or 0 <= at < results for at in named):
             raise PrecompiledError(f"{results} results are said to be {len(self.returned)} outputs")
-        taken = [name for name, _ in self.identity.signature.tensors]
-        if [name for name, _ in self.inputs] != taken:
-            raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {taken}")
+        expected = [name for name, _ in self.identity.signature.tensors]
+        if [name for name, _ in self.inputs] != expected:
+            raise PrecompiledError(f"the graphs take {[name for name, _ in self.inputs]}, and the call {expected}")
 
     def make(self, phase: Phase) -> fx.GraphModule | None:
         if not isinstance(phase, str):
@@ -99,34 +99,34 @@ class Precompiled(Executable):
         Args:
             saved: the same of the backward, by which a forward names what it saves.
         """
-        said = record.halves[half]
+        fields = record.halves[half]
         gm = parse(read(self.folder, record, f"{half}.txt").decode())
-        values = fakes([vars(value) for _, value in said.placeholders])
-        for node, (_, value), fake in zip(ir.placeholders(gm.graph), said.placeholders, values, strict=True):
-            made = ir.info(node).value
-            if isinstance(value, TensorType) and (not isinstance(made, Value) or made.shape != value.shape):
+        values = fakes([vars(value) for _, value in fields.placeholders])
+        for node, (_, value), fake in zip(ir.placeholders(gm.graph), fields.placeholders, values, strict=True):
+            parsed = ir.info(node).value
+            if isinstance(value, TensorType) and (not isinstance(parsed, Value) or parsed.shape != value.shape):
                 raise PrecompiledError(
-                    f"the input {node} of {half} is {made}, of shape {list(value.shape)} in {RECORD}"
+                    f"the input {node} of {half} is {parsed}, of shape {list(value.shape)} in {RECORD}"
                 )
             node.meta["val"] = fake
         verify(gm, self.mesh, "partition")
         check(gm, self.mesh, half, (allowed,))
-        if said.constants:
-            fill(gm, said.constants, read(self.folder, record, constants(half)))
+        if fields.constants:
+            fill(gm, fields.constants, read(self.folder, record, constants(half)))
         if any(tensor.is_meta for tensor in gm.buffers()):
             raise PrecompiledError(f"a constant of {half} has no values")
-        slots = said.memory.slots
+        slots = fields.memory.slots
         if any(not 0 <= n < 1 << 50 for slot in slots for n in (slot.size, slot.start, slot.end, slot.offset)):
             raise PrecompiledError(f"{half} has a place in memory that cannot be")
-        now = {name: node.name for node, (name, _) in zip(ir.placeholders(gm.graph), said.placeholders, strict=True)}
+        now = {name: node.name for node, (name, _) in zip(ir.placeholders(gm.graph), fields.placeholders, strict=True)}
         end = ir.output_node(gm.graph)
-        end.meta[PLAN] = said.memory.renamed(now, saved)
+        end.meta[PLAN] = fields.memory.renamed(now, saved)
         end.meta[ir.ROLES] = tuple(
             replace(role, name=saved[role.name]) if role.kind == "saved" else role for role in end.meta[ir.ROLES]
         )
-        if not now.keys() >= {name for name, _, _ in said.reads}:
+        if not now.keys() >= {name for name, _, _ in fields.reads}:
             raise PrecompiledError(f"{half} reads what it does not take")
-        end.meta[ir.READS] = {now[name]: Role(kind, of) for name, kind, of in said.reads}
+        end.meta[ir.READS] = {now[name]: Role(kind, of) for name, kind, of in fields.reads}
         return gm, now
 
     def cause(self, collective: fx.Node) -> Cause:
@@ -167,19 +167,19 @@ def load(folder: str | Path, *, trust: bool = False) -> Precompiled:
     checked(trust, bool, "trust")
     try:
         record = read_record(folder)
-        made = Precompiled(folder, record, trust)
-        artifacts = read(folder, record, ARTIFACTS) if made.cached else None
+        program = Precompiled(folder, record, trust)
+        artifacts = read(folder, record, ARTIFACTS) if program.cached else None
     except PrecompiledError:
         raise
     except Exception as error:  # what a file holds may be wrong in any way
-        said = str(error) or type(error).__name__
-        raise PrecompiledError(f"the program in {folder} cannot be read: {said}", fix=AGAIN) from error
+        reason = str(error) or type(error).__name__
+        raise PrecompiledError(f"the program in {folder} cannot be read: {reason}", fix=AGAIN) from error
     if artifacts is not None:
         load_artifacts(artifacts)
-    return made
+    return program
 
 
-def fill(gm: fx.GraphModule, held: Sequence[Held], data: bytes) -> None:
+def fill(gm: fx.GraphModule, entries: Sequence[Held], data: bytes) -> None:
     """Puts the constants that the text does not show into ``gm``.
 
     Raises:
@@ -187,16 +187,20 @@ def fill(gm: fx.GraphModule, held: Sequence[Held], data: bytes) -> None:
     """
     types = {str(node.target): ir.value(node) for node in gm.graph.find_nodes(op="get_attr")}
     raw, at = torch.frombuffer(bytearray(data) or bytearray(1), dtype=torch.uint8), 0
-    if len(data) != sum(one.bytes for one in held):
-        raise PrecompiledError(f"the constants have {len(data)} bytes instead of {sum(one.bytes for one in held)}")
-    for one in held:
-        known = types.get(one.name)
-        size = prod(one.shape) * one.dtype.itemsize
-        if known is None or (known.dtype, known.shape, size) != (one.dtype, one.shape, one.bytes):
+    if len(data) != sum(constant.bytes for constant in entries):
+        raise PrecompiledError(
+            f"the constants have {len(data)} bytes instead of {sum(constant.bytes for constant in entries)}"
+        )
+    for constant in entries:
+        graph_type = types.get(constant.name)
+        size = prod(constant.shape) * constant.dtype.itemsize
+        stored_type = constant.dtype, constant.shape, constant.bytes
+        if graph_type is None or (graph_type.dtype, graph_type.shape, size) != stored_type:
             raise PrecompiledError(
-                f"the constant {one.name!r} is {known} in the graph, and {one.dtype}{list(one.shape)}"
+                f"the constant {constant.name!r} is {graph_type} in the graph, and "
+                f"{constant.dtype}{list(constant.shape)}"
             )
-        shaped = raw[at : at + size].clone().view(one.dtype).reshape(one.shape)
-        owner, _, name = one.name.rpartition(".")
-        setattr(gm.get_submodule(owner), name, shaped.to(one.device))
+        shaped = raw[at : at + size].clone().view(constant.dtype).reshape(constant.shape)
+        owner, _, name = constant.name.rpartition(".")
+        setattr(gm.get_submodule(owner), name, shaped.to(constant.device))
         at += size

@@ -153,18 +153,18 @@ def read_record(folder: Path, evaluates: bool = True) -> Record:
         fix = "save one with module.lower(*examples).save(folder)"
         raise PrecompiledError(f"there is no saved program in {folder}", fix=fix)
     try:
-        found = json.loads(data)
+        content = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise PrecompiledError(f"{path} is not JSON: {error}", fix=AGAIN) from None
-    version = found.get("shardc_program") if isinstance(found, dict) else None
+    version = content.get("shardc_program") if isinstance(content, dict) else None
     if version != VERSION or type(version) is not int:
         raise PrecompiledError(f"{folder} has a program of version {version!r}; this is {VERSION}", fix=AGAIN)
-    was = found.get("torch")
+    was = content.get("torch")
     if was != torch.__version__:
         raise PrecompiledError(
             f"the program in {folder} is stale: torch was {was} and is {torch.__version__}", fix=AGAIN
         )
-    record: Record = checked(found, Record, str(path), PrecompiledError, tables=True, fix=AGAIN)
+    record: Record = checked(content, Record, str(path), PrecompiledError, tables=True, fix=AGAIN)
     halves = set(record.halves)
     if halves not in ({"inference"}, set(HALVES), set(HALVES) if evaluates else {"forward", "backward"}):
         raise PrecompiledError(f"{path} has the halves {sorted(halves)}", fix=AGAIN)
@@ -208,11 +208,11 @@ def _read(folder: Path, name: str, most: int | None) -> bytes | None:
             else f"cannot be read: {error.strerror}"
         )
         raise PrecompiledError(f"{path} {what}", fix=fix) from None
-    found = os.fstat(file)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
         os.close(file)
         raise PrecompiledError(f"{path} is no plain file", fix=_COPY)
     with os.fdopen(file, "rb") as opened:
-        if most is not None and found.st_size > most:
-            raise PrecompiledError(f"{path} has {found.st_size} bytes, more than {most}")
+        if most is not None and status.st_size > most:
+            raise PrecompiledError(f"{path} has {status.st_size} bytes, more than {most}")
         return opened.read()

@@ -73,8 +73,8 @@ def save_program(
         "model": dict(identity.model),
         "signature": signature_to_json(identity.signature),
         "reads": reads_to_json(program.reads),
-        "traced": [list(each) for each in program.reads.traced],
-        "sets": [list(each) for each in program.reads.sets],
+        "traced": [list(local_half) for local_half in program.reads.traced],
+        "sets": [list(local_half) for local_half in program.reads.sets],
         "inputs": [[name, str(layout)] for name, layout in program.inputs],
         "levels": dict(program.levels),
         "causes": dict(program.causes),
@@ -91,23 +91,23 @@ def save_program(
         paths[-1].write_bytes(data)
         record["files"][name] = hashlib.sha256(data).hexdigest()
 
-    for each in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
-        half, gm = each.name, untied(each.gm) if _is_tied(each.graph) else each.gm
+    for local_half in dict.fromkeys((*program.step(), *([program.half(INFERENCE)] if evaluates else ()))):
+        half, gm = local_half.name, untied(local_half.gm) if _is_tied(local_half.graph) else local_half.gm
         try:
             check(gm, program.mesh, half, (allowed,))
         except VerifyError as error:  # better told now than when it is loaded
             raise PrecompiledError(f"the program cannot be saved: {error.what}", program=error.program) from None
         write(f"{half}.txt", dump(gm, program.mesh, origins=True).encode())
         record["experts"] |= {name: body_of(name).to_json() for name in bodies_in(gm.graph)}
-        held, data = _large_constants(gm)
+        entries, data = _large_constants(gm)
         output_meta = ir.output_node(gm.graph).meta
         if data:
             write(constants(half), data)
         record["halves"][half] = {
             "placeholders": [[node.name, value_to_json(node.meta["val"])] for node in ir.placeholders(gm.graph)],
-            "constants": held,
+            "constants": entries,
             "reads": [[name, role.kind, role.name] for name, role in output_meta.get(ir.READS, {}).items()],
-            "memory": asdict(each.plan),
+            "memory": asdict(local_half.plan),
         }
     _write_record(folder, record)
     artifacts = lower_again(folder) if lower_again is not None else None
@@ -140,8 +140,8 @@ def _is_tied(graph: fx.Graph) -> bool:
 
 def _group(arg: Any) -> Any:
     """``shardc.1:dp``, a second mesh's name for a group, as ``shardc:dp``; anything else as it is."""
-    found = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
-    return GROUP_PREFIX + found[1] if found else arg
+    match = re.fullmatch(r"shardc\.\d+:(.*)", arg) if isinstance(arg, str) else None
+    return GROUP_PREFIX + match[1] if match else arg
 
 
 def _large_constants(gm: fx.GraphModule) -> tuple[list[dict[str, Any]], bytes]:

@@ -87,11 +87,11 @@ class Store:
     @classmethod
     def of(cls, root: Path, identity: Identity, mesh: Mesh, plan: Plan, options: Options) -> Store | str:
         """The store for a call, under ``root``; a text where it cannot be told what a program would depend on."""
-        own = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
+        unstorable = [name for name in ("capture", "pipeline", "hooks", "dump") if getattr(options, name)]
         if type(options.cost) not in (CostModel, Hardware):
-            own.append("cost")
-        if own:
-            return f"Options({own[0]}=...) asks for more than a stored program has"
+            unstorable.append("cost")
+        if unstorable:
+            return f"Options({unstorable[0]}=...) asks for more than a stored program has"
         foreign = [x for x in plan.entries if type(x).__module__.partition(".")[0] != __package__.partition(".")[0]]
         if foreign:
             return f"the plan entry {foreign[0]} is of a class of its own"
@@ -122,19 +122,19 @@ class Store:
         """
         for folder in sorted(self.folder.glob("*/")):
             try:
-                made, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
+                notes, record = json.loads((folder / MADE).read_text()), read_record(folder, evaluates=False)
                 reads = Reads(record.reads, traced=record.traced, sets=record.sets)
                 if reads.values(model, loss) != record.signature.reads or described(model, loss, reads) != record.model:
                     continue
-                found = Stored(folder, record, fresh)
+                program = Stored(folder, record, fresh)
             except Exception:  # cut off, or of a disk that is full: as if it were not there
                 shutil.rmtree(folder, ignore_errors=True)
                 continue
             with suppress(OSError):
                 (folder / MADE).touch()
-            for text in made["warnings"]:
+            for text in notes["warnings"]:
                 warnings.warn(ShardcWarning(text), stacklevel=2)
-            return found
+            return program
         return None
 
     @contextmanager
@@ -169,7 +169,7 @@ class Store:
         return self.folder / "none"
 
     def add(
-        self, program: Executable, reached: Reach, ops: Iterable[object], said: Sequence[str], evaluates: bool = False
+        self, program: Executable, reached: Reach, ops: Iterable[object], warned: Sequence[str], evaluates: bool = False
     ) -> str:
         """Writes ``program``, unless it depends on what cannot be told; returns where it is, or why not.
 
@@ -177,23 +177,23 @@ class Store:
             reached: the code of its model and loss.
             ops: what was captured. Of ops that are neither torch's nor shardc's, the code is known where they are of
                 `torch.library.custom_op`.
-            said: the warnings that it gave.
+            warned: the warnings that it gave.
             evaluates: also what runs where no gradients are recorded.
         """
         if (why := _unknown(program, reached, ops)) is not None:
             return f"not stored: {why}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(dir=self.folder.parent))
+            draft = Path(tempfile.mkdtemp(dir=self.folder.parent))
             try:
-                save_program(program, self.plan, made, None, evaluates)
-                (made / MADE).write_text(json.dumps({"warnings": list(said)}, indent=1))
+                save_program(program, self.plan, draft, None, evaluates)
+                (draft / MADE).write_text(json.dumps({"warnings": list(warned)}, indent=1))
                 identity = program.identity
-                os.rename(made, self.folder / _hash(json.dumps([identity.model, identity.signature.reads]).encode()))
+                os.rename(draft, self.folder / _hash(json.dumps([identity.model, identity.signature.reads]).encode()))
                 self._none.unlink(missing_ok=True)
                 self._forget()
             finally:
-                shutil.rmtree(made, ignore_errors=True)
+                shutil.rmtree(draft, ignore_errors=True)
         except PrecompiledError as error:
             return f"not stored: {error.what}"
         except OSError as error:

@@ -41,11 +41,11 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
     kind, children = spec.type, [spec_to_json(child, what) for child in spec_children(spec)]
     if spec.is_leaf():
         return LEAF
-    for name, known in _LISTS.items():
-        if kind is known:
+    for name, container in _LISTS.items():
+        if kind is container:
             return {name: children}
-    for name, known in _DICTS.items():
-        if kind is known:
+    for name, container in _DICTS.items():
+        if kind is container:
             if all(type(key) in _PLAIN for key in spec.context):
                 return {name: [list(pair) for pair in zip(spec.context, children, strict=True)]}
             raise PrecompiledError(f"{what} have a {name} with the keys {spec.context!r}", fix="use strings for keys")
@@ -81,38 +81,38 @@ def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
             if len({(type(key), key) for key in keys}) == len(keys):
                 return pytree.TreeSpec(_DICTS[name], keys, below([item for _, item in items]))
     elif set(data) == {"node", "context", "children"} and isinstance(data["node"], str):
-        found = _class_of(data["node"])
-        if found is None:
+        cls = _class_of(data["node"])
+        if cls is None:
             raise PrecompiledError(
                 f"{what} have a {data['node']}, which this program has not registered with pytree",
                 fix="import what registers it before the program is loaded",
             )
         if data["context"] != plain(data["context"]):
             raise PrecompiledError(f"{what} have a {data['node']} with a context that is not plain")
-        if issubclass(found, tuple) and hasattr(found, "_fields"):
-            return pytree.TreeSpec(namedtuple, found, below(data["children"]))
-        return pytree.TreeSpec(found, data["context"], below(data["children"]))
+        if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+            return pytree.TreeSpec(namedtuple, cls, below(data["children"]))
+        return pytree.TreeSpec(cls, data["context"], below(data["children"]))
     raise PrecompiledError(f"{what} are no structure of values")
 
 
 def _class_of(name: str) -> type | None:
     """The class of this name that pytree knows, or the named tuple; None where there is none."""
-    if (found := registered().get(name)) is not None:
-        return found
+    if (cls := registered().get(name)) is not None:
+        return cls
     module, _, attribute = name.rpartition(".")
-    known: Any = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
-    if not isinstance(known, type) or not issubclass(known, tuple) or _name(known) != name:
+    candidate: Any = vars(sys.modules[module]).get(attribute) if module in sys.modules else None
+    if not isinstance(candidate, type) or not issubclass(candidate, tuple) or _name(candidate) != name:
         return None
-    scope = getattr(known.__new__, "__globals__", {})  # that of what `namedtuple` makes, and of no other code
-    return known if str(scope.get("__name__")).startswith("namedtuple_") and hasattr(known, "_fields") else None
+    scope = getattr(candidate.__new__, "__globals__", {})  # that of what `namedtuple` makes, and of no other code
+    return candidate if str(scope.get("__name__")).startswith("namedtuple_") and hasattr(candidate, "_fields") else None
 
 
 def registered() -> dict[str, type]:
     """The classes outside of torch's own machinery that pytree knows, by module and name; no two of one name."""
     register_caches()
-    known = [kind for kind in (*pytree.SUPPORTED_NODES, *pytree.SUPPORTED_SERIALIZED_TYPES) if isinstance(kind, type)]
+    kinds = [kind for kind in (*pytree.SUPPORTED_NODES, *pytree.SUPPORTED_SERIALIZED_TYPES) if isinstance(kind, type)]
     out: dict[str, type] = {}
-    for kind in dict.fromkeys(known):
+    for kind in dict.fromkeys(kinds):
         if kind.__module__ not in ("builtins", "collections") and not kind.__module__.startswith("torch._"):
             out[_name(kind)] = kind if _name(kind) not in out else type(None)
     return {name: kind for name, kind in out.items() if kind is not type(None)}

@@ -46,7 +46,7 @@ class Recompilable(Protocol):
 
     def schedule(self, hardware: Hardware, *, stage: str) -> Schedule: ...
 
-    again: Any  # (mesh, shapes of the inputs) -> the program there
+    rebuild: Any  # (mesh, shapes of the inputs) -> the program there
 
 
 # Per collective: name and phase, kind, group, the axes that split its input, bytes per element.
@@ -74,7 +74,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
     Raises:
         PlanError: a formula fails at a size that it was not fitted to, or the program has no such formula.
     """
-    if program.again is None:
+    if program.rebuild is None:
         raise PlanError("no formula: a loaded program cannot be compiled again", fix="compile the model")
     symbols_of = _named(program, dims)
     base = {symbol: _size(program, symbols_of, symbol) for symbol in (BATCH, SEQUENCE)}
@@ -93,7 +93,7 @@ def derive(program: Recompilable, hardware: Hardware, dims: Dims | None = None) 
             for name, layout in program.inputs
         ]
         try:
-            return _sample(program.again(mesh, shapes), hardware)
+            return _sample(program.rebuild(mesh, shapes), hardware)
         except ShardcError as error:
             raise PlanError(
                 f"no formula: {mesh} at {_point_text(at, has)} fails: {error.what}", fix=error.fix

@@ -154,17 +154,17 @@ def program_act(certificate: str, graphs: Mapping[str, fx.GraphModule], mesh: Me
 
 def _constants(gm: fx.GraphModule) -> list[str]:
     """The tensors that a graph holds."""
-    found = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
-    held = [(name, attrgetter(name)(gm)) for name in sorted(found)]
-    return [f"{name} = {fingerprint(x):x}" for name, x in held if isinstance(x, Tensor)]
+    targets = {str(node.target) for node in gm.graph.nodes if node.op == "get_attr"}
+    constants = [(name, attrgetter(name)(gm)) for name in sorted(targets)]
+    return [f"{name} = {fingerprint(x):x}" for name, x in constants if isinstance(x, Tensor)]
 
 
-def _shown(x: Any, made: Any, any_rows: bool) -> str:
+def _shown(x: Any, constant: Any, any_rows: bool) -> str:
     if isinstance(x, Tensor):
         kind = "DTensor of " if isinstance(x, DTensor) else ""
         shape = ", ".join(["any", *map(str, x.shape[1:])] if any_rows else map(str, x.shape))
         return f"{kind}shape [{shape}], {x.dtype}" + (", requires_grad" if x.requires_grad else "")
-    assert isinstance(made, Constant)
+    assert isinstance(constant, Constant)
     value = sorted(map(repr, x)) if isinstance(x, set | frozenset) else x
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))  # an address is of this process
 
@@ -177,38 +177,41 @@ def _runs(values: Any) -> str:
     return ", ".join(f"{value} x {count}" if count > 1 else f"{value}" for value, count in runs)
 
 
-def difference(one: int, ones: Lines, other: int, others: Lines) -> MeshError:
-    """What to say where rank ``one`` does what ``ones`` say, and rank ``other`` something else."""
-    mine, theirs = {line[0]: line[1] for line in ones}, {line[0]: line[1] for line in others}
+def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines) -> MeshError:
+    """Returns the error for two ranks that do different things at one event, with the first line that differs."""
+    mine, theirs = {line[0]: line[1] for line in rank_lines}, {line[0]: line[1] for line in other_lines}
     topics = [topic for topic in {**mine, **theirs} if mine.get(topic) != theirs.get(topic)]
     if not topics:
         return MeshError(
-            f"ranks {one} and {other} are not at the same call: both are at a {mine['act']}, one of them earlier",
+            f"ranks {rank} and {other_rank} are not at the same call: both are at a {mine['act']}, one of them earlier",
             fix=_FIXES["act"],
         )
     topic = min(topics, key=lambda topic: (topic != "act", not topic.startswith("input '")))  # also what only one has
-    here, there = mine.get(topic), theirs.get(topic)
+    value, other_value = mine.get(topic), theirs.get(topic)
     if topic.startswith("values"):
         of = next(lines for lines in (mine, theirs) if lines.get(topic) != SAME)
         return MeshError(of[topic], fix=of.get("fix", _FIXES["values"]))
-    if here is not None and there is not None and "\n" in here + there:
-        pairs = zip_longest(here.splitlines(), there.splitlines(), fillvalue="nothing more")
-        here, there = next(pair for pair in pairs if pair[0] != pair[1])
+    if value is not None and other_value is not None and "\n" in value + other_value:
+        pairs = zip_longest(value.splitlines(), other_value.splitlines(), fillvalue="nothing more")
+        value, other_value = next(pair for pair in pairs if pair[0] != pair[1])
     what = f"in {topic}" if topic != "act" else "in what they do"
     return MeshError(
-        f"ranks differ at a {mine['act']}, {what}: rank {one} has {here or 'none'}, rank {other} has {there or 'none'}",
+        f"ranks differ at a {mine['act']}, {what}: rank {rank} has {value or 'none'}, "
+        f"rank {other_rank} has {other_value or 'none'}",
         fix=next(fix for start, fix in _FIXES.items() if topic.startswith(start)),
     )
 
 
 def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
     """What other ranks say of ``error``, which ``rank`` raised: text, source line and fix."""
-    own = error if isinstance(error, ShardcError) else None
-    text = (own.what if own else str(error))[:_LONGEST]
-    fix = f"mend it on rank {rank}" + (f": {own.fix}" if own and own.fix else ", whose traceback says where")
+    shardc_error = error if isinstance(error, ShardcError) else None
+    text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
+    fix = f"mend it on rank {rank}" + (
+        f": {shardc_error.fix}" if shardc_error and shardc_error.fix else ", whose traceback says where"
+    )
     return (
         f"rank {rank} raised {type(error).__name__}" + (f": {text}" if text else ""),
-        own.source if own else next(reversed([*_lines_of_user(error)]), None),
+        shardc_error.source if shardc_error else next(reversed([*_lines_of_user(error)]), None),
         fix,
     )
 

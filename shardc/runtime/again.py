@@ -29,21 +29,21 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     state.sync.refuse("deepcopy")
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):
-            memo[id(param)] = _own(param, state, name)
+            memo[id(param)] = _copied_param(param, state, name)
     memo[id(state)] = None
-    made: Any = copy.deepcopy(unsharded(module), memo)
-    made.__class__ = type(module)
-    memo[id(module)] = made
+    module_copy: Any = copy.deepcopy(unsharded(module), memo)
+    module_copy.__class__ = type(module)
+    memo[id(module)] = module_copy
     build: Any = state.build
-    own = replace(
+    copied_state = replace(
         state,
-        build=build.again(),
-        sync=state.sync.again(),
+        build=build.for_copy(),
+        sync=state.sync.for_copy(),
         buffers=Buffers(),
         programs={},
         deferring={},
         variants=Variants(),
-        known={},
+        call_cache={},
         read=dict(state.read),
         sources={},
         fresh=True,
@@ -54,22 +54,22 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         _variants_now={},
         around=copy.deepcopy(state.around, memo),
     )
-    object.__setattr__(made, "shardc", own)
-    own.adopt(made)
+    object.__setattr__(module_copy, "shardc", copied_state)
+    copied_state.adopt(module_copy)
     for program in state.programs.values():
-        own.add(program)
+        copied_state.add(program)
     for (_, deferred), program in state.deferring.items():
-        own.add(program, deferred)
-    return made
+        copied_state.add(program, deferred)
+    return module_copy
 
 
-def _own(param: DTensor, state: State, name: str) -> nn.Parameter:
+def _copied_param(param: DTensor, state: State, name: str) -> nn.Parameter:
     """A parameter of its own, on a padded buffer of its own."""
     assert state.param_mesh is not None
     storage = state.storages[name]
     padded = padded_local(param.detach(), storage)
     value = torch.empty_like(padded) if padded.is_meta else state.homes[name].keep(padded.clone())
-    made = to_parameter(value, storage, param.shape, state.param_mesh, state.rank, param.requires_grad)
+    shard = to_parameter(value, storage, param.shape, state.param_mesh, state.rank, param.requires_grad)
     if getattr(param, "grad_dtype", None) is not None:
-        made.grad_dtype = param.grad_dtype
-    return made
+        shard.grad_dtype = param.grad_dtype
+    return shard

@@ -127,7 +127,7 @@ class Agreement:
         store = self._connected()
         self._comparisons.say(store, self.number + 1, text)
         self.act(act, ask=True)
-        return self._comparisons.said(store, self.number, ranks)
+        return self._comparisons.entries_at(store, self.number, ranks)
 
     @contextmanager
     def runs(self, what: str) -> Iterator[None]:
@@ -262,8 +262,8 @@ class Agreement:
         """Takes down that ``other``, a rank and its act's key, does something else at ``number``."""
         mine = self.rank, self._past[number - self.number - 1]
         pair = sorted((mine, other))
-        (one, ones), (another, others) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
-        self._different = difference(one, ones, another, others)
+        (rank_a, lines_a), (rank_b, lines_b) = ((rank, self._comparisons.lines(store, key)) for rank, key in pair)
+        self._different = difference(rank_a, lines_a, rank_b, lines_b)
         self._heard = self._comparisons.hear_all(store, number)
 
     # --- answering, where this rank does as expected and another one asks
@@ -279,16 +279,16 @@ class Agreement:
             self._look(store)
         elif entry == END:
             self._meeting.end(store)
-        elif isinstance(said := json.loads(entry), int):
-            self._comparisons.asked.add(said)  # before the look at where this rank is, which looks here after that
-            if said <= self.number:
-                self._answer(store, said)
-        elif said[0] == "meet":
-            self._meeting.hears(store, said[1], said[2], lambda: self.number)
-        elif said[0] == "waits":
-            self._waits_there(store, *said[1:])
+        elif isinstance(message := json.loads(entry), int):
+            self._comparisons.asked.add(message)  # before the look at where this rank is, which looks here after that
+            if message <= self.number:
+                self._answer(store, message)
+        elif message[0] == "meet":
+            self._meeting.hears(store, message[1], message[2], lambda: self.number)
+        elif message[0] == "waits":
+            self._waits_there(store, *message[1:])
         else:
-            self._fails_there(store, *said)
+            self._fails_there(store, *message)
 
     def _answer_if_asked(self) -> None:
         for number in sorted(self._comparisons.asked):
@@ -347,15 +347,15 @@ class Agreement:
 
     def _look(self, store: dist.Store) -> None:
         """Tells those that compare where this rank waits for them; asks the others, where a graph runs for long."""
-        asked = sorted(number for number in self._comparisons.asked if number > self.number)
-        if asked and not self.running:
-            asks, key = store.get(f"{self._comparisons.at(asked[0])}first").decode().split()
+        pending = sorted(number for number in self._comparisons.asked if number > self.number)
+        if pending and not self.running:
+            asks, key = store.get(f"{self._comparisons.at(pending[0])}first").decode().split()
             if (where := self._looks.stuck(int(asks), _STUCK)) is not None:
                 error = waits_elsewhere(self.rank, where, int(asks), self._comparisons.lines(store, key))
                 with self._lock:
                     self._failure = self._failure or (self.number, error)
-                self._comparisons.asked.difference_update(asked)
-                self._log(store, ["waits", self.rank, asked[0], error.what, error.fix])
+                self._comparisons.asked.difference_update(pending)
+                self._log(store, ["waits", self.rank, pending[0], error.what, error.fix])
         if self._looks.long(self.number, self.running):
             self._answer(store, self.number)
 

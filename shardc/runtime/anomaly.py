@@ -46,12 +46,14 @@ def has_nan(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any())
 
 
-def check(half: Half, results: Sequence[Any], first: int, groups: Groups, own: Callable[[str, Tensor], Tensor]) -> None:
+def check(
+    half: Half, results: Sequence[Any], first: int, groups: Groups, unpadded: Callable[[str, Tensor], Tensor]
+) -> None:
     """Checks that no gradient that a backward gave is NaN on any rank; all ranks come here.
 
     Args:
         first: as `watched` gives it.
-        own: the elements, without the pad, of a parameter's gradient.
+        unpadded: the elements, without the pad, of a parameter's gradient.
 
     Raises:
         BackwardError: one is; the same error on all ranks.
@@ -59,7 +61,7 @@ def check(half: Half, results: Sequence[Any], first: int, groups: Groups, own: C
     bad = [
         role.name
         for role, x in zip(half.gives, results, strict=True)
-        if isinstance(x, Tensor) and has_nan(own(role.name, x) if role.kind == "grad" else x)
+        if isinstance(x, Tensor) and has_nan(unpadded(role.name, x) if role.kind == "grad" else x)
     ]
     if not groups.any(bool(bad)):
         return

@@ -64,13 +64,13 @@ class Step(torch.autograd.Function):
         half = runner.half(FORWARD)
         results = runner.run(half, runner.local(half, feed))
         border = runner.border
-        outputs, saved = border.apart(results, feed)
+        outputs, saved = border.split_results(results, feed)
         ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in saved))
         ctx.others = [None if isinstance(x, Tensor) else x for x in saved]
         hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         ctx.strides = [isinstance(x, Tensor) and x.stride() for x in saved] if hooked else None
         ctx.changes, ctx.listened = border.watch(outputs), []
-        ctx.runner, ctx.held, ctx.freed = runner, runner.sync.held(), False
+        ctx.runner, ctx.unreduced, ctx.freed = runner, runner.sync.unreduced(), False
         ctx.call = runner.groups.agreement.call
         ctx.feed = tuple(x if needed else None for x, needed in zip(feed, border.needed, strict=True))
         ctx.versions = list(_versions(runner, feed))
@@ -106,7 +106,7 @@ class Step(torch.autograd.Function):
         half = runner.backward_of(used)
         _check_versions(runner, half, ctx.feed, ctx.versions)
         runner.border.check(half, used, ctx.changes, ctx.listened)
-        local = _taken(ctx, half, by_index)
+        local = _backward_inputs(ctx, half, by_index)
         if ctx.call is not None:
             runner.groups.agreement.act(ctx.call.backward(used))
         if not torch._C._autograd._get_current_graph_task_keep_graph():
@@ -114,21 +114,21 @@ class Step(torch.autograd.Function):
             ctx.maybe_clear_saved_tensors()  # or they would live until the backward ends
         results = runner.run(half, local)
         grads = {(role.kind, role.name): grad for role, grad in zip(half.gives, results, strict=True)}
-        late = runner.late(half.gives, grads, ctx.held)
+        late = runner.late(half.gives, grads, ctx.unreduced)
         return (None, *_handed_out(runner, ctx.feed, tangents, grads, late))
 
 
-def _taken(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
+def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
     """What a backward takes: gradients of outputs, and what the forward saved, as torch's hooks give it back.
 
     Raises:
         RuntimeError: torch's, where it was changed in place since the forward.
     """
     # Each look at the saved tensors lists them all.
-    taken, places, saved = list[Any](), ctx.runner.border.places, ctx._raw_saved_tensors
+    inputs, places, saved = list[Any](), ctx.runner.border.places, ctx._raw_saved_tensors
     for port in half.takes:
         if port.role.kind == "tangent":
-            taken.append(gradients[port.role.index].contiguous())
+            inputs.append(gradients[port.role.index].contiguous())
             continue
         at = places[port.name]
         x = ctx.others[at]
@@ -136,8 +136,8 @@ def _taken(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
             x = saved[at].unpack()
             if ctx.strides is not None and x.stride() != ctx.strides[at]:  # a hook kept the values alone
                 x = torch.empty_strided(x.shape, ctx.strides[at], dtype=x.dtype, device=x.device).copy_(x)
-        taken.append(x)
-    return taken
+        inputs.append(x)
+    return inputs
 
 
 def _handed_out(
@@ -145,19 +145,19 @@ def _handed_out(
 ) -> Iterator[Any]:
     """The gradient of each thing in ``feed``, each in memory of its own."""
     takes = [port.role for port in runner.half(FORWARD).takes]
-    given = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
-    taken = {(x.data_ptr(), x.numel()) for x in (*tangents, *given) if isinstance(x, Tensor)}
+    inputs = [x for x, role in zip(feed, takes, strict=True) if role.kind == "input"]
+    occupied = {(x.data_ptr(), x.numel()) for x in (*tangents, *inputs) if isinstance(x, Tensor)}
     for role, x in zip(takes, feed, strict=True):
         grad = grads.get(("grad", role.name)) if role.kind in ("param", "input") else None
         if role.kind == "param":
             grad = late.pop(role.name, grad)
-            grad = None if grad is None else grad_from_padded(own(grad, taken), x)
+            grad = None if grad is None else grad_from_padded(unaliased(grad, occupied), x)
             if grad is not None and not x.requires_grad:
                 _accumulate(x, grad)
         yield grad
     for name, grad in late.items():
         param: Any = runner.census().parameters[name]
-        _accumulate(param, grad_from_padded(own(grad, taken), param))
+        _accumulate(param, grad_from_padded(unaliased(grad, occupied), param))
 
 
 def _accumulate(param: Any, grad: Any) -> None:
@@ -165,15 +165,15 @@ def _accumulate(param: Any, grad: Any) -> None:
     param.grad = grad if param.grad is None else param.grad + grad
 
 
-def own(grad: Tensor, taken: set[tuple[int, int]]) -> Tensor:
-    """``grad``, or a copy where its memory is ``taken``: equal gradients are computed once, one may be what came in.
+def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
+    """``grad``, or a copy where its memory is ``occupied``: equal gradients are computed once, one may be what came in.
 
     Each parameter's is added to and scaled in place, by itself.
     """
     place = grad.data_ptr(), grad.numel()
-    if grad.numel() and place in taken:
+    if grad.numel() and place in occupied:
         return grad.clone()
-    taken.add(place)
+    occupied.add(place)
     return grad
 
 
@@ -206,7 +206,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
     Raises:
         BackwardError: gradients of that module's parameters would be too small, by the number of ranks.
     """
-    if runner.own or runner.fits_behind or not torch.is_grad_enabled():
+    if runner.splits_outputs or runner.fits_behind or not torch.is_grad_enabled():
         return
     work = [x.grad_fn for x, layout in zip(inputs, layouts, strict=True) if x.grad_fn is not None and layout.bound]
     seen: set[Any] = set()
@@ -215,7 +215,7 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, Step._backward_cls) and node.runner.own:  # type: ignore[attr-defined]
+        if isinstance(node, Step._backward_cls) and node.runner.splits_outputs:  # type: ignore[attr-defined]
             raise BackwardError(
                 "an input comes from a compiled module whose gradients are averaged over losses of the ranks' own, and "
                 "the loss of this module is one of all ranks",
@@ -227,8 +227,8 @@ def check_units(runner: Runner, inputs: Sequence[Tensor], layouts: Sequence[Layo
 
 def _stepped(optimizer: Optimizer, *_: Any) -> None:
     """Counts a step as a change in place of what it updates: kernels for many tensors don't, on DTensors."""
-    given = (param for group in optimizer.param_groups for param in group["params"])
-    changed = [param for param in given if isinstance(param, DTensor) and param.grad is not None]
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    changed = [param for param in params if isinstance(param, DTensor) and param.grad is not None]
     if changed:
         torch.autograd.graph.increment_version(changed)
 

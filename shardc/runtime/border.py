@@ -34,19 +34,19 @@ class SameMemory:
     """With what the memory of an output is shared when a program runs.
 
     Args:
-        taken: position of what the forward takes.
+        feed_index: position of what the forward takes.
         first: position of an earlier output.
         saved: names of saved values.
         constant: whether it is the program's own.
     """
 
-    taken: int | None
+    feed_index: int | None
     first: int | None
     saved: frozenset[str]
     constant: bool
 
     def __bool__(self) -> bool:
-        return self.taken is not None or self.first is not None or bool(self.saved) or self.constant
+        return self.feed_index is not None or self.first is not None or bool(self.saved) or self.constant
 
 
 class Border:
@@ -151,8 +151,8 @@ class Border:
             takes = self.half(FORWARD).takes
             at = {(port.role.kind, port.role.name): at for at, port in enumerate(takes)}
             read = {(role.kind, role.name): role for role in half.reads.values()}
-            own = self.overwritten.values()
-            self._reads[half] = [(role, at[key]) for key, role in read.items() if role.name not in own]
+            overwritten = self.overwritten.values()
+            self._reads[half] = [(role, at[key]) for key, role in read.items() if role.name not in overwritten]
         return self._reads[half]
 
     @cached_property
@@ -162,7 +162,7 @@ class Border:
         read = self.half(BACKWARD).reads
         return {name: role.name for name, role in read.items() if role.kind == "buffer" and role.name in changed}
 
-    def apart(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def split_results(self, results: Sequence[Any], feed: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """The outputs, with bases behind them (see `Views`), and the saved values of a forward that took ``feed``.
 
         What is saved keeps no output: autograd would never free a graph of which an output holds itself.
@@ -176,7 +176,7 @@ class Border:
         for at, shared in same_memory.items():
             for name in shared.saved:
                 saved[self.places[name]] = saved[self.places[name]].detach()
-            outputs[at] = self._own(at, shared, outputs, feed)
+            outputs[at] = self._aliased_output(at, shared, outputs, feed)
         for at, x in enumerate(outputs):
             if at in self._returned and self._returned[at].same is not None:
                 outputs[at] = None  # it is an earlier one
@@ -186,18 +186,18 @@ class Border:
         return self._read_only(self.half(FORWARD), outputs, feed), saved
 
     def without_gradients(self, outputs: Sequence[Any]) -> list[Tensor]:
-        """Those of what `apart` gave that have none."""
+        """Those of what `split_results` gave that have none."""
         bases = self._views[self.half(FORWARD)].bases
         with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
 
     def gradients(self, tangents: Sequence[Any]) -> dict[int, Tensor | None]:
         """By index of an output, the gradient that came for it, or for the base that it is a view of."""
-        found = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
+        by_output = {role.index: tangents[at] for at, role in enumerate(self.program.outputs) if role.kind == "output"}
         for base, grad in zip(self._views[self.half(FORWARD)].bases, tangents[self.count :], strict=True):
             if grad is not None:
-                found |= {self.program.outputs[at].index: x for at, x in base.gradients(grad)}
-        return found
+                by_output |= {self.program.outputs[at].index: x for at, x in base.gradients(grad)}
+        return by_output
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
         """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
@@ -256,38 +256,38 @@ class Border:
         """
         if half in self._shared:
             return self._shared[half]
-        taken = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
-        kept: dict[int, set[str]] = {}
+        input_at = {memory_of(x): at for at, x in reversed(list(enumerate(feed)))}
+        saved_names: dict[int, set[str]] = {}
         for name, at in self.places.items() if saved else ():
-            kept.setdefault(memory_of(saved[at]), set()).add(name)
+            saved_names.setdefault(memory_of(saved[at]), set()).add(name)
         firsts: dict[int, int] = {}
         nodes = [node for _, node in ir.outputs(half.graph)][: self.count]
-        found = self._shared[half] = {}
+        aliases = self._shared[half] = {}
         for at, output in self._behind[half].items():
             memory = 0 if output.same is not None else memory_of(outputs[at])
             if memory:
                 first = firsts.setdefault(memory, at)
-                saved_of = frozenset(kept.get(memory, ()))
+                saved_of = frozenset(saved_names.get(memory, ()))
                 constant = at < self.count and of_constant(nodes[at])
-                shared = SameMemory(taken.get(memory), first if first < at else None, saved_of, constant)
+                shared = SameMemory(input_at.get(memory), first if first < at else None, saved_of, constant)
                 if shared:
-                    found[at] = shared
-        return found
+                    aliases[at] = shared
+        return aliases
 
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
         """What an output shares memory with here and on one device; None where it should have its own."""
         output = self._behind[half][at]
-        if shared.taken is not None and output.of is not None:
-            local: Tensor = _local(feed[shared.taken])
+        if shared.feed_index is not None and output.of is not None:
+            local: Tensor = _local(feed[shared.feed_index])
             return local
         if shared.first is not None and self._behind[half][shared.first].first == output.first:
             x: Tensor = outputs[shared.first]
             return x
         return None
 
-    def _own(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
+    def _aliased_output(self, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]) -> Tensor:
         """An output that shares its memory, and its count of changes, with what it does on one device."""
         half = self.half(FORWARD)
         out, base = outputs[at], self._base(half, at, shared, outputs, feed)
@@ -295,7 +295,7 @@ class Border:
             if memory_of(base) != memory_of(out) or base.dtype != out.dtype or out._is_view():
                 return out
             return base.as_strided(out.shape, out.stride(), out.storage_offset())
-        only_saved = shared.taken is None and shared.first is None and not shared.constant
+        only_saved = shared.feed_index is None and shared.first is None and not shared.constant
         return out.detach() if only_saved and self._behind[half][at].read_by else out.clone()
 
 

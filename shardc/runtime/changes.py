@@ -34,7 +34,7 @@ _FIX = "load values into the module's own parameters (load_state_dict, or copy_ 
 
 
 @dataclass(frozen=True)
-class Kept:
+class ParamContract:
     """What stays of one parameter.
 
     Args:
@@ -48,7 +48,7 @@ class Kept:
     placements: tuple[Placement, ...]
 
 
-def kept(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, Kept]:
+def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
     """What stays of each parameter, by each of its names; ``template`` has them at global shapes.
 
     Args:
@@ -58,41 +58,41 @@ def kept(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dic
     out = {}
     for name, param in template.named_parameters(remove_duplicate=False):
         owner = first.setdefault(id(param), name)
-        out[name] = Kept(owner, tuple(param.shape), to_placements(storages[owner], view))
+        out[name] = ParamContract(owner, tuple(param.shape), to_placements(storages[owner], view))
     return out
 
 
 class Seen:
     """Parameters, by name, as a `check` found them: what tells at little cost that another would find the same."""
 
-    def __init__(self, found: Mapping[str, nn.Parameter], runs: bool) -> None:
-        self._specs, self._devices = list(map(_spec, found.values())), list(map(_device, found.values()))
+    def __init__(self, params: Mapping[str, nn.Parameter], runs: bool) -> None:
+        self._specs, self._devices = list(map(_spec, params.values())), list(map(_device, params.values()))
         self._runs = runs
 
-    def still(self, found: Mapping[str, nn.Parameter], runs: bool) -> bool:
-        """Whether ``found``, the same objects by the same names, are laid out as they were, on the same devices.
+    def still(self, params: Mapping[str, nn.Parameter], runs: bool) -> bool:
+        """Whether ``params``, the same objects by the same names, are laid out as they were, on the same devices.
 
         Args:
             runs: as for `check`; what was not checked for that is not known to be fit for it.
         """
         return (
             runs <= self._runs
-            and all(map(is_, self._specs, map(_spec, found.values())))
-            and self._devices == list(map(_device, found.values()))
+            and all(map(is_, self._specs, map(_spec, params.values())))
+            and self._devices == list(map(_device, params.values()))
         )
 
 
 def check(
-    found: Mapping[str, nn.Parameter],
-    expected: Mapping[str, Kept],
+    params: Mapping[str, nn.Parameter],
+    expected: Mapping[str, ParamContract],
     device_mesh: DeviceMesh,
     homes: Mapping[str, Home],
     runs: bool = False,
 ) -> None:
-    """Checks that the parameters ``found`` are still as they were compiled for; reads and writes nothing of them.
+    """Checks that the parameters ``params`` are still as they were compiled for; reads and writes nothing of them.
 
     Args:
-        found: by each of their names.
+        params: by each of their names.
         homes: where each is kept.
         runs: the module is about to run, so that they must have values.
 
@@ -100,13 +100,13 @@ def check(
         LayoutError: names the first that is not: it went away, came, was untied, is no DTensor or another one, or
             is not where it is kept.
     """
-    if found.keys() != expected.keys():
-        gone, new = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if params.keys() != expected.keys():
+        gone, new = sorted(expected.keys() - params.keys()), sorted(params.keys() - expected.keys())
         what = f"parameter {gone[0]!r} is gone" if gone else f"parameter {new[0]!r} came after the module was compiled"
         raise LayoutError(what, fix="change the model first, then compile it")
-    for name, param in found.items():
+    for name, param in params.items():
         keep = expected[name]
-        if param is not found[keep.first]:
+        if param is not params[keep.first]:
             raise LayoutError(f"parameters {keep.first!r} and {name!r} were tied and are now two tensors", fix=_FIX)
         if not isinstance(param, DTensor):
             raise LayoutError(
@@ -134,19 +134,19 @@ def _elsewhere(name: str, param: DTensor, home: Home) -> LayoutError:
     if param.is_meta:
         fix = "give it some: module.init_weights(...) or module.load_state_dict(...)"
         return LayoutError(f"parameter {name!r} is on meta and has no values", plan_entry=entry, fix=fix)
-    kept = "the plan keeps it on the host" if entry else f"the program runs on {home.device.type}"
+    location = "the plan keeps it on the host" if entry else f"the program runs on {home.device.type}"
     fix = 'leave it there, or write offload(..., to="device")' if entry else "compile for a mesh of that device"
-    return LayoutError(f"parameter {name!r} was moved to {param.device}; {kept}", plan_entry=entry, fix=fix)
+    return LayoutError(f"parameter {name!r} was moved to {param.device}; {location}", plan_entry=entry, fix=fix)
 
 
 def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:
     """Makes ``load_state_dict`` of ``module``, and of each module in it, take whole tensors and any DTensors."""
     names = {id(param): name for name, param in module.named_parameters()}
-    for one in module.modules():
-        own = {key: names[id(param)] for key, param in one._parameters.items() if param is not None}
-        if own and not any(_is_ours(hook) for hook in one._load_state_dict_pre_hooks.values()):
-            held = {key: (storages[name], homes[name]) for key, name in own.items()}
-            one.register_load_state_dict_pre_hook(partial(_load, held, rank))
+    for submodule in module.modules():
+        owned = {key: names[id(param)] for key, param in submodule._parameters.items() if param is not None}
+        if owned and not any(_is_ours(hook) for hook in submodule._load_state_dict_pre_hooks.values()):
+            stored = {key: (storages[name], homes[name]) for key, name in owned.items()}
+            submodule.register_load_state_dict_pre_hook(partial(_load, stored, rank))
 
 
 def _is_ours(hook: Any) -> bool:
@@ -154,7 +154,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _load(
-    held: Mapping[str, tuple[Layout, Home]],
+    stored: Mapping[str, tuple[Layout, Home]],
     rank: int,
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -162,13 +162,13 @@ def _load(
     *_: Any,
 ) -> None:
     """Fills the parameters of ``module`` itself, and leaves each in the state dict as its own new value."""
-    for key, (storage, home) in held.items():
-        param, given = module._parameters.get(key), state_dict.get(prefix + key)
-        if not isinstance(param, DTensor) or not isinstance(given, Tensor) or given is param:
+    for key, (storage, home) in stored.items():
+        param, loaded = module._parameters.get(key), state_dict.get(prefix + key)
+        if not isinstance(param, DTensor) or not isinstance(loaded, Tensor) or loaded is param:
             continue
-        if given.shape != param.shape or given.is_meta:
+        if loaded.shape != param.shape or loaded.is_meta:
             continue  # torch says what it thinks of that
-        shard = _shard(given.detach(), param, storage, rank)
+        shard = _shard(loaded.detach(), param, storage, rank)
         if param.is_meta:
             refill(param, home.keep(shard.to(param.dtype, copy=True)), storage, rank)
         else:

@@ -44,8 +44,8 @@ class Comparisons:
 
     def lines(self, store: dist.Store, key: str) -> Lines:
         """What the act of this key is, which a rank has told."""
-        told: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
-        return told
+        entry: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
+        return entry
 
     def at(self, number: int) -> str:
         """The prefix of the keys of act ``number``."""
@@ -121,7 +121,7 @@ class Comparisons:
         """Leaves ``text`` for the ranks that come to ``number``."""
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
-    def said(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
+    def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
         """What ranks of the mesh left at ``number``; all have read by then what was left at an earlier one."""
         if self._said is not None:
             store.delete_key(self._said)

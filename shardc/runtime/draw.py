@@ -29,7 +29,7 @@ class Piece:
     """
 
     shape: tuple[int, ...]
-    held: tuple[Sequence[int], ...]
+    indices: tuple[Sequence[int], ...]
     local: torch.Tensor | None
 
     @property
@@ -69,9 +69,9 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
         if offset or values.numel() < row:
             # A part of one row.
             size = min(row - offset, values.numel())
-            at = bisect_left(piece.held[0], index)
-            if at < len(piece.held[0]) and piece.held[0][at] == index:
-                place(Piece(piece.shape[1:], piece.held[1:], piece.local[at]), offset, values[:size])
+            at = bisect_left(piece.indices[0], index)
+            if at < len(piece.indices[0]) and piece.indices[0][at] == index:
+                place(Piece(piece.shape[1:], piece.indices[1:], piece.local[at]), offset, values[:size])
         else:
             rows = values.numel() // row
             size = rows * row
@@ -81,11 +81,11 @@ def place(piece: Piece, start: int, values: torch.Tensor) -> None:
 
 def _place_rows(piece: Piece, first: int, block: torch.Tensor) -> None:
     assert piece.local is not None
-    rows = piece.held[0]
+    rows = piece.indices[0]
     low, high = bisect_left(rows, first), bisect_left(rows, first + block.shape[0])
     block = take(block, 0, shifted(rows[low:high], first))
     for dim in range(1, block.dim()):
-        block = take(block, dim, piece.held[dim])
+        block = take(block, dim, piece.indices[dim])
     piece.local[low:high].copy_(block)
 
 
@@ -100,11 +100,11 @@ def scatter(piece: Piece, flat: torch.Tensor, values: torch.Tensor) -> None:
     """Writes ``values`` at the flat indices ``flat`` of the whole tensor, those of them that ``piece`` holds."""
     if piece.local is None or piece.local.numel() == 0:
         return
-    here = torch.ones_like(flat, dtype=torch.bool)
+    mask = torch.ones_like(flat, dtype=torch.bool)
     position = []
-    for index, coordinate in zip(piece.held, torch.unravel_index(flat, piece.shape), strict=True):
+    for index, coordinate in zip(piece.indices, torch.unravel_index(flat, piece.shape), strict=True):
         sorted_index = torch.as_tensor(index)
         at = torch.searchsorted(sorted_index, coordinate.contiguous()).clamp_(max=len(index) - 1)
-        here &= sorted_index[at] == coordinate
+        mask &= sorted_index[at] == coordinate
         position.append(at)
-    piece.local[tuple(at[here] for at in position)] = values[here]
+    piece.local[tuple(at[mask] for at in position)] = values[mask]

@@ -273,10 +273,10 @@ def _is_even(spec: DTensorSpec) -> bool:
 def _is_in_place(op: Any, info: Any, sharding: OutputSharding) -> bool:
     """Whether what the op writes, or gives a view of, is the memory of its operands, not of copies."""
     writes = any(x.alias_info is not None for x in op._schema.arguments)
-    again = sharding.redistribute_schema
-    if not writes or not sharding.needs_redistribute or again is None:
+    redistributed = sharding.redistribute_schema
+    if not writes or not sharding.needs_redistribute or redistributed is None:
         return True
-    new = pytree.tree_leaves(again.args_schema)
+    new = pytree.tree_leaves(redistributed.args_schema)
     moved = [
         old.placements != now.placements
         for old, now in zip(info.flat_args_schema, new, strict=False)

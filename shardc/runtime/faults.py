@@ -67,23 +67,23 @@ def named(
 
 def collective_of(error: Exception, gm: fx.GraphModule, segment: Segment | None = None) -> fx.Node | None:
     """The node of ``gm`` that started the collective in which, or in whose wait, ``error`` was raised."""
-    found: fx.Node | None = None
+    collective: fx.Node | None = None
     step = error.__traceback__
     while step is not None:
         frame, line = step.tb_frame, step.tb_lineno
         at: Any = frame.f_locals.get("n") if frame.f_code.co_name == "run_node" else None
         if isinstance(at, fx.Node):
-            found = _start(at)
+            collective = _start(at)
         elif frame.f_code.co_name == "call":
             index = collective_at(linecache.getlines(frame.f_code.co_filename), line)
             starts = [node for node in gm.graph.nodes if collective_kind(node) is not None]
             first, takes = (segment.collective, segment.takes) if segment is not None else (0, ())
             if index is not None and 0 <= index < len(starts) - first:
-                found = starts[first + index]
+                collective = starts[first + index]
             elif index is not None and -1 - index in range(len(takes)):
-                found = next(_start(node) for node in gm.graph.nodes if node.name == takes[-1 - index])
+                collective = next(_start(node) for node in gm.graph.nodes if node.name == takes[-1 - index])
         step = step.tb_next
-    return found
+    return collective
 
 
 def _start(node: fx.Node) -> fx.Node | None:

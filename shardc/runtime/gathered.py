@@ -34,10 +34,11 @@ def gather(x: DTensor) -> Tensor:
     if all(placement.is_replicate() for placement in x.placements):
         return x._local_tensor
     local, kind = x._local_tensor.detach(), x.device_mesh.device_type
-    there = local if local.device.type == kind else local.to(kind)  # what is kept on the host is gathered on the device
+    # A parameter that is kept on the host is gathered on the device.
+    source = local if local.device.type == kind else local.to(kind)
     meta = TensorMeta(x.shape, x._spec.tensor_meta.stride if x._spec.tensor_meta else x.stride(), x.dtype)
     spec = _compat.dtensor_spec(x.device_mesh, x.placements, meta)
-    return DTensor(there, spec, requires_grad=False).full_tensor().to(local.device)
+    return DTensor(source, spec, requires_grad=False).full_tensor().to(local.device)
 
 
 def replicated(whole: Tensor, device_mesh: DeviceMesh) -> DTensor:

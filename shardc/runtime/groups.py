@@ -84,11 +84,11 @@ class Groups:
         """
         if not dist.is_initialized():
             raise MeshError("there is no process group to run on", fix="call dist.init_process_group first")
-        known = _known.setdefault(_world(), {})
+        groups_by_mesh = _known.setdefault(_world(), {})
         key = (device_mesh.mesh_dim_names, tuple(device_mesh.shape), tuple(device_mesh.mesh.flatten().tolist()))
-        if key not in known:
-            known[key] = cls(device_mesh, tag=len(known))
-        return known[key]
+        if key not in groups_by_mesh:
+            groups_by_mesh[key] = cls(device_mesh, tag=len(groups_by_mesh))
+        return groups_by_mesh[key]
 
     def add(self, axes_sets: Iterable[Axes]) -> dict[str, str]:
         """Makes the groups of ``axes_sets`` that are not there yet, in an order that depends on the set alone.
@@ -115,10 +115,10 @@ class Groups:
             return self._device_mesh
         if view not in self._views:
             rename = self.add((part,) for part in parts)
-            made = [c10d._resolve_process_group(rename[GROUP_PREFIX + part]) for part in parts]  # type: ignore[arg-type]
+            process_groups = [c10d._resolve_process_group(rename[GROUP_PREFIX + part]) for part in parts]  # type: ignore[arg-type]
             ranks = self._device_mesh.mesh.reshape([size for _, size in view.shape])
             kind = self._device_mesh.device_type
-            self._views[view] = DeviceMesh.from_group(made, kind, mesh=ranks, mesh_dim_names=view.axes)
+            self._views[view] = DeviceMesh.from_group(process_groups, kind, mesh=ranks, mesh_dim_names=view.axes)
         return self._views[view]
 
     def _interrupt(self) -> None:
@@ -146,11 +146,11 @@ class Groups:
 
     def most(self, number: int) -> int:
         """The largest ``number`` of all ranks of the mesh, which all call it."""
-        found = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
+        largest = torch.tensor([number], dtype=torch.int32, device=self._device_mesh.device_type)
         for _, group in self._along_each_axis():
             with self.agreement.waits():
-                dist.all_reduce(found, dist.ReduceOp.MAX, group)
-        return int(found.item())
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        return int(largest.item())
 
     def _along_each_axis(self) -> Iterator[tuple[str, dist.ProcessGroup]]:
         for axis, size in self.mesh.shape:
@@ -189,8 +189,8 @@ class Groups:
         if sorted(self._global) != everyone:
             # Ranks that are not on the mesh do not take part.
             return _compat.new_group(self.ranks(axes), members_only=True)
-        made = [_compat.new_group(group) for group in groups]
-        return next(group for group, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks)
+        handles = [_compat.new_group(group) for group in groups]
+        return next(group for group, ranks in zip(handles, groups, strict=True) if dist.get_rank() in ranks)
 
 
 # The meshes of each world that have groups, by names, shape and ranks. It is the one record of which names

@@ -37,11 +37,11 @@ def frozen() -> Iterator[None]:
     if gc.get_freeze_count():  # a block around this one, or the user, froze it
         yield
         return
-    asked = gc.get_threshold()
+    thresholds = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(max(asked[0], _OBJECTS) if asked[0] else 0, *asked[1:])
+    gc.set_threshold(max(thresholds[0], _OBJECTS) if thresholds[0] else 0, *thresholds[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*asked)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()

@@ -50,9 +50,9 @@ class Home:
 
     def keep(self, x: Tensor) -> Tensor:
         """``x`` in this memory; a copy only where it is not."""
-        there = x.to(self.place)
-        pin = self.entry and self.pinned and self.device.type != "cpu" and not there.is_pinned()
-        return there.pin_memory() if pin else there
+        placed = x.to(self.place)
+        pin = self.entry and self.pinned and self.device.type != "cpu" and not placed.is_pinned()
+        return placed.pin_memory() if pin else placed
 
 
 class _Copy(dist.Work):
@@ -75,15 +75,15 @@ def _to_device(x: Tensor, device: str) -> Tensor:
     if device == "cpu":
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(device)
-    made = torch.empty(x.shape, dtype=x.dtype, device=device)
-    compute, copies = module.current_stream(), _stream(made.device, "to_device")
+    copied = torch.empty(x.shape, dtype=x.dtype, device=device)
+    compute, copies = module.current_stream(), _stream(copied.device, "to_device")
     copies.wait_stream(compute)
     with module.stream(copies):
-        made.copy_(x, non_blocking=True)
+        copied.copy_(x, non_blocking=True)
         done = copies.record_event()
     _reading().append(done)
-    _register_work(made, _Copy(lambda: module.current_stream().wait_event(done), (x, made)))
-    return made
+    _register_work(copied, _Copy(lambda: module.current_stream().wait_event(done), (x, copied)))
+    return copied
 
 
 def _to_host(x: Tensor) -> Tensor:
@@ -91,14 +91,14 @@ def _to_host(x: Tensor) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     module: Any = torch.get_device_module(x.device)
     compute, copies = module.current_stream(), _stream(x.device, "to_host")
-    made = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
+    copied = torch.empty(x.shape, dtype=x.dtype, device=HOST, pin_memory=True)
     copies.wait_stream(compute)
     with module.stream(copies):
-        made.copy_(x, non_blocking=True)
+        copied.copy_(x, non_blocking=True)
         done = copies.record_event()
     x.record_stream(copies)
-    _register_work(made, _Copy(done.synchronize, (made,)))
-    return made
+    _register_work(copied, _Copy(done.synchronize, (copied,)))
+    return copied
 
 
 def settle() -> None:

@@ -26,7 +26,7 @@ from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.runtime.draw import Fill, Piece, drawn, place, scatter
 from shardc.runtime.storage import shard_tensor
-from shardc.runtime.virtual import Made, Virtual, piece_of, unsupported
+from shardc.runtime.virtual import InitShard, Virtual, piece_of, unsupported
 
 CHUNK_BYTES = 1 << 20
 InitFn = Callable[[nn.Module], None]
@@ -90,7 +90,7 @@ class Slot:
     kind: str
     key: str
     before: torch.Tensor
-    made: Made
+    shard: InitShard
     stand_in: torch.Tensor
     now: torch.Tensor | None = None
 
@@ -100,12 +100,12 @@ class Slot:
         Raises:
             InitError: it is on ``meta`` and has no values.
         """
-        made, current = self.made, self.now
+        shard, current = self.shard, self.now
         if current is self.stand_in:
-            made.check_written()
-            return made.padded
+            shard.check_written()
+            return shard.padded
         assert current is not None
-        return current.detach() if made.storage is None else shard_tensor(current, made.storage, made.rank)
+        return current.detach() if shard.storage is None else shard_tensor(current, shard.storage, shard.rank)
 
 
 @contextmanager
@@ -117,10 +117,10 @@ def shardwise(
     for name, module, kind, key in _named_slots(model):
         tensor = getattr(module, kind)[key]
         if id(tensor) not in stand_ins:
-            made = Made.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
-            stand_ins[id(tensor)] = made, _stand_in(tensor, made)
+            shard = InitShard.of(name, tensor, storages.get(name), rank, chunk_bytes // tensor.itemsize)
+            stand_ins[id(tensor)] = shard, _stand_in(tensor, shard)
         slots.append(Slot(name, module, kind, key, tensor, *stand_ins[id(tensor)]))
-    held = [(getattr(module, kind), dict(getattr(module, kind))) for module in model.modules() for kind in _KINDS]
+    tables = [(getattr(module, kind), dict(getattr(module, kind))) for module in model.modules() for kind in _KINDS]
     for slot in slots:
         getattr(slot.module, slot.kind)[slot.key] = slot.stand_in
     elsewhere = {id(slot.before): slot.stand_in for slot in slots}
@@ -128,13 +128,13 @@ def shardwise(
         with torch.no_grad(), shardwise_trunc_normal(), _Elsewhere(elsewhere):
             yield slots
     finally:
-        for now, before in held:
+        for now, before in tables:
             now.clear()
             now.update(before)
 
 
-def _stand_in(tensor: torch.Tensor, made: Made) -> torch.Tensor:
-    whole: torch.Tensor = Virtual.whole(made)
+def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
+    whole: torch.Tensor = Virtual.whole(shard)
     if isinstance(tensor, nn.Parameter):
         whole = nn.Parameter(whole, tensor.requires_grad)
     vars(whole).update(attributes(tensor))
@@ -183,19 +183,19 @@ def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
         if name not in names:
             raise InitError(f"the initialisation added {name!r}", fix="register it when the model is built")
     for slot in slots:
-        now, made = getattr(slot.module, slot.kind).get(slot.key), slot.made
+        now, shard = getattr(slot.module, slot.kind).get(slot.key), slot.shard
         if now is None:
             raise InitError(f"the initialisation removed {slot.name!r}", fix="remove it when the model is built")
         if isinstance(now, Virtual) and now is not slot.stand_in:
             raise InitError(
-                f"the initialisation put {now.made.name!r} in the place of {slot.name!r}",
+                f"the initialisation put {now.shard.name!r} in the place of {slot.name!r}",
                 fix="tie parameters when the model is built, or copy_ the values",
             )
         if now is not slot.stand_in and (
-            now.is_meta or tuple(now.shape) != made.shape or now.dtype != made.dtype or isinstance(now, DTensor)
+            now.is_meta or tuple(now.shape) != shard.shape or now.dtype != shard.dtype or isinstance(now, DTensor)
         ):
             raise InitError(
-                f"the initialisation replaced {slot.name!r}, {list(made.shape)} {made.dtype}, by a tensor of shape "
+                f"the initialisation replaced {slot.name!r}, {list(shard.shape)} {shard.dtype}, by a tensor of shape "
                 f"{list(now.shape)}, {now.dtype} on {now.device}",
                 fix="give it a real tensor of the same shape and dtype",
             )
@@ -221,12 +221,12 @@ def shardwise_trunc_normal() -> Iterator[None]:
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        if not isinstance(tensor, Virtual) or tensor.made.whole or in_place:
+        if not isinstance(tensor, Virtual) or tensor.shard.whole or in_place:
             return original(tensor, mean, std, a, b, generator=generator)
         piece = piece_of(nn.init.trunc_normal_, tensor)
         if not tensor.meta.is_contiguous():
             raise unsupported(nn.init.trunc_normal_, tensor, "through a view that is not contiguous")
-        if piece.numel <= tensor.made.limit:
+        if piece.numel <= tensor.shard.limit:
             values = torch.empty(piece.shape, dtype=tensor.dtype)
             place(piece, 0, original(values, mean, std, a, b, generator=generator).flatten())
         elif _share((a - mean) / std, (b - mean) / std) <= _LEAST_SHARE:
@@ -234,8 +234,8 @@ def shardwise_trunc_normal() -> Iterator[None]:
         else:
             bounds = [torch.tensor(bound, dtype=tensor.dtype).item() for bound in (a, b)]
             fill = partial(torch.Tensor.normal_, mean=mean, std=std, generator=generator)
-            _reject(piece, bounds, fill, tensor.dtype, tensor.made.limit)
-        tensor.made.mark(tensor)
+            _reject(piece, bounds, fill, tensor.dtype, tensor.shard.limit)
+        tensor.shard.mark(tensor)
         return tensor
 
     nn.init._no_grad_trunc_normal_ = trunc_normal
@@ -261,6 +261,6 @@ def _reject(piece: Piece, bounds: Sequence[float], fill: Fill, dtype: torch.dtyp
     while any(len(offsets) for offsets in outside.values()):
         for start, values in drawn(piece.numel, fill, dtype, limit):
             offsets = outside[start]
-            again = values[offsets]
-            scatter(piece, offsets + start, again)
-            outside[start] = offsets[(again < low) | (again > high)]
+            redrawn = values[offsets]
+            scatter(piece, offsets + start, redrawn)
+            outside[start] = offsets[(redrawn < low) | (redrawn > high)]

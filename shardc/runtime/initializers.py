@@ -32,8 +32,8 @@ def initializers(cls: Any) -> dict[str, Any]:
     What such a method writes to parameters and buffers reaches the shards, with the values of one device; attributes
     that it sets stay set.
     """
-    found = {name: inspect.getattr_static(cls, name, None) for name in dir(cls) if _INITIALISES.fullmatch(name)}
-    return {name: _shardwise(method) for name, method in found.items() if isinstance(method, FunctionType)}
+    methods = {name: inspect.getattr_static(cls, name, None) for name in dir(cls) if _INITIALISES.fullmatch(name)}
+    return {name: _shardwise(method) for name, method in methods.items() if isinstance(method, FunctionType)}
 
 
 def _shardwise(method: FunctionType) -> Any:
@@ -65,7 +65,7 @@ def initialise(state: State, run: Callable[[nn.Module], Any], complete: bool = F
     with shardwise(state.view, state.storages, state.rank) as slots:
         result = run(state.view)
         check_slots(state.view, slots)
-        written = [slot for slot in slots if complete or slot.made.touched or slot.now is not slot.stand_in]
+        written = [slot for slot in slots if complete or slot.shard.touched or slot.now is not slot.stand_in]
         values = {id(slot): slot.value() for slot in written}
     fresh: dict[int, torch.Tensor] = {}
     with torch.no_grad():
@@ -92,8 +92,8 @@ def _write(state: State, slot: Slot, value: torch.Tensor, fresh: dict[int, torch
         else:
             before.copy_(value)
     elif before.is_meta:
-        storage = state.storages[slot.made.name]
-        refill(before, state.homes[slot.made.name].keep(value.to(before.dtype)), storage, state.rank)
+        storage = state.storages[slot.shard.name]
+        refill(before, state.homes[slot.shard.name].keep(value.to(before.dtype)), storage, state.rank)
     else:
         local = before._local_tensor
         local.copy_(cut(value, local.shape))

@@ -142,8 +142,8 @@ def _wrong_shape(name: str, x: torch.Tensor, layout: Layout) -> str:
 
 def takes_loss(model: Any, args: Sequence[Any], kwargs: dict[str, Any], loss_args: int | None) -> bool:
     """Whether a call of ``model`` passes the loss, which takes ``loss_args``, its arguments; see `State.with_loss`."""
-    own = len(args) - (loss_args or 0)
-    if loss_args is not None and own >= 0 and _refuses(model, args[:own], kwargs) is None:
+    model_args = len(args) - (loss_args or 0)
+    if loss_args is not None and model_args >= 0 and _refuses(model, args[:model_args], kwargs) is None:
         return True
     reason = _refuses(model, args, kwargs)
     if reason is None:
@@ -157,9 +157,9 @@ def targets_last(
     model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], targets: Sequence[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call with ``targets``, the loss's, behind the positional ones if all are given by name."""
-    taken = inspect.signature(model.forward).parameters.values()
-    own = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in taken)
-    if own or not targets or not all(name in kwargs for name in targets):
+    parameters = inspect.signature(model.forward).parameters.values()
+    accepts_targets = any(p.name in targets or p.kind is p.VAR_KEYWORD for p in parameters)
+    if accepts_targets or not targets or not all(name in kwargs for name in targets):
         return tuple(args), kwargs
     last = [kwargs[name] for name in targets]
     return (*args, *last), {name: x for name, x in kwargs.items() if name not in targets}

@@ -31,11 +31,11 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, read: Read) -> Lazy:
-        made = torch.Tensor._make_wrapper_subclass(
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
         )
-        made.meta, made.read = meta, read
-        return made
+        tensor.meta, tensor.read = meta, read
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -62,8 +62,8 @@ class Lazy(torch.Tensor):
         if func is aten._to_copy.default:
             return cls(metas, lambda index: source.read(index).to(metas.dtype))
         if func is aten.slice.Tensor:
-            given: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
-            return cls(metas, _narrowed(source, given[0], range(source.shape[given[0]])[slice(*given[1:])]))
+            arguments: list[Any] = [*args[1:], *[0, None, None, 1][len(args) - 1 :]]
+            return cls(metas, _narrowed(source, arguments[0], range(source.shape[arguments[0]])[slice(*arguments[1:])]))
         if func is aten.index_select.default:
             return cls(metas, _narrowed(source, args[1], args[2].tolist()))
 
@@ -72,19 +72,21 @@ class Lazy(torch.Tensor):
             return part(pytree.tree_leaves(results)[at], index)
 
         leaves, spec = pytree.tree_flatten(metas)
-        made = [
+        leaf_results = [
             cls(meta, partial(read, at)) if isinstance(meta, torch.Tensor) else meta for at, meta in enumerate(leaves)
         ]
-        return pytree.tree_unflatten(made, spec)
+        return pytree.tree_unflatten(leaf_results, spec)
 
 
-def _narrowed(source: Lazy, dim: int, kept: Sequence[int]) -> Read:
-    """Reads the elements of ``source`` that are at ``kept`` along ``dim``."""
+def _narrowed(source: Lazy, dim: int, positions: Sequence[int]) -> Read:
+    """Reads the elements of ``source`` that are at ``positions`` along ``dim``."""
 
     def read(index: tuple[Sequence[int], ...]) -> torch.Tensor:
         wanted = list(index)
-        here = index[dim]
-        wanted[dim] = kept[here.start : here.stop] if isinstance(here, range) else [kept[at] for at in here]
+        along = index[dim]
+        wanted[dim] = (
+            positions[along.start : along.stop] if isinstance(along, range) else [positions[at] for at in along]
+        )
         return source.read(tuple(wanted))
 
     return read
@@ -92,7 +94,7 @@ def _narrowed(source: Lazy, dim: int, kept: Sequence[int]) -> Read:
 
 def part(value: torch.Tensor, index: tuple[Sequence[int], ...]) -> torch.Tensor:
     """The elements of ``value`` at ``index``."""
-    for dim, kept in enumerate(index):
-        if len(kept) < value.shape[dim]:
-            value = value.index_select(dim, torch.tensor(list(kept), dtype=torch.int64, device=value.device))
+    for dim, positions in enumerate(index):
+        if len(positions) < value.shape[dim]:
+            value = value.index_select(dim, torch.tensor(list(positions), dtype=torch.int64, device=value.device))
     return value

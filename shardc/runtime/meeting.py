@@ -146,9 +146,9 @@ class Looks:
 
     def stuck(self, rank: int, looks: int) -> str | None:
         """The collective of torch's, with ``rank`` among others, in which the thread is for so many looks; its line."""
-        found = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
-        self._last = found, self._last[1] + 1 if found == self._last[0] else 1
-        return found[1] if found is not None and self._last[1] >= looks else None
+        entry = _collective(sys._current_frames().get(threading.main_thread().ident or 0), rank)
+        self._last = entry, self._last[1] + 1 if entry == self._last[0] else 1
+        return entry[1] if entry is not None and self._last[1] >= looks else None
 
     def long(self, number: int, running: bool) -> bool:
         """Whether the thread has been ``running`` act ``number`` for long, by the looks; told once of each."""
@@ -169,19 +169,19 @@ _TOGETHER = {
 
 def _collective(frame: FrameType | None, rank: int) -> tuple[int, str] | None:
     """The call of torch's, with ``rank`` among others, that a thread is in: an identity, and its name and line."""
-    found, name, last = None, "", ""
+    call, name, last = None, "", ""
     while frame is not None:
         code = frame.f_code
         if code.co_filename == c10d.__file__ and "group" in frame.f_locals:
-            found, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
-        elif code.co_filename == functional.__file__ and found is None:
-            found = frame  # what an op on DTensors calls
+            call, name = frame, f"torch.distributed.{code.co_name}" if code.co_name in _TOGETHER else ""
+        elif code.co_filename == functional.__file__ and call is None:
+            call = frame  # what an op on DTensors calls
         elif not is_told(code):
-            if found is None or found.f_code.co_filename == c10d.__file__ and not name:
+            if call is None or call.f_code.co_filename == c10d.__file__ and not name:
                 return None
-            group = found.f_locals.get("group") if name else None
+            group = call.f_locals.get("group") if name else None
             with_rank = not isinstance(group, dist.ProcessGroup) or rank in dist.get_process_group_ranks(group)
             where = f"{name or f'{last}() of a DTensor'} ({code.co_filename}:{frame.f_lineno})"
-            return (id(found), where) if with_rank else None
+            return (id(call), where) if with_rank else None
         last, frame = code.co_name, frame.f_back
     return None

@@ -26,7 +26,7 @@ from shardc.runtime.outputs import as_dtensors
 from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting, flattened
-from shardc.runtime.state import Known, State
+from shardc.runtime.state import CallCacheEntry, State
 from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
@@ -209,33 +209,33 @@ def _program(
     if state.groups.agreement.epoch != state.epoch:
         state.begin_anew(state.groups.agreement.epoch)
     key = call_key(leaves, spec, mode, around, deferred)
-    known = None if key is None else state.known.get(key)
-    if known is None:
+    entry = None if key is None else state.call_cache.get(key)
+    if entry is None:
         call = state.signature(args, kwargs)
         axes = _row_axes(state, call, leaves) if state.uneven else ()
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         act = call_act(state.name, call, leaves, mode, *modes, deferred, axes)
-        known = Known(act, axes)
+        entry = CallCacheEntry(act, axes)
         if key is not None and not state.build.dynamic.names:
-            state.known[key] = known
-    state.groups.agreement.call = known.act
-    state.groups.agreement.act(known.act.fresh if state.fresh else known.act)
-    compares = state.turns.due(known.act.key)
+            state.call_cache[key] = entry
+    state.groups.agreement.call = entry.act
+    state.groups.agreement.act(entry.act.fresh if state.fresh else entry.act)
+    compares = state.turns.due(entry.act.key)
     if state.fresh:
         state.compare_values()
-    if any(known.row_axes):
+    if any(entry.row_axes):
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         names = [name for name, x in zip(state.input_names(args, kwargs), leaves, strict=True) if isinstance(x, Tensor)]
-        rows = Rows.exchanged(names, tensors, known.row_axes, state.groups, state.device)
+        rows = Rows.exchanged(names, tensors, entry.row_axes, state.groups, state.device)
         if not rows.even:
             return _uneven(state, rows, args, kwargs, leaves, spec), rows, compares
-    if known.program is None:
+    if entry.program is None:
         with state.groups.agreement.compiles():
-            found = _found(state, state.signature(args, kwargs), args, kwargs, leaves, spec)
-            found.step(torch.is_grad_enabled())
-        state.settle(found)
-        known.program = found
-    return known.program, None, compares
+            program = _find_program(state, state.signature(args, kwargs), args, kwargs, leaves, spec)
+            program.step(torch.is_grad_enabled())
+        state.settle(program)
+        entry.program = program
+    return entry.program, None, compares
 
 
 def _row_axes(state: State, call: Signature, leaves: list[Any]) -> tuple[tuple[str, ...], ...]:
@@ -274,7 +274,7 @@ def _uneven(state: State, rows: Rows, args: Any, kwargs: Any, leaves: list[Any],
     return program
 
 
-def _found(state: State, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
+def _find_program(state: State, call: Signature, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Executable:
     check_kinds(call.names, leaves, values=True)
     state.mark(call.names, args, kwargs)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -300,5 +300,5 @@ def _found(state: State, call: Signature, args: Any, kwargs: Any, leaves: list[A
 def _global(names: Sequence[str], tensors: Sequence[Tensor], whole: Callable[..., Any]) -> list[tuple[int, ...]]:
     """The global shapes of ``tensors``, which are DTensors or local; those as ``whole`` says of their local shapes."""
     # The plan speaks of all inputs, by name and by position: a DTensor stands among them with the shape of its shard.
-    found = whole([(name, tuple(local_part(x).shape)) for name, x in zip(names, tensors, strict=True)])
-    return [tuple(x.shape) if isinstance(x, DTensor) else shape for x, shape in zip(tensors, found, strict=True)]
+    shapes = whole([(name, tuple(local_part(x).shape)) for name, x in zip(names, tensors, strict=True)])
+    return [tuple(x.shape) if isinstance(x, DTensor) else shape for x, shape in zip(tensors, shapes, strict=True)]

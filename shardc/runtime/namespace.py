@@ -22,7 +22,7 @@ from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, typed
 
 
-def told(method: Callable[..., Any]) -> Any:
+def shares_errors(method: Callable[..., Any]) -> Any:
     """A method that all ranks call: what it raises on this rank is raised on the others too."""
 
     @wraps(method)
@@ -44,8 +44,8 @@ class Namespace(State):
     @cache
     def short_names(cls) -> frozenset[str]:
         """The methods that have a short name too."""
-        own = cls.__mro__[: cls.__mro__.index(State)]
-        return frozenset(name for each in own for name in vars(each) if not name.startswith("_")) - {"short_names"}
+        bases = cls.__mro__[: cls.__mro__.index(State)]
+        return frozenset(name for each in bases for name in vars(each) if not name.startswith("_")) - {"short_names"}
 
     def _meet(self, method: str) -> None:
         """Raises MeshError where this rank calls ``method`` and another one does not."""
@@ -106,7 +106,7 @@ class Namespace(State):
                 planned[which] = max(size, planned.get(which, 0))
         return self.buffers.use(planned)
 
-    @told
+    @shares_errors
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles for example inputs at *global* shapes (any device, ``meta`` too); returns the `Program`.
 
@@ -120,7 +120,7 @@ class Namespace(State):
         with self._compiles():
             program = self.program_for(args, kwargs, looks=True)
         self.explicit = True
-        self.known.clear()
+        self.call_cache.clear()
         if program not in self.programs.values():  # one of many sizes, for this one
             self.programs[self.signature(args, kwargs)] = program
         return program
@@ -150,7 +150,7 @@ class Namespace(State):
             return out_args, out_kwargs
         return out_args[0] if len(out_args) == 1 else out_args
 
-    @told
+    @shares_errors
     @typed()
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
         """Initialises parameters and buffers shard by shard; values equal those of one device with the same seed.
@@ -163,7 +163,7 @@ class Namespace(State):
         """
         initialise(self, lambda model: nn.Module.apply(model, fn or reset_parameters), complete=True)
 
-    @told
+    @shares_errors
     @typed()
     def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
         """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
@@ -181,7 +181,7 @@ class Namespace(State):
                 block.enter_context(summon_full_params(self.owner, self.storages, self.rank, writeback, with_grads))
             yield
 
-    @told
+    @shares_errors
     @typed()
     def full_state_dict(self, device: torch.device | str | None = None, rank0_only: bool = False) -> dict[str, Any]:
         """The unsharded model's state dict, plain whole tensors; all ranks call it.
@@ -201,7 +201,7 @@ class Namespace(State):
                 return full_state_dict(self.owner, self.storages, device)
             return first_state_dict(self.owner, self.storages, self.groups, device)
 
-    @told
+    @shares_errors
     @typed()
     def clip_grad_norm_(
         self,

@@ -41,12 +41,12 @@ def _part(tensor: DTensor) -> Part | None:
 
 
 def _reduce(self: DTensor, protocol: Any) -> Any:
-    build, (func, cls, args, (own, slots)) = _pickle(self, protocol)
+    build, (func, cls, args, (attributes, slots)) = _pickle(self, protocol)
     if isinstance(slots["_spec"], ReplicatedSpec):
         slots = {**slots, "_spec": slots["_spec"].plain()}
     if dist.is_initialized():
-        own = {**(own or {}), _PART: _part(self)}
-    return build, (func, cls, args, (own, slots))
+        attributes = {**(attributes or {}), _PART: _part(self)}
+    return build, (func, cls, args, (attributes, slots))
 
 
 def _set_state(self: DTensor, state: Any) -> None:
@@ -54,12 +54,12 @@ def _set_state(self: DTensor, state: Any) -> None:
     part = vars(self).pop(_PART, None)
     if not part or not dist.is_initialized():  # whole on every rank, or only looked at
         return
-    here = _part(self)
-    if part == here:
+    current = _part(self)
+    if part == current:
         return
     raise LayoutError(
         f"a tensor of shape {list(self.shape)} in this file is shard {_shown(part)}, and rank {dist.get_rank()} has "
-        f"shard {_shown(here)}",
+        f"shard {_shown(current)}",
         fix="save module.full_state_dict(rank0_only=True) on the first rank, which every rank can load; or save and "
         "load with torch.distributed.checkpoint on all ranks; or let each rank load the file that it saved",
     )

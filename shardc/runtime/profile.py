@@ -25,14 +25,14 @@ class Ran:
     Args:
         kind: as in `shardc.ir.ops`.
         sent: bytes of the messages that it sent; None where the backend sends by itself.
-        held: (elements, bytes of each) of what the backend was handed then; None where the profiler does not tell.
+        payload: (elements, bytes of each) of what the backend was handed then; None where the profiler does not tell.
         start, end: seconds from the start of the step to the call, and to the end of its last message.
         called: seconds that the call itself took.
     """
 
     kind: str
     sent: int | None
-    held: tuple[int, int] | None
+    payload: tuple[int, int] | None
     start: float
     end: float
     called: float
@@ -78,9 +78,9 @@ def profile_step(step: Callable[[], Any]) -> Profiled:
         theirs = [m for s, m in zip(receives, arrivals, strict=True) if _inside(s, event)]
         native = handed.get(id(event), event)
         ended = max(_end(e) for e in (event, native, *mine, *theirs))
-        sent = sum(count * size for count, size in map(_held, mine)) if mine else None
+        sent = sum(count * size for count, size in map(_payload, mine)) if mine else None
         ran.append(Ran(
-            kind, sent, None if mine else _held(native), (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
+            kind, sent, None if mine else _payload(native), (event.start_ns() - first) / 1e9, (ended - first) / 1e9,
             event.duration_ns() / 1e9,
         ))  # fmt: skip
     return Profiled(tuple(ran), sum(wait.duration_ns() for wait in waits) / 1e9, _peak(events))
@@ -104,7 +104,7 @@ def _end(event: Any) -> int:
     return int(event.start_ns() + event.duration_ns())
 
 
-def _held(event: Any) -> Any:
+def _payload(event: Any) -> Any:
     """(elements, bytes of each) of the first tensor of an event; None where that is none (a list)."""
     shape, dtype = event.shapes()[0], event.dtypes()[0]
     return (prod(shape), _SIZES[dtype]) if dtype in _SIZES else None
@@ -112,9 +112,9 @@ def _held(event: Any) -> Any:
 
 def _peak(events: list[Any]) -> int:
     """The most bytes that allocations exceed frees by."""
-    held = peak = 0
+    live = peak = 0
     for event in events:
         if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
+            live += event.nbytes()
+            peak = max(peak, live)
     return peak

@@ -69,23 +69,26 @@ def compare_values(
     )
     act = Act((("act", f"first use of the values of {name}"), ("parameters and buffers", listed)))
     first = {key: _first(storages[key].bound if key in storages else (), groups) for key in tensors}
-    said = agreement.exchange(act, json.dumps(mine), {0, *first.values()})
-    theirs = {rank: json.loads(text) for rank, text in said.items()}
+    answers = agreement.exchange(act, json.dumps(mine), {0, *first.values()})
+    theirs = {rank: json.loads(text) for rank, text in answers.items()}
     wrong = [
         (key, rank)
         for key, (local, whole) in mine.items()
-        for rank, other in ((first[key], theirs[first[key]][key][0] == local), (0, _alike(whole, theirs[0][key][1])))
+        for rank, other in (
+            (first[key], theirs[first[key]][key][0] == local),
+            (0, _equal_or_unknown(whole, theirs[0][key][1])),
+        )
         if not other
     ]
-    found = SAME
+    outcome = SAME
     if wrong:
         key, rank = wrong[0]
         kind = "parameter" if key in storages else "buffer"
         more = len({key for key, _ in wrong}) - 1
-        found = f"{kind} {key!r} has other values on rank {agreement.rank} than on rank {groups.everyone()[rank]}" + (
+        outcome = f"{kind} {key!r} has other values on rank {agreement.rank} than on rank {groups.everyone()[rank]}" + (
             f", and so {'has 1 more tensor' if more == 1 else f'have {more} more tensors'}" if more else ""
         )
-    agreement.act(Act((("act", f"comparison of the values of {name}"), ("values", found))), ask=True)
+    agreement.act(Act((("act", f"comparison of the values of {name}"), ("values", outcome))), ask=True)
 
 
 class Passed(NamedTuple):
@@ -149,20 +152,22 @@ def compare_inputs(
     agreement.act(Act((("act", f"comparison of the values of inputs of {name}"), *lines)), ask=True)
 
 
-def _differing(names: list[str], one: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """What to say where this rank's inputs ``names``, of which ``one`` is the first, are not those of ``first``."""
+def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
+    """What to say where this rank's inputs ``names``, of which ``passed`` is the first, are not those of ``first``."""
     mesh, key = groups.mesh, names[0]
     along = ", ".join(axis for axis in mesh.axes if mesh.index(axis, first) != mesh.index(axis, groups.rank))
-    lies = f"split over {', '.join(one.split)}" if one.split else "whole on every rank"
+    lies = f"split over {', '.join(passed.split)}" if passed.split else "whole on every rank"
     more = f"; other inputs that differ: {', '.join(names[1:])}" if names[1:] else ""
     text = (
         f"input {key!r} has other values on rank {groups.agreement.rank} than on rank {groups.everyone()[first]}; "
         f"these differ along {along}, and it is {lies}{more}"
     )
     sampler = ""
-    if one.rows:
-        index = f'mesh.get_local_rank("{one.rows[0]}")' if len(one.rows) == 1 else f"the index along {one.rows}"
-        sampler = f" (a sampler with num_replicas={prod(map(mesh.size, one.rows))}, rank={index})"
+    if passed.rows:
+        index = (
+            f'mesh.get_local_rank("{passed.rows[0]}")' if len(passed.rows) == 1 else f"the index along {passed.rows}"
+        )
+        sampler = f" (a sampler with num_replicas={prod(map(mesh.size, passed.rows))}, rank={index})"
     fix = (
         f"pass the same data on ranks that differ along {along}{sampler}, and draw what is random from the same seed; "
         f"or split it over {along} too: shardc.Plan(inputs={{{key!r}: ...}})"
@@ -181,8 +186,8 @@ def _stored(storage: Layout | None) -> str:
     return "" if storage is None else f", stored as {storage}"
 
 
-def _alike(one: int | None, other: int | None) -> bool:
-    return one is None or other is None or one == other
+def _equal_or_unknown(left: int | None, right: int | None) -> bool:
+    return left is None or right is None or left == right
 
 
 def _first(split: tuple[str, ...], groups: Groups) -> int:

@@ -70,9 +70,9 @@ def assemble(shards: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     return first
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether two tensors hold the same; what is not a number equals itself."""
-    return torch.equal(one, other) or torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(left, right) or torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
 
 
 @lru_cache(maxsize=65536)
@@ -95,8 +95,8 @@ def _term(layout: Layout, rank: int) -> int:
 def _replica(layout: Layout, rank: int) -> int:
     """Which replica ``rank`` is part of: how many ranks before it hold the same shard and term."""
     mesh = layout.mesh
-    here = [mesh.index(axis, rank) for axis in layout.axes]
-    return sum([mesh.index(axis, other) for axis in layout.axes] == here for other in range(rank))
+    coordinates = [mesh.index(axis, rank) for axis in layout.axes]
+    return sum([mesh.index(axis, other) for axis in layout.axes] == coordinates for other in range(rank))
 
 
 def _reduced(terms: list[torch.Tensor], layout: Layout) -> torch.Tensor:

@@ -145,13 +145,13 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
     return pytree.tree_structure(((None,) * count, dict.fromkeys(names)))
 
 
-class Made(Protocol):
+class Compiled(Protocol):
     """A program, as far as it matters here."""
 
     inputs: tuple[tuple[str, Layout], ...]
 
 
-P = TypeVar("P", bound=Made)
+P = TypeVar("P", bound=Compiled)
 
 
 def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Signature, P]) -> P:
@@ -161,33 +161,33 @@ def fitting(call: Signature, tensors: Sequence[Tensor], programs: dict[Signature
         InputError: none fits; what is wrong with the one that fits best.
     """
     errors: list[tuple[int, InputError]] = []
-    for made, program in reversed(programs.items()):
+    for compiled_for, program in reversed(programs.items()):
         for passed, check in enumerate((_check_structure, _check_constants, _check_tensors)):
             try:
-                check(call, made, program, tensors)
+                check(call, compiled_for, program, tensors)
             except InputError as error:
                 errors.append((passed, error))
                 break
         else:
             return program
-    raise max(errors, key=lambda one: one[0])[1]
+    raise max(errors, key=lambda error: error[0])[1]
 
 
-def _check_structure(call: Signature, made: Signature, program: Made, tensors: Sequence[Tensor]) -> None:
-    if call.kinds != made.kinds:
+def _check_structure(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+    if call.kinds != expected.kinds:
         raise InputError(
-            f"the call passes {_shown(call)}; the module was lowered for {_shown(made)}",
+            f"the call passes {_shown(call)}; the module was lowered for {_shown(expected)}",
             fix="pass the same arguments, or lower the module for these too: module.lower(*examples) at global shapes",
         )
 
 
-def _check_constants(call: Signature, made: Signature, program: Made, tensors: Sequence[Tensor]) -> None:
+def _check_constants(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
     names = [name for name, _ in call.constants]
-    check_constants(names, [value for _, value in call.constants], [value for _, value in made.constants])
+    check_constants(names, [value for _, value in call.constants], [value for _, value in expected.constants])
 
 
-def _check_tensors(call: Signature, made: Signature, program: Made, tensors: Sequence[Tensor]) -> None:
-    names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in made.tensors]
+def _check_tensors(call: Signature, expected: Signature, program: Compiled, tensors: Sequence[Tensor]) -> None:
+    names, dtypes = [name for name, _ in call.tensors], [like.dtype for _, like in expected.tensors]
     check_inputs(names, tensors, [layout for _, layout in program.inputs], dtypes)
 
 

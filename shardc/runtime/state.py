@@ -77,7 +77,7 @@ class Build(Protocol):
 
 
 @dataclass
-class Known:
+class CallCacheEntry:
     """What is known of calls that are alike.
 
     Args:
@@ -155,7 +155,7 @@ class State:
     turns: Turns = field(default_factory=Turns)
     sources: Sources = field(default_factory=dict)
     fresh: bool = True
-    known: dict[Any, Known] = field(default_factory=dict)
+    call_cache: dict[Any, CallCacheEntry] = field(default_factory=dict)
     found: Any = None
     around: Callable[..., Any] | None = None
     epoch: int = 0
@@ -196,31 +196,31 @@ class State:
         deferred = NOTHING if evaluates else self.sync.deferred()
         for grad in True, False:
             with tracing(grad):
-                found: Any = self._sized(call, args, kwargs, deferred)
-                if found is None and (key := self._variant(call)) is not None:
-                    found = self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
-                if found is None or looks and found.from_store:
+                program: Any = self._sized(call, args, kwargs, deferred)
+                if program is None and (key := self._variant(call)) is not None:
+                    program = self.deferring.get((key, deferred)) if deferred else self.programs.get(key)
+                if program is None or looks and program.from_store:
                     with frozen():
-                        build, given = self.build, (self.present(), args, kwargs, self.with_loss(args, kwargs))
-                        found = build(*given, deferred) if looks or deferred else build.stored(*given, evaluates)
-                    self.add(found, deferred)
-            if not (evaluates and found.reads.grad_mode):
+                        build, example = self.build, (self.present(), args, kwargs, self.with_loss(args, kwargs))
+                        program = build(*example, deferred) if looks or deferred else build.stored(*example, evaluates)
+                    self.add(program, deferred)
+            if not (evaluates and program.reads.grad_mode):
                 break
-        return found
+        return program
 
     def _variant(self, call: Signature) -> Signature | None:
-        here = call, torch.is_grad_enabled()
-        found = self._variants_now.get(here) or self.variants.find(call, self.view, self.build.loss)
-        return found and self._variants_now.setdefault(here, found)
+        key = call, torch.is_grad_enabled()
+        variant = self._variants_now.get(key) or self.variants.find(call, self.view, self.build.loss)
+        return variant and self._variants_now.setdefault(key, variant)
 
-    def add(self, program: Any, deferred: Deferred = NOTHING, made: Signature | None = None) -> None:
-        """Takes a program, to be found by the calls and the state of the module that it was made for, or ``made``."""
-        made = made or program.identity.signature
-        self.variants.add(made, program.reads)
+    def add(self, program: Any, deferred: Deferred = NOTHING, signature: Signature | None = None) -> None:
+        """Adds a program to the cache, for calls of the signature that it was compiled for, or of ``signature``."""
+        signature = signature or program.identity.signature
+        self.variants.add(signature, program.reads)
         if deferred:
-            self.deferring[made, deferred] = program
+            self.deferring[signature, deferred] = program
         else:
-            self.programs[made] = program
+            self.programs[signature] = program
         self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
 
     def settle(self, program: Executable) -> None:
@@ -239,13 +239,13 @@ class State:
         if not sizes:
             return None
         kind = call.without(dims)
-        here = kind, torch.is_grad_enabled()
-        key = self._variants_now.get(here) or self.variants.find_sized(kind, self.view, self.build.loss)
-        self._variants_now[here] = key
-        found = self.build.sized(self.present, args, kwargs, self.with_loss(args, kwargs), key, deferred)
-        if found is not None and self.variants.add_sized(key, found.reads, self.view, self.build.loss):
+        variant_key = kind, torch.is_grad_enabled()
+        key = self._variants_now.get(variant_key) or self.variants.find_sized(kind, self.view, self.build.loss)
+        self._variants_now[variant_key] = key
+        program = self.build.sized(self.present, args, kwargs, self.with_loss(args, kwargs), key, deferred)
+        if program is not None and self.variants.add_sized(key, program.reads, self.view, self.build.loss):
             self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
-        return found
+        return program
 
     def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Takes the dims of a call's tensors (by the names of its leaves) that are marked as dynamic for such."""
@@ -275,9 +275,9 @@ class State:
         Raises:
             InputError: an input of another shape looks alike, being taken whole where it does not divide.
         """
-        found = self.read.setdefault((name, local), whole)
-        if found != whole:
-            small, large = sorted((list(whole), list(found)))
+        previous = self.read.setdefault((name, local), whole)
+        if previous != whole:
+            small, large = sorted((list(whole), list(previous)))
             raise InputError(
                 f"input {name!r}: global inputs of {small} and of {large} both give each rank {list(local)}; "
                 f"{small} does not divide and is passed whole",
@@ -305,14 +305,14 @@ class State:
     def begin_anew(self, epoch: int) -> None:
         """Forgets what ranks do not share after an error of one of them, which others came further than."""
         self._name, self.epoch, self.fresh, self.turns = None, epoch, True, Turns()
-        self.known.clear()
+        self.call_cache.clear()
         self._runners.clear()
 
     @cached_property
-    def kept(self) -> dict[str, changes.Kept]:
+    def contracts(self) -> dict[str, changes.ParamContract]:
         """What stays of each parameter."""
         assert self.param_mesh is not None
-        return changes.kept(self.template, self.storages, Mesh.of(self.param_mesh))
+        return changes.contracts(self.template, self.storages, Mesh.of(self.param_mesh))
 
     def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
@@ -330,7 +330,7 @@ class State:
         elif self._watch is not None and not self._watch.holds():
             self._watch = None
         if self._watch is None:
-            self.known.clear()
+            self.call_cache.clear()
             self._variants_now.clear()
             self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
         return self._census
@@ -340,13 +340,13 @@ class State:
         strides = {name: param.stride() for name, param in self.template.named_parameters(remove_duplicate=False)}
 
         def tensor(name: str, x: Tensor) -> Tensor:
-            made = torch.empty_strided(x.shape, strides.get(name, x.stride()), dtype=x.dtype, device="meta")
-            return nn.Parameter(made, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else made
+            empty = torch.empty_strided(x.shape, strides.get(name, x.stride()), dtype=x.dtype, device="meta")
+            return nn.Parameter(empty, requires_grad=x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
-        made = clone_tree(self.view, tensor)
-        vars(made).pop("shardc")
-        parts.unguard(made)
-        return made
+        template = clone_tree(self.view, tensor)
+        vars(template).pop("shardc")
+        parts.unguard(template)
+        return template
 
     @property
     def census(self) -> Census:
@@ -360,17 +360,17 @@ class State:
 
     def check(self, runs: bool = False) -> None:
         """Checks that the parameters are still the ones that were compiled for, with values where the module runs."""
-        found = self.look().parameters
-        if self.param_mesh is None or self._checked is not None and self._checked.still(found, runs):
+        params = self.look().parameters
+        if self.param_mesh is None or self._checked is not None and self._checked.still(params, runs):
             return
-        changes.check(found, self.kept, self.param_mesh, self.homes, runs)
-        self._checked = changes.Seen(found, runs)
+        changes.check(params, self.contracts, self.param_mesh, self.homes, runs)
+        self._checked = changes.Seen(params, runs)
 
     def compare_values(self) -> None:
         """Before the first use of values: ranks compare those that several of them hold."""
         if self.fresh and self.groups is not None:
-            held = [*self.census.parameters.items(), *self.census.buffers.items()]
-            once = {id(x): (name, x) for name, x in reversed(held)}  # the first name of what is tied
+            tensors = [*self.census.parameters.items(), *self.census.buffers.items()]
+            once = {id(x): (name, x) for name, x in reversed(tensors)}  # the first name of what is tied
             compare_values(self.name, dict(reversed(once.values())), self.storages, self.sources, self.groups)
             self.fresh = False
 
@@ -389,7 +389,7 @@ class State:
                 self.tokens,
             )
             runner.border.dtensors = self.dtensor_outputs
-            runner.own = any(
+            runner.splits_outputs = any(
                 self.unit(program.outputs, role.layout) != 1 for role in program.outputs if role.layout is not None
             )
         return self._runners[id(program)]

@@ -50,11 +50,11 @@ class Runner:
         tokens: gets what each layer of experts notes of its tokens; see `shardc.ir.experts.noting`.
 
     Attributes:
-        own: whether what comes in as gradients of outputs is of this rank's own loss, and is scaled.
+        splits_outputs: whether what comes in as gradients of outputs is of this rank's own loss, and is scaled.
         fits_behind: whether what makes its inputs was looked at, by `shardc.runtime.autograd.check_units`.
     """
 
-    own = fits_behind = False
+    splits_outputs = fits_behind = False
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class Runner:
                 _compat.no_autocast(),
                 noting() as noted,
             ):
-                made, first = anomaly.watched(half, inputs) if watches else (compiled(inputs, enter), 0)
+                results, first = anomaly.watched(half, inputs) if watches else (compiled(inputs, enter), 0)
             settle()
             if watches:
-                anomaly.check(half, made, first, self.groups, self._without_pad)
+                anomaly.check(half, results, first, self.groups, self._without_pad)
             if noted and half.phase != BACKWARD:
                 self.tokens.clear()
                 self.tokens.update(zip(experts_in(half.graph), noted, strict=False))
-            return made
+            return results
         except InputError as error:
             where = experts_in(half.graph)[len(noted) - 1] if noted else half.name
             raise InputError(f"{where}: {error.what}", fix=error.fix) from error
@@ -131,10 +131,10 @@ class Runner:
     def planned(self) -> dict[str, int]:
         """By half that has run, the most bytes of collectives' results in use at once, as planned."""
         plans = {half.phase: compiled.plan for half, compiled in self._compiled.items() if isinstance(half.phase, str)}
-        found = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
-        if BACKWARD in found:
-            found[BACKWARD] = plans[BACKWARD].peak_after(plans[FORWARD])
-        return found
+        peaks = {str(phase): plan.peak for phase, plan in plans.items() if phase != REDUCTION}
+        if BACKWARD in peaks:
+            peaks[BACKWARD] = plans[BACKWARD].peak_after(plans[FORWARD])
+        return peaks
 
     def compiled(self, half: Half) -> Compiled:
         """The lowered half; forward and backward are lowered together."""
@@ -142,11 +142,11 @@ class Runner:
             keep_heap()
             together = self.program.step() if half in self.program.step() else (half,)
             with self.groups.agreement.compiles(), frozen(), _compat.no_autocast():  # the graphs have their casts
-                graphs = {each.name: each.gm for each in together}
+                graphs = {peer.name: peer.gm for peer in together}
                 self.groups.agreement.act(program_act(certificate_of(together).text(), graphs, half.mesh))
-                for each in together:
-                    use_groups(each.gm, self.groups)
-                    prepare(each.graph)
+                for peer in together:
+                    use_groups(peer.gm, self.groups)
+                    prepare(peer.graph)
                 self._compiled.update(zip(together, self.lower(*together), strict=True))
         return self._compiled[half]
 
@@ -156,12 +156,12 @@ class Runner:
         if key not in self._reductions:
             with self.groups.agreement.compiles():
                 self._reductions[key] = self.program.reduction(key)
-        half, given = self._reductions[key], iter(list(sums.values()))
-        feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(given) for port in half.takes]
+        half, summands = self._reductions[key], iter(list(sums.values()))
+        feed = [self._coordinate(port) if port.role.kind == "coordinate" else next(summands) for port in half.takes]
         return {role.name: x for role, x in zip(half.gives, self.run(half, feed), strict=True)}
 
-    def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], held: Deferred) -> dict[str, Tensor]:
-        """Moves unreduced gradients to their sums; the reduced sums of those that are not ``held``."""
+    def late(self, roles: Sequence[Role], grads: dict[Any, Tensor | None], deferred: Deferred) -> dict[str, Tensor]:
+        """Moves unreduced gradients to their sums; the reduced sums of those that are not ``deferred``."""
         if not self.program.deferred:
             return {}
         for role in roles:
@@ -169,12 +169,12 @@ class Runner:
             if grad is not None:
                 assert role.layout is not None
                 self.sync.add(role.name, role.layout, grad)
-        due = self.sync.take(self.program.deferred.names - held.names)
+        due = self.sync.take(self.program.deferred.names - deferred.names)
         return self.reduce(due) if due else {}
 
     def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
         """What a half takes, parameters as DTensors."""
-        given = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
+        inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         census = self.census()
         feed: list[Any] = []
         for port in half.takes:
@@ -187,7 +187,7 @@ class Runner:
             elif port.role.kind == "key":
                 feed.append(self.groups.of_first(draw_key(device=port.example.device)))
             else:
-                feed.append(given.get(port.role.name, port.example))
+                feed.append(inputs_by_name.get(port.role.name, port.example))
         return feed
 
     def _coordinate(self, port: Port) -> Any:

@@ -46,7 +46,7 @@ class GradHooks(OrderedDict[int, Any]):
         super().__setitem__(key, lambda grad: None if grad is None else hook(grad))
 
 
-def held(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence[int]:
+def local_indices(storage: Layout, shape: Sequence[int], dim: int, rank: int) -> Sequence[int]:
     """The indices along ``dim`` that ``rank`` holds of a tensor of ``shape``, ascending, without the pad.
 
     A `range` where they are contiguous.
@@ -65,7 +65,7 @@ def unpadded_shape(storage: Layout, shape: Sequence[int], rank: int) -> tuple[in
     """The local shape on ``rank`` without the pad; some dim may be 0."""
     if storage.shape == tuple(shape):
         return storage.local_shape
-    return tuple(len(held(storage, shape, dim, rank)) for dim in range(len(shape)))
+    return tuple(len(local_indices(storage, shape, dim, rank)) for dim in range(len(shape)))
 
 
 def take(tensor: torch.Tensor, dim: int, index: Sequence[int]) -> torch.Tensor:
@@ -87,7 +87,7 @@ def shard_tensor(whole: torch.Tensor, storage: Layout, rank: int) -> torch.Tenso
     _check_fits(storage, whole.shape)
     shard = whole.detach()
     for dim in range(whole.dim()):
-        shard = take(shard, dim, held(storage, whole.shape, dim, rank))
+        shard = take(shard, dim, local_indices(storage, whole.shape, dim, rank))
     padded = (torch.empty if shard.shape == storage.local_shape else torch.zeros)(
         storage.local_shape, dtype=whole.dtype, device=whole.device
     )
@@ -133,7 +133,7 @@ def to_parameter(
             f"would cut to {list(expected)}",
             fix=fix,
         )
-    if not all(isinstance(held(storage, shape, dim, rank), range) for dim in range(len(shape))):
+    if not all(isinstance(local_indices(storage, shape, dim, rank), range) for dim in range(len(shape))):
         strided_checkpoint.install()
     dtensor_ops.install(device_mesh)
     # nn.Parameter detaches, which makes the local tensor anew: mark that one.

@@ -82,7 +82,7 @@ def _boxes(tensor: DTensor) -> list[Box]:
 
 def local_indices(tensor: DTensor) -> list[torch.Tensor]:
     """Per dim the global indices that this rank holds: the placements applied to the indices themselves."""
-    held = [torch.arange(size) for size in tensor.shape]
+    indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "only ranks of the mesh save and load"
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -90,9 +90,11 @@ def local_indices(tensor: DTensor) -> list[torch.Tensor]:
             # Each dim's indices lie in a tensor of one dim, so the split is along its dim 0.
             factor = placement.split_factor if isinstance(placement, _StridedShard) else 1
             along = _StridedShard(0, split_factor=factor)
-            pieces, _ = along._split_tensor(held[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False)
-            held[placement.dim] = pieces[coordinate[mesh_dim]]
-    return held
+            pieces, _ = along._split_tensor(
+                indices[placement.dim], tensor.device_mesh.size(mesh_dim), with_padding=False
+            )
+            indices[placement.dim] = pieces[coordinate[mesh_dim]]
+    return indices
 
 
 def _runs(index: torch.Tensor) -> Iterator[tuple[int, int, int]]:

@@ -36,16 +36,16 @@ class Surroundings(NamedTuple):
         Raises:
             InputError: a mode is active that sees each function of torch, and may compute something else.
         """
-        own = torch._C
+        flags = torch._C
         kinds = dict.fromkeys((device.type, "cpu"))
         return cls(
             tuple([(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]),
             torch.get_default_dtype(),
-            (own._get_deterministic_algorithms(), own._get_deterministic_algorithms_warn_only()),
-            own._get_float32_matmul_precision(),
-            (own._get_math_sdp_enabled(), own._get_flash_sdp_enabled(), own._get_mem_efficient_sdp_enabled(),
-             own._get_cudnn_sdp_enabled()),
-            _default_device() if own._len_torch_function_stack() else "",
+            (flags._get_deterministic_algorithms(), flags._get_deterministic_algorithms_warn_only()),
+            flags._get_float32_matmul_precision(),
+            (flags._get_math_sdp_enabled(), flags._get_flash_sdp_enabled(), flags._get_mem_efficient_sdp_enabled(),
+             flags._get_cudnn_sdp_enabled()),
+            _default_device() if flags._len_torch_function_stack() else "",
         )  # fmt: skip
 
 

@@ -47,11 +47,11 @@ class Sync:
     replicated: Mapping[str, Layout] = field(default_factory=dict)
     _own: set[Key] = field(default_factory=set)
 
-    def again(self) -> Sync:
+    def for_copy(self) -> Sync:
         """The same settings for a copy of the module, outside of blocks; without the sums."""
         return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
 
-    def held(self) -> Deferred:
+    def unreduced(self) -> Deferred:
         """The parameters whose gradients the next backward leaves unreduced."""
         if not (self.paused or self.unsynced or self.over_shards):
             return NOTHING
@@ -60,12 +60,15 @@ class Sync:
 
     def deferred(self) -> Deferred:
         """The parameters whose gradients the next backward sums up locally, be it to reduce the sum."""
-        held = self.held()
+        accumulating = self.unreduced()
         if not self.sums:
-            return held
+            return accumulating
         summed = {n: layout.without_partial() == self.replicated.get(n) for n, layout in self.sums}
-        whole = held.whole | frozenset(n for n, scattered in summed.items() if not scattered) - held.scattered
-        return Deferred(whole, held.scattered | frozenset(summed) - whole)
+        whole = (
+            accumulating.whole
+            | frozenset(n for n, scattered in summed.items() if not scattered) - accumulating.scattered
+        )
+        return Deferred(whole, accumulating.scattered | frozenset(summed) - whole)
 
     def add(self, name: str, layout: Layout, grad: Tensor) -> None:
         """Adds a gradient to its sum, in place once the sum's memory is its own: two gradients may share theirs."""
@@ -81,11 +84,11 @@ class Sync:
 
     def take(self, names: frozenset[str]) -> dict[Key, Tensor]:
         """The sums of ``names``, which are to be reduced now."""
-        taken = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
-        self._own.difference_update(taken)
+        due = {key: self.sums.pop(key) for key in list(self.sums) if key[0] in names}
+        self._own.difference_update(due)
         if not self.sums:
             _optimizers.leave(self)
-        return taken
+        return due
 
     def drop(self, names: frozenset[str] | None = None) -> None:
         """Forgets the sums of ``names``, or all, as ``zero_grad`` does gradients."""
@@ -99,11 +102,11 @@ class Sync:
 
     def refuse(self, what: str, names: frozenset[str] | None = None) -> None:
         """Raises BackwardError where gradients of ``names``, or any, are held back, which ``what`` would do without."""
-        held = sorted({name for name, _ in self.sums} if names is None else names)
-        if held:
-            more = f" and of {len(held) - 1} more" if len(held) > 1 else ""
+        pending = sorted({name for name, _ in self.sums} if names is None else names)
+        if pending:
+            more = f" and of {len(pending) - 1} more" if len(pending) > 1 else ""
             raise BackwardError(
-                f"{what} while the gradient of {held[0]!r}{more} is held back on each rank, by no_sync(), "
+                f"{what} while the gradient of {pending[0]!r}{more} is held back on each rank, by no_sync(), "
                 "set_requires_grad_sync(False) or set_requires_all_reduce(False): it is not in .grad",
                 fix="run the last backward of a step outside of no_sync(), which reduces what was held back; or drop "
                 "that with module.zero_grad()",
@@ -116,10 +119,10 @@ class Sync:
             InputError: there are none, and it is not ``*``.
         """
         names = list(self.levels)
-        found = names if glob == "*" else fnmatch.filter(names, glob)
-        if not found and glob != "*":
+        matches = names if glob == "*" else fnmatch.filter(names, glob)
+        if not matches and glob != "*":
             raise InputError(f"{glob!r} matches no parameter", fix=near(glob, names))
-        return found
+        return matches
 
     def sync(self, on: bool, names: Iterable[str]) -> None:
         """Whether steps reduce the gradients of ``names``; True also over replicas, as FSDP2's setting of that name."""
@@ -169,8 +172,8 @@ class _Optimizers:
         @functools.wraps(plain)
         def zero_grad(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
             plain(optimizer, *args, **kwargs)
-            for held in list(self._holding):
-                held.drop(held.of(optimizer))
+            for sync in list(self._holding):
+                sync.drop(sync.of(optimizer))
 
         self._ours = zero_grad
         Optimizer.zero_grad = zero_grad  # type: ignore[method-assign, assignment]

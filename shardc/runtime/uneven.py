@@ -18,7 +18,7 @@ from shardc.ir.tally import GROUP_PREFIX
 from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
-from shardc.runtime.storage import held
+from shardc.runtime.storage import local_indices
 
 Axes = tuple[str, ...]
 
@@ -57,8 +57,8 @@ class Rows:
     ) -> Rows:
         """Tells the other ranks how many rows of ``tensors`` this one has, and hears of theirs; all of them call it."""
         mine = torch.tensor([x.shape[0] if over else 0 for x, over in zip(tensors, axes, strict=True)], device=device)
-        found = torch.stack(_gather(mine, groups, groups.mesh.axes)).tolist()
-        return cls(tuple(names), tuple(axes), tuple(map(tuple, found)))
+        table = torch.stack(_gather(mine, groups, groups.mesh.axes)).tolist()
+        return cls(tuple(names), tuple(axes), tuple(map(tuple, table)))
 
     @property
     def even(self) -> bool:
@@ -74,10 +74,11 @@ class Rows:
         for rank, counts in enumerate(self.counts):
             first, count = blocks.setdefault(flat_index(groups.mesh, self.axes[at], rank), (rank, counts[at]))
             if count != counts[at]:
-                one, other = groups.everyone()[first], groups.everyone()[rank]
+                first_rank, this_rank = groups.everyone()[first], groups.everyone()[rank]
                 raise InputError(
-                    f"rank {one} passes input {self.names[at]!r} of {count} rows, rank {other} of {counts[at]}; both "
-                    f"hold the same rows, as it is split over {', '.join(self.axes[at])} only",
+                    f"rank {first_rank} passes input {self.names[at]!r} of {count} rows, "
+                    f"rank {this_rank} of {counts[at]}; both hold the same rows, "
+                    f"as it is split over {', '.join(self.axes[at])} only",
                     fix="pass the same rows on ranks that differ along other axes",
                 )
         return [blocks[at][1] for at in range(len(blocks))]
@@ -109,7 +110,7 @@ class Rows:
         members = [groups.everyone().index(rank) for rank in groups.ranks(axes)]
         by_block = {flat_index(groups.mesh, axes, rank): part for rank, part in zip(members, came, strict=True)}
         whole = torch.cat([by_block[block][: count * width] for block, count in enumerate(counts)])
-        index = held(layout, layout.shape, 0, groups.rank)
+        index = local_indices(layout, layout.shape, 0, groups.rank)
         return whole.view(x.dtype).view(-1, *x.shape[1:])[index[0] : index[-1] + 1].contiguous()
 
 
@@ -159,13 +160,13 @@ def global_rows(
             block = flat_index(groups.mesh, rows.axes[to], groups.rank)
             start, count, total = sum(blocks[:block]), blocks[block], sum(blocks)
         else:
-            own = held(layout, layout.shape, 0, groups.rank)
-            if not isinstance(own, range):
+            row_range = local_indices(layout, layout.shape, 0, groups.rank)
+            if not isinstance(row_range, range):
                 raise InputError(
                     f"input {name!r} numbers rows of {other!r}, of which a rank's are not in a row: {layout}",
                     fix="write relative_to=None, and pass global row numbers",
                 )
-            start, count, total = own.start, len(own), layout.shape[0]
+            start, count, total = row_range.start, len(row_range), layout.shape[0]
         if total > count:
             out[at] = torch.where(x < 0, x, torch.where(x < count + (x.dim() == 1), x + start, x + total))
     return out

@@ -37,29 +37,29 @@ class Variants:
                 return replace(call, reads=values)
         return None
 
-    def add(self, made: Signature, reads: Reads) -> None:
-        """Notes what the capture for ``made`` read; warns where there are many that differ in nothing else."""
-        known = self._fixed.setdefault(replace(made, reads=()), [])
-        if (reads, made.reads) in known:
+    def add(self, signature: Signature, reads: Reads) -> None:
+        """Notes what the capture for ``signature`` read; warns where there are many that differ in nothing else."""
+        variants = self._fixed.setdefault(replace(signature, reads=()), [])
+        if (reads, signature.reads) in variants:
             return
-        known.append((reads, made.reads))
-        if len(known) >= _MANY and len(known) & (len(known) - 1) == 0:
-            warnings.warn(ShardcWarning(_changing([values for _, values in known])), stacklevel=2)
+        variants.append((reads, signature.reads))
+        if len(variants) >= _MANY and len(variants) & (len(variants) - 1) == 0:
+            warnings.warn(ShardcWarning(_changing([values for _, values in variants])), stacklevel=2)
 
     def find_sized(self, call: Signature, model: nn.Module, loss: Any) -> Signature:
         """As `find`, for a call without its dynamic sizes; where there is none yet, a signature of its own."""
-        known = self._sized.setdefault(call, [])
-        for at, each in enumerate(known):
-            if all(reads.values(model, loss) == values for reads, values in each.items()):
+        variants = self._sized.setdefault(call, [])
+        for at, variant in enumerate(variants):
+            if all(reads.values(model, loss) == values for reads, values in variant.items()):
                 return replace(call, reads=(("variant", str(at)),))
-        known.append({})
-        return replace(call, reads=(("variant", str(len(known) - 1)),))
+        variants.append({})
+        return replace(call, reads=(("variant", str(len(variants) - 1)),))
 
-    def add_sized(self, found: Signature, reads: Reads, model: nn.Module, loss: Any) -> bool:
+    def add_sized(self, signature: Signature, reads: Reads, model: nn.Module, loss: Any) -> bool:
         """Notes what the capture of a program for a call that `find_sized` found has read; whether that is new."""
-        each = self._sized[replace(found, reads=())][int(found.reads[0][1])]
-        new = reads not in each
-        each.setdefault(reads, reads.values(model, loss))
+        variant = self._sized[replace(signature, reads=())][int(signature.reads[0][1])]
+        new = reads not in variant
+        variant.setdefault(reads, reads.values(model, loss))
         return new
 
 
@@ -70,14 +70,17 @@ def settled(program: Executable, model: nn.Module, loss: Any) -> Signature:
     for expression, value in reads.sets:
         _, owner, name = parse(expression)
         setattr(at(owner), name, value)
-    made: Signature = replace(program.identity.signature, reads=reads.values(model, loss))
-    return made
+    signature: Signature = replace(program.identity.signature, reads=reads.values(model, loss))
+    return signature
 
 
 def _changing(variants: list[Values]) -> str:
-    held = [dict(values) for values in variants]
-    differ = [name for name in held[-1] if len({values.get(name) for values in held}) > 1]
-    shown = [f"{_shown(name)} is {held[-1][name]} and was {held[-2].get(name, 'not read')}" for name in differ[:3]]
+    values_by_name = [dict(values) for values in variants]
+    differ = [name for name in values_by_name[-1] if len({values.get(name) for values in values_by_name}) > 1]
+    shown = [
+        f"{_shown(name)} is {values_by_name[-1][name]} and was {values_by_name[-2].get(name, 'not read')}"
+        for name in differ[:3]
+    ]
     return (
         f"the module was compiled {len(variants)} times for calls that differ only in what its code reads, last "
         f"because {' and '.join(shown)}; make a value that changes from step to step an input or a buffer (a "

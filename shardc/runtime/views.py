@@ -34,7 +34,7 @@ class View:
         at: position of the output.
         source: position of the tensor, among the outputs and the bases behind them; the output's own where the program
             gives the very values.
-        taken: whether ``source`` is among what the program takes instead.
+        from_feed: whether ``source`` is among what the program takes instead.
         ops: the view ops between them.
         output: what it is on one device.
         detached: whether it has no gradient, and the tensor has.
@@ -42,13 +42,13 @@ class View:
 
     at: int
     source: int
-    taken: bool
+    from_feed: bool
     ops: tuple[Op, ...]
     output: Returned
     detached: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.taken and self.output.itself:
+        if self.from_feed and self.output.itself:
             return x
         if self.detached and self.output.view:
             x = x.detach()
@@ -104,29 +104,29 @@ class Views:
     """The outputs of a half that are made outside of it.
 
     Args:
-        made: each of them, behind what it is made of.
+        views: each of them, behind what it is made of.
         bases: what is behind the outputs.
         read_only: positions of outputs of which changes in place change something else on one device, and not here,
             and of the bases that such outputs are views of.
     """
 
-    made: tuple[View, ...] = ()
+    views: tuple[View, ...] = ()
     bases: tuple[Base, ...] = ()
     read_only: frozenset[int] = frozenset()
 
     def held_back(self, outputs: list[Any]) -> list[Any]:
         """The outputs without those that are made of others, and the bases behind them."""
         bases = [base.holding(outputs) for base in self.bases]
-        kept = list(outputs)
-        for view in self.made:
-            if view.taken or view.source != view.at:
-                kept[view.at] = None
-        return kept + bases
+        handed = list(outputs)
+        for view in self.views:
+            if view.from_feed or view.source != view.at:
+                handed[view.at] = None
+        return handed + bases
 
     def make(self, outputs: list[Any], feed: Sequence[Any]) -> None:
         """Puts the views among ``outputs``, which end with the bases; these go."""
-        for view in self.made:
-            outputs[view.at] = view(feed[view.source] if view.taken else outputs[view.source])
+        for view in self.views:
+            outputs[view.at] = view(feed[view.source] if view.from_feed else outputs[view.source])
         if self.bases:
             del outputs[-len(self.bases) :]
 
@@ -208,10 +208,10 @@ def views_of(
             views[at] = View(at, source, False, ops, returned[at], detached)
     firsts = {returned[at].first for at in stray}
     read_only = {at for at, output in returned.items() if output.first in firsts and output.overlaps}
-    read_only.difference_update(at for at, view in views.items() if view.taken and view.output.itself)
+    read_only.difference_update(at for at, view in views.items() if view.from_feed and view.output.itself)
     for at in stray - read_only:  # parts that have nothing in common
         views[at] = View(at, at, False, (), returned[at])
-    views = {at: view for at, view in views.items() if at not in read_only or not view.taken}
+    views = {at: view for at, view in views.items() if at not in read_only or not view.from_feed}
     behind = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
     return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | behind))
 
@@ -232,7 +232,7 @@ def _ordered(views: dict[int, View]) -> Iterator[View]:
 
     def of(view: View) -> Iterator[View]:
         if left.pop(view.at, None) is not None:
-            if not view.taken and view.source in left:
+            if not view.from_feed and view.source in left:
                 yield from of(left[view.source])
             yield view
 

@@ -19,7 +19,7 @@ from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.ir.op_traits import draws
 from shardc.runtime.draw import Piece, draw, shifted
-from shardc.runtime.storage import cut, held, padded_local, shard_tensor, take
+from shardc.runtime.storage import cut, local_indices, padded_local, shard_tensor, take
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -37,14 +37,14 @@ _FIX = (
 
 
 @dataclass(eq=False)
-class Made:
+class InitShard:
     """One parameter or buffer in the making.
 
     Args:
         name: its qualified name.
         shape: its global shape.
         storage: its storage layout, or None where it is kept whole.
-        held: per dim the global indices that this rank holds.
+        indices: per dim the global indices that this rank holds.
         rank: this rank on the layout's mesh.
         before: the tensor as it was: on ``meta``, whole, or a DTensor in that layout.
         limit: elements that a buffer of random values may have.
@@ -54,21 +54,21 @@ class Made:
     name: str
     shape: tuple[int, ...]
     storage: Layout | None
-    held: tuple[Sequence[int], ...]
+    indices: tuple[Sequence[int], ...]
     rank: int
     before: torch.Tensor
     limit: int
     written: set[tuple[Any, ...]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> Made:
+    def of(cls, name: str, tensor: torch.Tensor, storage: Layout | None, rank: int, limit: int) -> InitShard:
         shape = tuple(tensor.shape)
         dims = range(len(shape))
-        indices = [range(shape[dim]) if storage is None else held(storage, shape, dim, rank) for dim in dims]
-        made = cls(name, shape, storage, tuple(indices), rank, tensor, limit)
+        indices = [range(shape[dim]) if storage is None else local_indices(storage, shape, dim, rank) for dim in dims]
+        shard = cls(name, shape, storage, tuple(indices), rank, tensor, limit)
         if not tensor.is_meta:
-            made.mark(Virtual.whole(made))
-        return made
+            shard.mark(Virtual.whole(shard))
+        return shard
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,7 +90,7 @@ class Made:
     @cached_property
     def local(self) -> torch.Tensor:
         """The view of `padded` without the pad."""
-        return self.padded if self.storage is None else cut(self.padded, list(map(len, self.held)))
+        return self.padded if self.storage is None else cut(self.padded, list(map(len, self.indices)))
 
     @property
     def touched(self) -> bool:
@@ -100,7 +100,7 @@ class Made:
     @cached_property
     def whole(self) -> bool:
         """Whether this rank holds every element."""
-        return tuple(map(len, self.held)) == self.shape
+        return tuple(map(len, self.indices)) == self.shape
 
     def mark(self, view: Virtual) -> None:
         self.written.add((view.storage_offset(), tuple(view.shape), view.stride()))
@@ -117,22 +117,22 @@ class Made:
 
 
 class Virtual(torch.Tensor):
-    """A view of a `Made` at global shape. ``meta`` is its twin on the meta device: views are made on that."""
+    """A view of a `InitShard` at global shape. ``meta`` is its twin on the meta device: views are made on that."""
 
     meta: torch.Tensor
-    made: Made
+    shard: InitShard
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, made: Made) -> Virtual:
+    def __new__(cls, meta: torch.Tensor, shard: InitShard) -> Virtual:
         view = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
         )
-        view.meta, view.made = meta, made
+        view.meta, view.shard = meta, shard
         return view
 
     @classmethod
-    def whole(cls, made: Made) -> Virtual:
-        return cls(torch.empty(made.shape, dtype=made.dtype, device="meta"), made)
+    def whole(cls, shard: InitShard) -> Virtual:
+        return cls(torch.empty(shard.shape, dtype=shard.dtype, device="meta"), shard)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -142,13 +142,13 @@ class Virtual(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if tuple(value.shape) != self.made.shape or value.dtype != self.dtype or self.storage_offset():
+        if tuple(value.shape) != self.shard.shape or value.dtype != self.dtype or self.storage_offset():
             raise unsupported(".data =", self, f"by a tensor of shape {list(value.shape)}, {value.dtype}")
         with torch.no_grad():
             self.copy_(value)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Virtual({self.made.name}, {list(self.shape)}, {self.dtype})"
+        return f"Virtual({self.shard.name}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -158,9 +158,9 @@ class Virtual(torch.Tensor):
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
             views = func(*pytree.tree_map_only(Virtual, lambda view: view.meta, args), **kwargs)
-            return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.made), views)
+            return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.shard), views)
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Virtual)]
-        if all(view.made.whole for view in views):
+        if all(view.shard.whole for view in views):
             return _on_whole(func, args, kwargs)
         if func in _FACTORIES and isinstance(target, Virtual):
             return _factory(func, target, args, kwargs)
@@ -168,8 +168,8 @@ class Virtual(torch.Tensor):
             raise unsupported(func, views[0])
         if draws(func) and target.meta.is_contiguous():
             fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731
-            draw(piece_of(func, target), fill, target.dtype, target.made.limit)
-            target.made.mark(target)
+            draw(piece_of(func, target), fill, target.dtype, target.shard.limit)
+            target.shard.mark(target)
         elif func in _FILLS or torch.Tag.pointwise in func.tags:
             _elementwise(func, target, args, kwargs)
         else:
@@ -181,7 +181,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Any op on tensors that this rank holds whole: run as it is."""
 
     def local(view: Virtual) -> torch.Tensor:
-        return view.made.local.as_strided(view.shape, view.stride(), view.storage_offset())
+        return view.shard.local.as_strided(view.shape, view.stride(), view.storage_offset())
 
     result = func(*pytree.tree_map_only(Virtual, local, args), **pytree.tree_map_only(Virtual, local, kwargs))
     written = [
@@ -190,14 +190,14 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(arg, Virtual) and spec.is_write
     ]
     for view in written:
-        view.made.mark(view)
+        view.shard.mark(view)
     return args[0] if written and written[0] is args[0] else result
 
 
 def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A real CPU tensor of no more elements than a buffer of random values has."""
     meta = func(target.meta, *args[1:], **kwargs)
-    if meta.numel() > target.made.limit:
+    if meta.numel() > target.shard.limit:
         raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")
     return func(target.meta, *args[1:], **{**kwargs, "device": CPU})
 
@@ -209,7 +209,7 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
     def cut_like(other: torch.Tensor) -> torch.Tensor:
         if isinstance(other, Virtual):
             others = piece_of(func, other)
-            if (others.shape, others.held) != (piece.shape, piece.held):
+            if (others.shape, others.indices) != (piece.shape, piece.indices):
                 raise unsupported(func, other)
             assert others.local is not None
             return others.local
@@ -218,7 +218,7 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
         if other.dim() == 0:
             return other
         shard = torch.broadcast_to(other, piece.shape)
-        for dim, index in enumerate(piece.held):
+        for dim, index in enumerate(piece.indices):
             shard = take(shard, dim, index)
         return shard
 
@@ -226,7 +226,7 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
         rest, kwargs = pytree.tree_map_only(torch.Tensor, cut_like, (tuple(args[1:]), dict(kwargs)))
         func(piece.local, *rest, **kwargs)
     if func in _FILLS:
-        target.made.mark(target)
+        target.shard.mark(target)
 
 
 def piece_of(func: object, view: Virtual) -> Piece:
@@ -234,31 +234,31 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
     A dim of the view is a stretch of one dim of the parameter; the parameter's other dims are at one index.
     """
-    made = view.made
-    stride = [prod(made.shape[dim + 1 :]) for dim in range(len(made.shape))]
+    shard = view.shard
+    stride = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     starts, rest = [], int(view.storage_offset())
     for step in stride:
         start, rest = divmod(rest, max(step, 1))
         starts.append(start)
     sources: list[int | None] = []
     for size, step in zip(view.shape, view.stride(), strict=True):
-        fitting = [d for d, s in enumerate(stride) if s == step and made.shape[d] > 1 and d not in sources]
+        fitting = [d for d, s in enumerate(stride) if s == step and shard.shape[d] > 1 and d not in sources]
         if size == 1:
             sources.append(None)
-        elif fitting and starts[fitting[0]] + size <= made.shape[fitting[0]]:
+        elif fitting and starts[fitting[0]] + size <= shard.shape[fitting[0]]:
             sources.append(fitting[0])
         else:
             raise unsupported(func, view, f"through a view of shape {list(view.shape)}, strides {list(view.stride())}")
     lengths = {source: size for source, size in zip(sources, view.shape, strict=True) if source is not None}
 
-    local = made.local
+    local = shard.local
     indices: list[Sequence[int]] = []
-    for dim, index in enumerate(made.held):
+    for dim, index in enumerate(shard.indices):
         low, high = bisect_left(index, starts[dim]), bisect_left(index, starts[dim] + lengths.get(dim, 1))
         local = local.narrow(dim, low, high - low)
         indices.append(shifted(index[low:high], starts[dim]))
     shape, held_by_view = tuple(view.shape), tuple(range(1) if s is None else indices[s] for s in sources)
-    single = [dim for dim in range(len(made.shape)) if dim not in lengths]
+    single = [dim for dim in range(len(shard.shape)) if dim not in lengths]
     if any(not indices[dim] for dim in single):
         return Piece(shape, held_by_view, None)
     local = local.permute(*lengths, *single)
@@ -271,7 +271,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
     return InitError(
-        f"{func} cannot initialise {view.made.name!r} ({list(view.made.shape)}) {how}", source=_caller(), fix=_FIX
+        f"{func} cannot initialise {view.shard.name!r} ({list(view.shard.shape)}) {how}", source=_caller(), fix=_FIX
     )
 
 

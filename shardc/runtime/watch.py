@@ -33,11 +33,11 @@ class Watch:
         self._rest: list[tuple[Any, str, Any]] = []  # object, attribute, value
         self._states: list[tuple[Any, list[Any], Any]] = []  # function of torch, arguments, what it says
         reached: list[Reach] = []
-        for each in {id(one): one for one in reads}.values():
-            reached.append(each.reach(model, loss))
-            lookup = Lookup(model, loss, each.scopes)
+        for capture in {id(one): one for one in reads}.values():
+            reached.append(capture.reach(model, loss))
+            lookup = Lookup(model, loss, capture.scopes)
             seen: set[Path] = set()
-            for read in each.found:
+            for read in capture.found:
                 if read.what != "hooks" and read.expression != GRAD_MODE:  # which others look at, too
                     self._note(read, lookup, seen)
         self._reached = Reach.of_all(reached)
@@ -94,27 +94,27 @@ class Watch:
         if kind == "attribute":
             self._attribute(lookup(more[0]), more[1])
         elif kind == "item" and not (more[0][0] == "attribute" and more[0][2] in _HELD):
-            held, key = lookup(more[0]), lookup(more[1])
-            if isinstance(held, (dict, MappingProxyType)) and key not in held:
-                self._own[id(held), key] = held, key
-            elif isinstance(held, (dict, MappingProxyType)):
-                self._items.setdefault(id(held), (held, {}))[1][key] = held[key]
+            container, key = lookup(more[0]), lookup(more[1])
+            if isinstance(container, (dict, MappingProxyType)) and key not in container:
+                self._own[id(container), key] = container, key
+            elif isinstance(container, (dict, MappingProxyType)):
+                self._items.setdefault(id(container), (container, {}))[1][key] = container[key]
             else:
-                self._row(held)
+                self._row(container)
 
-    def _row(self, held: Any) -> None:
-        if hasattr(held, "__iter__") and not isinstance(held, (tuple, str)):  # nothing of others changes
-            self._rows[id(held)] = held, tuple(held)
+    def _row(self, container: Any) -> None:
+        if hasattr(container, "__iter__") and not isinstance(container, (tuple, str)):  # nothing of others changes
+            self._rows[id(container)] = container, tuple(container)
 
-    def _attribute(self, held: Any, name: str) -> None:
-        own: Mapping[str, Any] = getattr(held, "__dict__", {})
-        if name in own:
-            self._items.setdefault(id(own), (own, {}))[1][name] = own[name]
+    def _attribute(self, owner: Any, name: str) -> None:
+        attributes: Mapping[str, Any] = getattr(owner, "__dict__", {})
+        if name in attributes:
+            self._items.setdefault(id(attributes), (attributes, {}))[1][name] = attributes[name]
             return
-        self._own[id(held), name] = own, name
-        if name not in ("__dict__", "__mro__") and not isinstance(held, nn.Module):
-            self._rest.append((held, name, getattr(held, name, GONE)))
+        self._own[id(owner), name] = attributes, name
+        if name not in ("__dict__", "__mro__") and not isinstance(owner, nn.Module):
+            self._rest.append((owner, name, getattr(owner, name, GONE)))
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other or (callable(one) and one == other)
+def _same(left: Any, right: Any) -> bool:
+    return left is right or (callable(left) and left == right)

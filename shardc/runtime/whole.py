@@ -16,7 +16,7 @@ from shardc.ir.inner import outer_tensors, rebuilt
 from shardc.ir.layout import Layout
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index
-from shardc.runtime.storage import cut, held, parameter_spec, shard_tensor, unpadded_shape
+from shardc.runtime.storage import cut, local_indices, parameter_spec, shard_tensor, unpadded_shape
 
 
 def whole(tensor: DTensor, storage: Layout) -> Tensor:
@@ -30,11 +30,11 @@ def whole(tensor: DTensor, storage: Layout) -> Tensor:
     local = tensor._local_tensor.detach()
     kind, home = tensor.device_mesh.device_type, local.device
     # What is kept on the host is gathered on the device, and goes back.
-    there = local if local.device.type == kind else local.to(kind)
+    source = local if local.device.type == kind else local.to(kind)
     # The tensor's own spec may have come from an op, which reads strided placements in another way.
     spec = parameter_spec(storage, tensor.shape, tensor.dtype, tensor.device_mesh)
     with torch.no_grad():
-        full = DTensor(there, spec, requires_grad=False).full_tensor().to(home)
+        full = DTensor(source, spec, requires_grad=False).full_tensor().to(home)
     return full.clone() if full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr() else full
 
 
@@ -59,16 +59,16 @@ def whole_on_first(tensor: DTensor, storage: Layout, groups: Groups) -> Tensor:
 
 def _take_in(out: Tensor, storage: Layout, rank: int, local: Tensor, sender: int) -> None:
     """Writes the shard of ``rank`` into ``out``: ``local``, which is rank 0's, or what ``sender`` sends."""
-    kept = [held(storage, out.shape, dim, rank) for dim in range(out.dim())]
-    view = out[tuple(slice(each[0], each[-1] + 1) for each in kept)]
-    rows = view.is_contiguous() and local.device == out.device and tuple(map(len, kept)) == tuple(view.shape)
-    piece = local if not rank else view if rows else local.new_empty([len(each) for each in kept])
+    ranges = [local_indices(storage, out.shape, dim, rank) for dim in range(out.dim())]
+    view = out[tuple(slice(each[0], each[-1] + 1) for each in ranges)]
+    rows = view.is_contiguous() and local.device == out.device and tuple(map(len, ranges)) == tuple(view.shape)
+    piece = local if not rank else view if rows else local.new_empty([len(each) for each in ranges])
     if rank:
         dist.recv(piece, sender)
     if tuple(view.shape) == tuple(piece.shape):
         view.copy_(piece)
     else:
-        index = torch.meshgrid([torch.tensor(list(each)) for each in kept], indexing="ij")
+        index = torch.meshgrid([torch.tensor(list(each)) for each in ranges], indexing="ij")
         out[index] = piece.to(out.device)
 
 
@@ -113,8 +113,8 @@ def first_state_dict(
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, DTensor) and id(value) in storage_of:
             if id(value) not in gathered:
-                found = whole_on_first(value, storage_of[id(value)], groups)
-                gathered[id(value)] = found if device is None or groups.rank else found.to(device)
+                full_param = whole_on_first(value, storage_of[id(value)], groups)
+                gathered[id(value)] = full_param if device is None or groups.rank else full_param.to(device)
             out[name] = gathered[id(value)]
         elif isinstance(value, Tensor):
             full = value.full_tensor() if isinstance(value, DTensor) else value
@@ -170,7 +170,7 @@ def summon_full_params(
             left.setdefault(id(param), []).append(owner.get(key))
             owner[key] = param
         if writeback:
-            changed = [(*named[which], _one(named[which], found)) for which, found in left.items()]
+            changed = [(*named[which], _replaced_value(named[which], found)) for which, found in left.items()]
             for name, param, value in changed:
                 write(param, value, storages[name], rank)  # type: ignore[arg-type]
                 if with_grads:
@@ -189,11 +189,11 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
     write(param.grad, value, storage, rank)  # type: ignore[arg-type]
 
 
-def _one(named: tuple[str, Tensor], found: list[Tensor | None]) -> Tensor:
+def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
     """What the block left of one parameter, at all the places that it has."""
     name, param = named
-    first = found[0]
-    if any(value is not first for value in found):
+    first = values[0]
+    if any(value is not first for value in values):
         raise LayoutError(
             f"parameter {name!r} is tied, and was replaced at some of its places only",
             fix="change it in place, or replace it everywhere",

@@ -208,7 +208,7 @@ def test_code_that_looks_at_a_size() -> None:
 def test_programs_met_longest_ago_are_forgotten() -> None:
     module = _compiled(CASES["llama"], "ddp", CASES["llama"][0]())
     families = module.shardc.build.families
-    families.kept = 2
+    families.capacity = 2
     gone: list[Any] = []
     families.forget = gone.append
     for t in (4, 6, 8, 4):

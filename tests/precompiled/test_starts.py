@@ -84,7 +84,7 @@ def test_why_a_program_is_not_stored(tmp_path: Path) -> None:
         assert program.stored.startswith("not stored: only what a call")
         store = Store.of(tmp_path, program.identity, program.mesh, program.plan, shardc.Options())
         assert isinstance(store, Store)
-        ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
+        ops = {node.target for node in program.joint.stage_graphs["capture"].nodes if node.op == "call_function"}
         return store.add(program, program.reads.reach(model), ops, ()).replace(str(tmp_path), "FOLDER")
 
     x = torch.empty(4, 4)

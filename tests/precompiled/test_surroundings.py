@@ -89,7 +89,7 @@ def test_an_op_of_the_users_is_stored_with_its_functions(
     def is_found() -> bool:
         return store().find(model, None, lambda: program) is not None
 
-    ops = {node.target for node in program.joint.kept["capture"].nodes if node.op == "call_function"}
+    ops = {node.target for node in program.joint.stage_graphs["capture"].nodes if node.op == "call_function"}
     assert store().add(program, program.reads.reach(model), ops, ()).startswith("added")
     assert is_found()
     monkeypatch.setattr(f"{__name__}.OP", op_of(backward=lambda ctx, grad: grad * 3))

@@ -53,16 +53,16 @@ class Pair:
             plain.grad = torch.randn_like(plain) if at in used else None
             local = None if plain.grad is None else plain.grad.clone()
             mine.grad = None if local is None else DTensor(local, mine._spec, requires_grad=False)
-        again = self.ours._again
+        again = self.ours._step_unchanged
         done: list[bool] = []
 
         def watched(*args: Any) -> bool:
             done.append(again(*args))
             return done[-1]
 
-        self.ours._again = watched
+        self.ours._step_unchanged = watched
         self.ours.step()
-        self.ours._again = again
+        self.ours._step_unchanged = again
         self.theirs.step()
         for mine, plain in zip(self.params, self.plain, strict=True):
             torch.testing.assert_close(mine._local_tensor, plain.detach(), rtol=1e-10, atol=1e-12)

@@ -19,7 +19,7 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.groups import Groups
-from shardc.runtime.storage import grad_from_padded, held, padded_local, refill, shard_tensor, to_parameter
+from shardc.runtime.storage import grad_from_padded, local_indices, padded_local, refill, shard_tensor, to_parameter
 from tests.ranks import device_mesh, run_ranks
 
 TWO, FOUR = Mesh(tp=2), Mesh(dp=2, tp=2)
@@ -207,7 +207,9 @@ def test_shards_make_the_whole(shape: tuple[int, ...], text: str) -> None:
     for rank in range(mesh.ranks):
         shard = shard_tensor(whole, storage, rank)
         assert tuple(shard.shape) == storage.local_shape
-        index = [torch.tensor(list(held(storage, shape, dim, rank)), dtype=torch.long) for dim in range(len(shape))]
+        index = [
+            torch.tensor(list(local_indices(storage, shape, dim, rank)), dtype=torch.long) for dim in range(len(shape))
+        ]
         mine = shard[tuple(slice(len(i)) for i in index)]
         rebuilt[torch.meshgrid(*index, indexing="ij")] = mine
         assert shard.sum() == mine.sum()

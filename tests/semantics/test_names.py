@@ -153,7 +153,7 @@ def overrides() -> None:
     with module.no_sync():
         module(torch.ones(2, 4)).sum().backward()
     module.zero_grad("all")
-    assert module.seen == ["zero_grad all"] and not module.shardc.sync.held()
+    assert module.seen == ["zero_grad all"] and not module.shardc.sync.unreduced()
     module.shardc.sync.refuse("what is held back")
     values = {f"old.{key}": torch.full_like(x, 2.0) for key, x in model.linear.state_dict(prefix="linear.").items()}
     module.load_state_dict(values, prefix="old.")

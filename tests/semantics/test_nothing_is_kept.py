@@ -51,7 +51,7 @@ def compiled(backend: str, plan: shardc.Plan) -> Any:
 def saved_alive(module: Any, x: Tensor) -> int:
     """How many tensors that a forward saves for its backward live when its outputs are gone."""
     alive: list[Any] = []
-    apart = Border.apart
+    apart = Border.split_results
 
     def noting(border: Border, results: Sequence[Any], feed: Sequence[Any]) -> Any:
         outputs, saved = apart(border, results, feed)

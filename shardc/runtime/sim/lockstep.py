@@ -128,15 +128,15 @@ class Lockstep:
         x, *options = named.values()
         function = COLLECTIVES[name.removesuffix("_out").removesuffix("_").removesuffix("_coalesced")]
         if isinstance(x, PerRank):
-            made = _by_group(function, x, options, groups)
+            results = _by_group(function, x, options, groups)
         else:
-            each = [_by_group(function, one, options, groups) for one in x]
-            made = PerRank([one[rank] for one in each] for rank in range(self.mesh.ranks))
+            per_tensor = [_by_group(function, one, options, groups) for one in x]
+            results = PerRank([one[rank] for one in per_tensor] for rank in range(self.mesh.ranks))
         into = x if name.endswith("_") else out
         if into is None:
-            return made
+            return results
         assert isinstance(into, PerRank), f"{target} writes several results in place"
-        for old, new in zip(into, made, strict=True):
+        for old, new in zip(into, results, strict=True):
             old.copy_(new)
         return into
 
@@ -154,7 +154,7 @@ def _pick(x: Any, rank: int) -> Any:
 def _by_group(function: Callable[..., Any], x: PerRank, options: Sequence[Any], groups: Groups) -> PerRank:
     out = PerRank([None] * len(x))
     for ranks in groups:
-        given = [[one[r] for r in ranks] if isinstance(one, PerRank) else one for one in options]
-        for rank, made in zip(ranks, function([x[r] for r in ranks], *given), strict=True):
-            out[rank] = made
+        group_options = [[one[r] for r in ranks] if isinstance(one, PerRank) else one for one in options]
+        for rank, result in zip(ranks, function([x[r] for r in ranks], *group_options), strict=True):
+            out[rank] = result
     return out

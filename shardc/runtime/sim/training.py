@@ -118,7 +118,7 @@ class Simulation:
         program, values = self._saved
         half = program.half(BACKWARD)
         layouts = {role.index: role.layout for role in program.outputs if role.kind == "output" and role.layout}
-        given = iter(tangents)
+        gradients = iter(tangents)
         ports = [port for port in half.takes if port.role.kind == "tangent"]
         if tangents and len(tangents) < len(ports):
             raise InputError(
@@ -135,7 +135,7 @@ class Simulation:
         for port in ports:
             layout = layouts[port.role.index]
             is_used = not tangents and (layout.ndim == 0 or not scalars)
-            whole = next(given, torch.ones(layout.shape, dtype=port.example.dtype) if is_used else None)
+            whole = next(gradients, torch.ones(layout.shape, dtype=port.example.dtype) if is_used else None)
             shards[port.role.index] = None if whole is None else self.ranks.shard(whole, layout)
         used = frozenset(index for index, x in shards.items() if x is not None)
         for at, counter, version in self._changes:
@@ -169,10 +169,10 @@ class Simulation:
 
     def optimizers(self, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Callable[[], None]:
         """One optimizer a rank on its local shards; the callable that comes back steps all and clears `grads`."""
-        each = [make([self.params[name][rank] for name in self.params]) for rank in range(self.mesh.ranks)]
+        per_rank = [make([self.params[name][rank] for name in self.params]) for rank in range(self.mesh.ranks)]
 
         def step() -> None:
-            for rank, optimizer in enumerate(each):
+            for rank, optimizer in enumerate(per_rank):
                 for name, shards in self.params.items():
                     shards[rank].grad = self.grads[name][rank] if name in self.grads else None
                 optimizer.step()

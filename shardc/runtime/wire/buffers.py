@@ -54,9 +54,9 @@ class Arena:
             left()
 
         assert self._memory is not None
-        made = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=first).view(list(shape))
-        _watch(made, gone)
-        return made
+        tensor = torch.frombuffer(self._memory, dtype=dtype, count=prod(shape), offset=first).view(list(shape))
+        _watch(tensor, gone)
+        return tensor
 
 
 def _is_free(span: tuple[int, int], used: Sequence[tuple[int, int]]) -> bool:
@@ -97,12 +97,12 @@ class Buffers:
     """The arenas of one module on this rank.
 
     Attributes:
-        held, peak: bytes of collectives' results in use now, and the most that ever were; what a half hands to its
+        in_use, peak: bytes of collectives' results in use now, and the most that ever were; what a half hands to its
             caller counts until it does.
         strays: how many results found their range in use.
     """
 
-    held: int = 0
+    in_use: int = 0
     peak: int = 0
     strays: int = 0
     arenas: dict[str, Arena] = field(default_factory=lambda: {INSIDE: Arena(), KEPT: Arena()})
@@ -133,7 +133,7 @@ class Buffers:
 
     def _handed_out(self) -> None:
         """The results of a half belong to its caller from here on, and are counted no more."""
-        self.held -= sum(self._outside.values())
+        self.in_use -= sum(self._outside.values())
         self._outside.clear()
 
     def take(self, slot: Slot, like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -141,20 +141,20 @@ class Buffers:
         self._turn += 1
         turn, counted = self._turn, self._outside if slot.region == OUTSIDE else self._inside
         size = counted[turn] = prod(shape) * like.element_size()
-        self.held += size
-        self.peak = max(self.peak, self.held)
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
 
         def left() -> None:
-            self.held -= counted.pop(turn, 0)
+            self.in_use -= counted.pop(turn, 0)
 
         if slot.region != OUTSIDE and slot.size:
-            made = self.arenas[slot.region].take(slot, like.dtype, shape, left)
-            if made is not None:
-                return made
+            tensor = self.arenas[slot.region].take(slot, like.dtype, shape, left)
+            if tensor is not None:
+                return tensor
             self.strays += 1
-        made = like.new_empty(shape)
-        _watch(made, lambda _: left())
-        return made
+        tensor = like.new_empty(shape)
+        _watch(tensor, lambda _: left())
+        return tensor
 
 
 @dataclass
@@ -188,9 +188,9 @@ def lend(tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape), lambda: delattr(memory, "lender")
 
 
-def _watch(made: Tensor, gone: Callable[[Any], None]) -> None:
-    """Calls ``gone`` when nobody holds the storage of ``made`` any more."""
-    weakref.finalize(made.untyped_storage(), gone, None).atexit = False
+def _watch(tensor: Tensor, gone: Callable[[Any], None]) -> None:
+    """Calls ``gone`` when nobody holds the storage of ``tensor`` any more."""
+    weakref.finalize(tensor.untyped_storage(), gone, None).atexit = False
 
 
 _local = threading.local()

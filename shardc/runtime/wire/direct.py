@@ -155,14 +155,14 @@ class _Exchange(dist.Work):
 def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: Sequence[int] = ()) -> list[Tensor]:
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
-    made = [
+    gathered = [
         empty(slots, at, x, (group_size * (x.shape[0] if x.dim() else 1), *x.shape[1:])) for at, x in enumerate(inputs)
     ]
-    parts = [full.view(group_size, -1) for full in made]
+    parts = [full.view(group_size, -1) for full in gathered]
     flat = [x.view(-1) for x in inputs]
     packing = packing_of(flat)
     rows = [x.expand(group_size, -1) for x in flat]
-    mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(made) :])
+    mail = exchange(group, rows, lambda at, peer: parts[at][peer], packing, slots[len(gathered) :])
     torch._foreach_copy_([part[rank] for part in parts], flat)
 
     def unpack() -> None:
@@ -170,7 +170,7 @@ def _all_gather(inputs: list[Tensor], group_size: int, group_name: str, slots: S
             came = mail.packed(peer, flat)
             torch._foreach_copy_([parts[at][peer] for at in came], list(came.values()))
 
-    return _started(made, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
+    return _started(gathered, _Exchange(mail.messages, [*inputs, *mail.packs], unpack))
 
 
 def _reduce_scatter(
@@ -191,7 +191,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
     torch.cat([x.reshape(-1) for x in inputs], out=flat)
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE[reduce_op]  # type: ignore[assignment]
-    made = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
+    reduced = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in inputs]), inputs, strict=True)]
     lent, returned = lend(flat)
 
     def finish() -> None:
@@ -199,7 +199,7 @@ def _all_reduce(inputs: list[Tensor], reduce_op: str, group_name: str, slots: Se
         if reduce_op == "avg":
             flat.div_(group.size())
 
-    return _started(made, _Exchange([group.allreduce([lent], options)], [flat], finish))
+    return _started(reduced, _Exchange([group.allreduce([lent], options)], [flat], finish))
 
 
 def _reduced(
@@ -208,17 +208,17 @@ def _reduced(
     """This rank's row of ``terms``, each [ranks, elements] with a row for each rank, reduced over the ranks."""
     group, rank, peers = _group(group_name)
     ranks = group.size()
-    made = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
+    results = [empty(slots, at, term, shape) for at, (term, shape) in enumerate(zip(terms, shapes, strict=True))]
     packing = packing_of([term[rank] for term in terms])
     # The first to come goes where the result will be, the others beside it; not what comes in one message.
-    alone = [at for at in range(len(made)) if at not in packing.offsets]
+    alone = [at for at in range(len(results)) if at not in packing.offsets]
     into: dict[int, dict[int, Tensor]] = {}
     for number, at in enumerate(alone if ranks > 2 else ()):
-        beside = empty(slots, len(made) + number, made[at], (ranks - 2, made[at].numel()))
+        beside = empty(slots, len(results) + number, results[at], (ranks - 2, results[at].numel()))
         into[at] = dict(zip(peers[1:], beside, strict=True))
     for at in alone:
-        into.setdefault(at, {})[peers[0]] = made[at].view(-1)
-    wires = len(made) + (len(alone) if ranks > 2 else 0)
+        into.setdefault(at, {})[peers[0]] = results[at].view(-1)
+    wires = len(results) + (len(alone) if ranks > 2 else 0)
     mail = exchange(group, terms, lambda at, peer: into[at][peer], packing, slots[wires:])
 
     def came(peer: int) -> list[Tensor]:
@@ -226,8 +226,8 @@ def _reduced(
         return [packed[at] if at in packed else into[at][peer] for at in range(len(terms))]
 
     def finish() -> None:
-        given = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
-        for result, *rows in zip(made, *given, strict=True):
+        terms_by_rank = [[term[rank] for term in terms] if peer == rank else came(peer) for peer in range(ranks)]
+        for result, *rows in zip(results, *terms_by_rank, strict=True):
             total = result.view(-1)
             torch.add(rows[0], rows[1], out=total) if op in ("sum", "avg") else total.copy_(COMBINE[op](*rows[:2]))
             for row in rows[2:]:
@@ -235,7 +235,7 @@ def _reduced(
             if op == "avg":
                 total.div_(ranks)
 
-    return _started(made, _Exchange(mail.messages, [*terms, *mail.packs], finish))
+    return _started(results, _Exchange(mail.messages, [*terms, *mail.packs], finish))
 
 
 def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
@@ -245,11 +245,11 @@ def _group(name: str) -> tuple[dist.ProcessGroup, int, list[int]]:
     return group, rank, [peer for peer in range(group.size()) if peer != rank]
 
 
-def _started(made: list[Tensor], work: _Exchange) -> list[Tensor]:
-    """``made``, each to be waited for."""
-    for storage in {x.untyped_storage().data_ptr(): x for x in made}.values():
+def _started(results: list[Tensor], work: _Exchange) -> list[Tensor]:
+    """``results``, each to be waited for."""
+    for storage in {x.untyped_storage().data_ptr(): x for x in results}.values():
         _register_work(storage, work)
-    return made
+    return results
 
 
 _library.impl("all_gather_into_tensor_coalesced", _all_gather, "CPU")

@@ -35,14 +35,14 @@ _SEGMENT = 4e-3  # seconds of compute before a collective
 def collectives(group: str, ranks: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """Kind of collective -> a call of it on a float32 tensor whose size ``ranks`` divides."""
 
-    def each(x: torch.Tensor) -> list[int]:
+    def equal_splits(x: torch.Tensor) -> list[int]:
         return [x.numel() // ranks] * ranks
 
     return {
         "all_gather": lambda x: c10d.all_gather_into_tensor(x, ranks, group),
         "reduce_scatter": lambda x: c10d.reduce_scatter_tensor(x, "sum", ranks, group),
         "all_reduce": lambda x: c10d.all_reduce(x, "sum", group),
-        "all_to_all": lambda x: c10d.all_to_all_single(x, each(x), each(x), group),
+        "all_to_all": lambda x: c10d.all_to_all_single(x, equal_splits(x), equal_splits(x), group),
         "permute_ranks": lambda x: torch.ops.shardc.permute_ranks(x, [*range(1, ranks), 0], group),
     }
 
@@ -59,8 +59,8 @@ def measure_collectives(
     ranks = dist.get_world_size(group)
     for kind, call in collectives(group.group_name, ranks).items():
         times, wires = [], []
-        for held in (small, large):
-            x = torch.zeros(held // 4 // ranks * ranks)
+        for nbytes in (small, large):
+            x = torch.zeros(nbytes // 4 // ranks * ranks)
             times.append(_slowest(_fastest(partial(_waited, call, x), runs, group), group))
             wires.append(4 * wire_elements(kind, ranks, x.numel()))
         # A machine that is busy may time the large message below the small one; a bandwidth is positive.
@@ -104,30 +104,32 @@ def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) 
         return sum(_slowest(seconds(call, kind), group) for kind, call in calls.items()) / len(calls)
 
     def whole(call: Callable[..., Any], xs: list[torch.Tensor]) -> None:
-        for made in call(xs):
-            c10d.wait_tensor(made)
+        for result in call(xs):
+            c10d.wait_tensor(result)
 
-    def given(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
+    def operands(kind: str, elements: int, count: int = 1) -> list[torch.Tensor]:
         return [torch.zeros((ranks if kind != "all_gather" else 1) * elements) for _ in range(count)]
 
     def fastest(call: Callable[..., Any], kind: str, elements: int, count: int = 1) -> float:
-        return _fastest(partial(whole, call, given(kind, elements, count)), runs, group, times)
+        return _fastest(partial(whole, call, operands(kind, elements, count)), runs, group, times)
 
     # The same bytes in one message and in many.
-    one = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
+    single = mean(lambda call, kind: fastest(call, kind, _MANY * _APART))
     many = mean(lambda call, kind: fastest(call, kind, _APART, _MANY))
-    message = max(many - one, 0.0) / ((_MANY - 1) * (ranks - 1))
-    own = mean(lambda call, kind: _own(partial(whole, call, given(kind, _SMALL)), runs, group))
-    call_seconds = max(own - message * (ranks - 1), 0.0)
-    latency = max(mean(lambda call, kind: _after_compute(call, given(kind, _SMALL), runs, group)) - own, 0.0)
-    sizes = {kind: [4 * wire_elements(kind, ranks, given(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
+    message = max(many - single, 0.0) / ((_MANY - 1) * (ranks - 1))
+    host_seconds = mean(lambda call, kind: _host_seconds(partial(whole, call, operands(kind, _SMALL)), runs, group))
+    call_seconds = max(host_seconds - message * (ranks - 1), 0.0)
+    latency = max(
+        mean(lambda call, kind: _after_compute(call, operands(kind, _SMALL), runs, group)) - host_seconds, 0.0
+    )
+    sizes = {kind: [4 * wire_elements(kind, ranks, operands(kind, n)[0].numel()) for n in (_MIDDLE, _LARGE)]
              for kind in calls}  # fmt: skip
     middle = mean(lambda call, kind: fastest(call, kind, _MIDDLE))
     large = mean(lambda call, kind: fastest(call, kind, _LARGE))
     wire = sum(big - small for small, big in sizes.values()) / len(calls)
-    each = max(large - middle, 1e-9) / wire
-    share = mean(lambda call, kind: _share(call, given(kind, _LARGE), runs, times, group))
-    return Sent(latency, call_seconds, message, 1 / each, share)
+    per_byte = max(large - middle, 1e-9) / wire
+    share = mean(lambda call, kind: _share(call, operands(kind, _LARGE), runs, times, group))
+    return Sent(latency, call_seconds, message, 1 / per_byte, share)
 
 
 def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, group: dist.ProcessGroup) -> float:
@@ -144,8 +146,8 @@ def _after_compute(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, 
         start = time.perf_counter()
         for _ in range(count):
             x @ x
-        for made in call(xs) if sent else ():
-            c10d.wait_tensor(made)
+        for result in call(xs) if sent else ():
+            c10d.wait_tensor(result)
         return time.perf_counter() - start
 
     seconds = {}
@@ -167,10 +169,10 @@ def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: i
             x @ x
 
     def both() -> None:
-        made = call(xs)
+        results = call(xs)
         compute()
-        for one in made:
-            c10d.wait_tensor(one)
+        for result in results:
+            c10d.wait_tensor(result)
 
     half = -(-times // 2)
     lost = _fastest(both, runs, group, half) - _fastest(compute, runs, group, half)
@@ -262,7 +264,7 @@ def _mean_of_middle(seconds: list[float]) -> float:
     return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
-def _own(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
+def _host_seconds(call: Callable[[], Any], runs: int, group: dist.ProcessGroup) -> float:
     """Seconds of this thread's own time of a call, the least of some."""
     best = float("inf")
     for _ in range(runs + 1):

@@ -39,8 +39,8 @@ def _bytes(x: Tensor) -> Tensor:
 def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
     group, rank, peers = _group(group_name)
     inputs = [x.contiguous() for x in inputs]
-    made = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
-    goes, comes = _parts(inputs, sends.tolist()), _parts(made, receives.tolist())
+    received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
+    goes, comes = _parts(inputs, sends.tolist()), _parts(received, receives.tolist())
     messages: list[Any] = []
     keep = list(inputs)
     unpack: list[tuple[Tensor, list[Tensor]]] = []
@@ -71,7 +71,7 @@ def _send(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, grou
             for place, part in zip(places, parts, strict=True):
                 _bytes_into(place, part)
 
-    return _started(made, _Exchange(messages, keep, finish))
+    return _started(received, _Exchange(messages, keep, finish))
 
 
 def _bytes_into(place: Tensor, part: Tensor) -> None:
@@ -81,12 +81,12 @@ def _bytes_into(place: Tensor, part: Tensor) -> None:
 def _exchange(inputs: list[Tensor], sends: Tensor, receives: Tensor, rows: int, group_name: str) -> list[Tensor]:
     group, _, _ = _group(group_name)
     goes, comes = sends.tolist(), receives.tolist()
-    made = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
+    received = [x.new_empty((rows, *x.shape[1:])) for x in inputs]
     works = [
         dist.all_to_all_single(to[: sum(comes)], x[: sum(goes)].contiguous(), comes, goes, group, async_op=True)
-        for to, x in zip(made, inputs, strict=True)
+        for to, x in zip(received, inputs, strict=True)
     ]
-    return _started(made, _Exchange(works, inputs, lambda: None))
+    return _started(received, _Exchange(works, inputs, lambda: None))
 
 
 _KERNELS: dict[str, Callable[..., list[Tensor]]] = {"CPU": _send, "CUDA": _exchange}
