@@ -54,8 +54,8 @@ from shardc.plan.entries import Cp, Ep, Prefetch
 
 def computing(cost: Pricing, device: torch.device) -> Pricing:
     """What says how long products take: ``cost``, but for a CPU and rates that nobody gave a description of one."""
-    given = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
-    return cost if given or device.type != "cpu" else CPU
+    has_rates = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
+    return cost if has_rates or device.type != "cpu" else CPU
 
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
@@ -81,12 +81,12 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
         cut: cuts a joint graph in two, and marks what the cut is to run again and what it is to save.
     """
     mesh, cost = plan.mesh, options.cost
-    said = options.said(plan.plan)
+    settings = options.with_plan_settings(plan.plan)
     levels = partial(
         keep_within, mesh=mesh, levels={n: p.regather_level for n, p in plan.params.items()},
-        budget=options.budget_bytes(), cost=cost, bucket=said.bucket_bytes(),
+        budget=options.budget_bytes(), cost=cost, bucket=settings.bucket_bytes(),
     )  # fmt: skip
-    made = Pipeline(
+    passes = Pipeline(
         (
             # One form of each thing, before anything is decided.
             Experts(tuple(entry for entry in plan.plan.entries if isinstance(entry, Ep))),
@@ -126,12 +126,12 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
             # The slices that backward gathers from are outputs now.
             SkipRegather(),
             # While each collective still stands where its inputs and uses put it.
-            Bucket(said.bucket_bytes(), bool(options.direct)),
+            Bucket(settings.bucket_bytes(), bool(options.direct)),
             # By the sizes that bucketing leaves; each is then scheduled as what it is.
             Algorithms(mesh, cost if isinstance(cost, CostModel) else CostModel()),
             # Starts and waits, of what is left after bucketing.
             Schedule(
-                said.in_flight_bytes(), not said.overlap,
+                settings.in_flight_bytes(), not settings.overlap,
                 tuple(entry for entry in plan.plan.entries if isinstance(entry, Prefetch)),
             ),
             # Lifetimes depend on the order.
@@ -139,5 +139,5 @@ def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.de
         )
     )  # fmt: skip
     if (silent := options.silent()) != frozenset():
-        made = made.after(PlanMemory.name, Silence(silent))
-    return made if options.pipeline is None else options.pipeline(made)
+        passes = passes.after(PlanMemory.name, Silence(silent))
+    return passes if options.pipeline is None else options.pipeline(passes)

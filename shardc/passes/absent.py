@@ -87,12 +87,12 @@ def _sent(item: fx.Node) -> Any:
 
 def _reduced_to(numbers: list[int], node: fx.Node) -> None:
     """Leaves only the tensors of these numbers, and their results, to a collective of several."""
-    given: Any = node.args[0]
-    if len(numbers) == len(given):
+    tensors: Any = node.args[0]
+    if len(numbers) == len(tensors):
         return
     record, val = ir.info(node), node.meta["val"]
     assert isinstance(record.value, tuple)
-    node.args = ([given[at] for at in numbers], *node.args[1:])
+    node.args = ([tensors[at] for at in numbers], *node.args[1:])
     node.meta["val"] = [val[at] for at in numbers]
     ir.update(node, value=tuple(record.value[at] for at in numbers))
     for item in list(node.users):

@@ -73,7 +73,10 @@ class Group:
 
     def best(self, kind: str, x: Value) -> Algorithm:
         """The fastest algorithm for a tensor like ``x``."""
-        return min((each for each in self.algorithms if each.kind == kind), key=lambda each: each.seconds(self, x))
+        return min(
+            (algorithm for algorithm in self.algorithms if algorithm.kind == kind),
+            key=lambda algorithm: algorithm.seconds(self, x),
+        )
 
     def native(self, kind: str, x: Value) -> float:
         """Seconds of the backend's own collective of ``kind``."""
@@ -136,12 +139,12 @@ class Native(Algorithm):
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         ranks, name = at.group.ranks, at.group.name
         if self.kind == "reduce_scatter":
-            made = at.start(c10d.reduce_scatter_tensor.default, x, at.op, ranks, name)
+            collective = at.start(c10d.reduce_scatter_tensor.default, x, at.op, ranks, name)
         elif self.kind == "all_gather":
-            made = at.start(c10d.all_gather_into_tensor.default, x, ranks, name)
+            collective = at.start(c10d.all_gather_into_tensor.default, x, ranks, name)
         else:
-            made = at.start(c10d.all_reduce.default, x, at.op, name)
-        return at.rest(c10d.wait_tensor.default, made)
+            collective = at.start(c10d.all_reduce.default, x, at.op, name)
+        return at.rest(c10d.wait_tensor.default, collective)
 
 
 class ExchangedScatter(Algorithm):
@@ -154,10 +157,10 @@ class ExchangedScatter(Algorithm):
 
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
         ranks, shape = at.group.ranks, value(x).shape
-        each = [shape[0] // ranks] * ranks
-        pieces = at.start(c10d.all_to_all_single.default, x, each, each, at.group.name)
+        sizes = [shape[0] // ranks] * ranks
+        pieces = at.start(c10d.all_to_all_single.default, x, sizes, sizes, at.group.name)
         pieces = at.rest(c10d.wait_tensor.default, pieces)
-        return at.reduced(at.rest(aten.reshape.default, pieces, [ranks, each[0], *shape[1:]]))
+        return at.reduced(at.rest(aten.reshape.default, pieces, [ranks, sizes[0], *shape[1:]]))
 
 
 class ExchangedGather(Algorithm):
@@ -174,8 +177,8 @@ class ExchangedGather(Algorithm):
         x = at.start(aten.expand.default, x, [ranks, *shape])
         x = at.start(aten.clone.default, x, memory_format=torch.contiguous_format)
         x = at.start(aten.reshape.default, x, [ranks * lead, *rest])
-        made = at.start(c10d.all_to_all_single.default, x, [lead] * ranks, [lead] * ranks, at.group.name)
-        return at.rest(c10d.wait_tensor.default, made)
+        exchanged = at.start(c10d.all_to_all_single.default, x, [lead] * ranks, [lead] * ranks, at.group.name)
+        return at.rest(c10d.wait_tensor.default, exchanged)
 
 
 class TwoSteps(Algorithm):

@@ -52,21 +52,21 @@ class Attention:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         kernels = [node for node in gm.graph.nodes if _is_kernel(node)]
-        taken: set[Cp] = set()
+        applied: set[Cp] = set()
         names = NameScope.of(gm.graph)
-        for node in [one for one in kernels if not str(one.target).endswith(_BACKWARD)]:
+        for node in [kernel for kernel in kernels if not str(kernel.target).endswith(_BACKWARD)]:
             module = ir.info(node).origin.module
             entries = tuple({entry.axis: entry for entry in self.entries if entry.says(module)}.values())
-            backward = [user for one in node.users for user in one.users if str(user.target).endswith(_BACKWARD)]
-            if entries and all(map(_can_be, [node, *backward])):
+            backward = [user for result in node.users for user in result.users if str(user.target).endswith(_BACKWARD)]
+            if entries and all(map(_supported, [node, *backward])):
                 for entry in entries:
                     self._check(node, entry)
-                taken.update(entries)
+                applied.update(entries)
                 around = any(self._around(node, entry) for entry in entries)
-                for one in dict.fromkeys([*backward, node]):
-                    _replace(one, entries, around, names)
+                for kernel in dict.fromkeys([*backward, node]):
+                    _replace(kernel, entries, around, names)
         gm.graph.eliminate_dead_code()
-        self._all_taken(gm.graph, taken)
+        self._check_unapplied(gm.graph, applied)
         return gm
 
     def _check(self, node: fx.Node, entry: Cp) -> None:
@@ -85,18 +85,18 @@ class Attention:
         call = call_of(node)
         spec, work = spec_of(call), Work.of(call)
         assert spec is not None
-        given = arguments_of(node)
-        sent = sum(prod(v.shape) * v.itemsize for v in (ir.value(given[name]) for name in ("key", "value")))
+        arguments = arguments_of(node)
+        sent = sum(prod(v.shape) * v.itemsize for v in (ir.value(arguments[name]) for name in ("key", "value")))
         operations = spec.flops / self.mesh.ranks
         computed = self.cost.compute_seconds(operations, 0, work.dtypes[0], work.attention)
         axes, part = (entry.axis,), sent / self.mesh.ranks
         gathered = passing_seconds(self.mesh, axes, part, None, self.cost)
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
-    def _all_taken(self, graph: fx.Graph, taken: set[Cp]) -> None:
+    def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
         """Warns of a method that does not apply, since attention is written out; raises PlanError if there is none."""
         for entry in self.entries:
-            if entry.method not in ("ring", "heads") or entry in taken or self.mesh.size(entry.axis) == 1:
+            if entry.method not in ("ring", "heads") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue
             written = [n for n in graph.nodes if n.target is torch.ops.aten.bmm.default or _is_kernel(n)]
             first = next((n for n in written if entry.says(ir.info(n).origin.module)), None)
@@ -118,40 +118,40 @@ def _is_kernel(node: fx.Node) -> bool:
     return str(node.target).startswith(_PREFIX)
 
 
-def _can_be(node: fx.Node) -> bool:
-    given = arguments_of(node)
-    wants_bias = (given.get("grad_input_mask") or [False] * 4)[3] and _bias(given) is not None
-    both = bool(given.get("is_causal")) and _bias(given) is not None
-    return not given.get("dropout_p") and not wants_bias and not both
+def _supported(node: fx.Node) -> bool:
+    arguments = arguments_of(node)
+    wants_bias = (arguments.get("grad_input_mask") or [False] * 4)[3] and _bias(arguments) is not None
+    both = bool(arguments.get("is_causal")) and _bias(arguments) is not None
+    return not arguments.get("dropout_p") and not wants_bias and not both
 
 
-def _bias(given: dict[str, Any]) -> Any:
-    return given.get("attn_mask") if given.get("attn_bias") is None else given["attn_bias"]
+def _bias(arguments: dict[str, Any]) -> Any:
+    return arguments.get("attn_mask") if arguments.get("attn_bias") is None else arguments["attn_bias"]
 
 
 def _replace(node: fx.Node, entries: Sequence[Cp], around: bool, names: NameScope) -> None:
-    given, record, old = arguments_of(node), ir.info(node), node.target
-    query, key = given["query"], given["key"]
-    scale = ir.value(query).shape[3] ** -0.5 if given.get("scale") is None else given["scale"]
-    said = (",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries))
-    how = (bool(given.get("is_causal")), scale, ir.value(key).shape[2], *said, around)
-    tensors = (query, key, given["value"])
-    if "out" in given:
-        grad = given.get("grad_out", given.get("grad_out_"))
+    arguments, record, old = arguments_of(node), ir.info(node), node.target
+    query, key = arguments["query"], arguments["key"]
+    scale = ir.value(query).shape[3] ** -0.5 if arguments.get("scale") is None else arguments["scale"]
+    split = (",".join(entry.axis for entry in entries), ",".join(entry.method for entry in entries))
+    how = (bool(arguments.get("is_causal")), scale, ir.value(key).shape[2], *split, around)
+    tensors = (query, key, arguments["value"])
+    if "out" in arguments:
+        grad = arguments.get("grad_out", arguments.get("grad_out_"))
         node.target = attention.GRADIENT
-        node.args = (grad, *tensors, given["out"], given["logsumexp"], _bias(given), *how)
+        node.args = (grad, *tensors, arguments["out"], arguments["logsumexp"], _bias(arguments), *how)
         count = 3
     else:
-        node.target, node.args, count = attention.CALL, (*tensors, _bias(given), *how), 2
+        node.target, node.args, count = attention.CALL, (*tensors, _bias(arguments), *how), 2
     node.kwargs = {}
     vals = fx.map_arg(node.args, lambda x: x.meta["val"])
     node.meta["val"] = tuple(node.target(*vals))
-    made = ir.value_of(node.meta["val"][:count])
-    assert isinstance(made, tuple)
+    value = ir.value_of(node.meta["val"][:count])
+    assert isinstance(value, tuple)
     plain = record.name.replace(str(old).removeprefix("aten.").removesuffix(".default"), "attention")
-    ir.set_info(node, replace(record, name=names.fresh(plain), value=made))
+    ir.set_info(node, replace(record, name=names.fresh(plain), value=value))
     for user in node.users:
         at = user.args[1]
         if user.target is getitem and at < count:
             user.meta["val"] = node.meta["val"][at]
-            ir.set_info(user, replace(ir.info(user), value=made[at]))
+            ir.set_info(user, replace(ir.info(user), value=value[at]))

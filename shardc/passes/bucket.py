@@ -51,14 +51,14 @@ class Bucket:
     name = "bucket"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        wished = places(gm.graph)
+        priority = places(gm.graph)
         rewriter = GraphRewriter(gm.graph)
         free = from_start(gm.graph)
-        for bucket in self._buckets(gm.graph, wished, free):
+        for bucket in self._buckets(gm.graph, priority, free):
             if len(bucket.members) > 1 or self.direct:
-                self._coalesce(rewriter, bucket, wished)
-        pull(gm.graph, free, wished)
-        reorder(gm.graph, wished)
+                self._coalesce(rewriter, bucket, priority)
+        pull(gm.graph, free, priority)
+        reorder(gm.graph, priority)
         gm.recompile()
         return gm
 
@@ -82,19 +82,19 @@ class Bucket:
                     ready = max(ready, order[x])
             used = [order[user] for wait in node.users if wait not in level for user in wait.users]
             use = min(used, default=float(len(order)))
-            one = _Open([node], order[node], ready, use, _wire_size(node))
-            if key in last and last[key].takes(one, self.size):
-                last[key].add(one)
+            bucket = _Open([node], order[node], ready, use, _wire_size(node))
+            if key in last and last[key].takes(bucket, self.size):
+                last[key].add(bucket)
             else:
-                last[key] = one
-                every.append(one)
+                last[key] = bucket
+                every.append(bucket)
             work = list(node.users)
             while work:
                 made_by[x := work.pop()] = last[key]
                 work += [user for user in x.users if user in level and not is_start(user)]
         return every
 
-    def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, wished: dict[fx.Node, float]) -> None:
+    def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
         """Fuse the members into one coalesced collective; each member's wait then reads its own result."""
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: Any = (_DIRECT if self.direct else _NATIVE)[first.target]
@@ -102,13 +102,13 @@ class Bucket:
         at = rewriter.before(end, like=first, suffix="bucket")
         fused = at.typed(values, target, [node.args[0] for node in bucket.members], *first.args[1:])
         fused.meta["val"] = [node.meta["val"] for node in bucket.members]
-        wished[fused] = bucket.at
+        priority[fused] = bucket.at
         for number, node in enumerate(bucket.members):
             result = rewriter.before(end, like=node).call(getitem, fused, number)
-            wished[result] = bucket.at
+            priority[result] = bucket.at
             for wait in node.users:
-                wished[wait] = max(wished[wait], bucket.at)
-            del wished[node]
+                priority[wait] = max(priority[wait], bucket.at)
+            del priority[node]
             rewriter.replace(node, result, rename=True)
 
 

@@ -32,9 +32,9 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [x for x in node.all_input_nodes if ir.is_tensor(x)]
-    given, out = arguments_of(node), []
+    arguments, out = arguments_of(node), []
     for argument in schema.arguments:
-        item = given.get(argument.name)
+        item = arguments.get(argument.name)
         for x in item if isinstance(item, (list, tuple)) else (item,):
             if isinstance(x, fx.Node) and ir.is_tensor(x):
                 out.append(x)
@@ -44,12 +44,12 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of ``node`` with ``operands`` in the place of those that `operands_of` counts."""
     replacements = iter(operands)
-    known = set(map(id, operands_of(node)))
+    operand_ids = set(map(id, operands_of(node)))
 
     def swap(argument: Any) -> Any:
         if isinstance(argument, (list, tuple)):
             return type(argument)(swap(a) for a in argument)
-        return next(replacements) if isinstance(argument, fx.Node) and id(argument) in known else argument
+        return next(replacements) if isinstance(argument, fx.Node) and id(argument) in operand_ids else argument
 
     args = tuple(swap(a) for a in node.args)
     schema = getattr(node.target, "_schema", None)
@@ -60,8 +60,8 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ..
 def plain(argument: Any) -> Any:
     """An argument with `Value`s in the place of nodes, and tuples in that of lists."""
     if isinstance(argument, fx.Node):
-        made = ir.info(argument).value
-        return Value(made.dtype, made.shape) if isinstance(made, Value) else made
+        value = ir.info(argument).value
+        return Value(value.dtype, value.shape) if isinstance(value, Value) else value
     if isinstance(argument, (list, tuple)):
         return tuple(plain(a) for a in argument)
     return argument

@@ -39,10 +39,10 @@ def check(
         VerifyError: with the stage, what is broken, and where.
     """
     verify(gm, mesh, stage, agrees, spec=spec)
-    found = fingerprints(gm.graph)
-    if before is not None and stage in MOVING and (wrong := changed(before, gm, found)) is not None:
+    prints = fingerprints(gm.graph)
+    if before is not None and stage in MOVING and (wrong := changed(before, gm, prints)) is not None:
         raise broken(Subject(gm, mesh, agrees), stage, *wrong)
-    return program(gm, found)
+    return program(gm, prints)
 
 
 # Passes on halves behind which every result is what it was, and behind which every op runs where it did before.
@@ -57,26 +57,26 @@ class Verify(Hook):
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
         self.state: State | None = None
-        self.made: Program | None = None
-        self.taken: fx.GraphModule | None = None
+        self.program: Program | None = None
+        self.input: fx.GraphModule | None = None
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        self.taken = gm
-        if stage in MOVING and self.made is None:
-            self.made = program(gm)
+        self.input = gm
+        if stage in MOVING and self.program is None:
+            self.program = program(gm)
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
         last, state, self.spec = self.spec, State(gm.graph), stage if stage in SPECS else self.spec
         if state.is_of(self.state) and SPECS[last] is SPECS[self.spec]:
             return
         self.state = state
-        before = self.taken if self.taken is not gm else None  # a pass may change the graph that it takes
+        before = self.input if self.input is not gm else None  # a pass may change the graph that it takes
         with reporting(self.mesh, {"before": before, "after": gm}):
             if stage in MOVING:
-                self.made = check(gm, self.mesh, stage, self.made, spec=self.spec)
+                self.program = check(gm, self.mesh, stage, self.program, spec=self.spec)
             else:
                 verify(gm, self.mesh, stage, agrees, spec=self.spec)
-                self.made = None  # what other passes change is computed on purpose
+                self.program = None  # what other passes change is computed on purpose
 
 
 class VerifyHalf(Hook):
@@ -89,17 +89,17 @@ class VerifyHalf(Hook):
 
     def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
         self.mesh, self.causes = mesh, causes or {}
-        self.overlaps = {each.name for each in passes if isinstance(each, Schedule) and not each.blocking}
+        self.overlaps = {pass_.name for pass_ in passes if isinstance(pass_, Schedule) and not pass_.blocking}
         self.state: State | None = None
-        self.found: dict[fx.Node, Any] | None = None  # the fingerprints of the graph, where they are known
+        self.prints: dict[fx.Node, Any] | None = None  # the fingerprints of the graph, where they are known
         self.replaced: dict[str, Collective] = {}
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        if stage in KEEP_VALUES and self.found is None:
-            self.found = fingerprints(gm.graph, replaced=self.replaced)
-        if stage == ALGORITHMS and self.found is not None:
-            self.replaced = collectives(gm.graph, self.found)
-        self.values = of_outputs(gm.graph, self.found) if self.found is not None else {}
+        if stage in KEEP_VALUES and self.prints is None:
+            self.prints = fingerprints(gm.graph, replaced=self.replaced)
+        if stage == ALGORITHMS and self.prints is not None:
+            self.replaced = collectives(gm.graph, self.prints)
+        self.values = of_outputs(gm.graph, self.prints) if self.prints is not None else {}
         self.order = halves.order(gm.graph) if stage in KEEP_ORDER else []
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
@@ -113,13 +113,13 @@ class VerifyHalf(Hook):
         subject = Subject(gm, self.mesh, no_rules, self.causes)
         check_all(subject, stage, (*HALF, late) if stage in self.overlaps else HALF)
         if stage not in KEEP_VALUES:
-            self.found = None
+            self.prints = None
         elif not self.state.computes(last):
-            self.found = fingerprints(gm.graph, replaced=self.replaced)
-            if (other := same(self.values, of_outputs(gm.graph, self.found))) is not None:
+            self.prints = fingerprints(gm.graph, replaced=self.replaced)
+            if (other := same(self.values, of_outputs(gm.graph, self.prints))) is not None:
                 raise broken(subject, stage, ir.output_node(gm.graph), other)
-        if stage == ALGORITHMS and self.found is not None:
-            self.replaced = respelled(gm.graph, self.found, self.replaced)
+        if stage == ALGORITHMS and self.prints is not None:
+            self.replaced = respelled(gm.graph, self.prints, self.replaced)
         if stage in KEEP_ORDER and (moved := halves.moved(self.order, gm.graph)) is not None:
             raise broken(subject, stage, *moved)
 
@@ -151,12 +151,12 @@ def _disagreement(spec: Spec, operands: tuple[Layout, ...], results: tuple[Layou
     if len(operands) != len(spec.operands):
         return f"the rule has {len(spec.operands)} operands, the op has {len(operands)}"
     if not operands:
-        made = from_results(spec, results[0].mesh, 0, results[0])
-        return None if made is not None and made.results == results else f"the op cannot make {_shown(results)}"
-    given = infer(spec, operands, results)
-    if isinstance(given, str):
-        return given
-    return None if given == results else f"its operands at {_shown(operands)} give {_shown(given)}"
+        strategy = from_results(spec, results[0].mesh, 0, results[0])
+        return None if strategy is not None and strategy.results == results else f"the op cannot make {_shown(results)}"
+    inferred = infer(spec, operands, results)
+    if isinstance(inferred, str):
+        return inferred
+    return None if inferred == results else f"its operands at {_shown(operands)} give {_shown(inferred)}"
 
 
 def _shown(layouts: tuple[Layout, ...]) -> str:

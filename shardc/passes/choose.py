@@ -56,15 +56,15 @@ class Gradient:
         """The time from ``layout`` to the target."""
         if self.target is None:
             return 0.0
-        here = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
-        return redistribute.seconds(here, self.target, itemsize, cost)
+        reduced = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
+        return redistribute.seconds(reduced, self.target, itemsize, cost)
 
 
 @lru_cache(maxsize=65536)
 def choose(
     spec: Spec,
     operands: tuple[Layout, ...],
-    known: tuple[frozenset[Layout], ...],
+    reachable: tuple[frozenset[Layout], ...],
     pinned: tuple[bool, ...],
     work: Work,
     grad: Gradient | None,
@@ -74,7 +74,7 @@ def choose(
 
     Args: as `priced` has them.
     """
-    best = min(priced(spec, operands, known, pinned, work, grad, cost), key=lambda one: one[0], default=None)
+    best = min(priced(spec, operands, reachable, pinned, work, grad, cost), key=lambda option: option[0], default=None)
     assert best is not None, "an op always has the strategy that splits nothing"
     return best[1]
 
@@ -82,7 +82,7 @@ def choose(
 def priced(
     spec: Spec,
     operands: tuple[Layout, ...],
-    known: tuple[frozenset[Layout], ...],
+    reachable: tuple[frozenset[Layout], ...],
     pinned: tuple[bool, ...],
     work: Work,
     grad: Gradient | None,
@@ -100,7 +100,7 @@ def priced(
         price = sum(
             redistribute.seconds(have, want, dtype.itemsize, cost) * (PIN_PENALTY if pin else 1.0)
             for have, want, seen, pin, dtype in zip(
-                operands, strategy.operands, known, pinned, work.dtypes, strict=False
+                operands, strategy.operands, reachable, pinned, work.dtypes, strict=False
             )
             if have != want and want not in seen
         )
@@ -158,8 +158,8 @@ def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: fl
     ranks = prod([mesh.size(axis) for axis in axes])
     if computed is None:
         return cost.collective_seconds("all_gather", mesh, axes, (ranks - 1) * part)
-    each = cost.collective_seconds("permute_ranks", mesh, axes, part)
-    return (ranks - 1) * max(each - computed / ranks, 0.0)
+    trip = cost.collective_seconds("permute_ranks", mesh, axes, part)
+    return (ranks - 1) * max(trip - computed / ranks, 0.0)
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:

@@ -72,7 +72,7 @@ class Decompose:
             return gm
         starts = [node for node in gm.graph.nodes if _is_of_activations(node)]
         tried = [self._tried(gm.graph, starts, n) for n in (PIECES if self.pieces == "auto" else (int(self.pieces),))]
-        saved, chosen, reasons = max(tried, key=lambda one: one[0]) if tried else (0.0, None, {})
+        saved, chosen, reasons = max(tried, key=lambda option: option[0]) if tried else (0.0, None, {})
         for node in starts if self.report is not None else ():
             assert self.report is not None
             record = ir.info(node)
@@ -112,8 +112,10 @@ class Decompose:
         times = []
         for n in (1, cuts.count):
             sent = self.cost.collective_seconds(kind, self.mesh, axes, wire_bytes(node, kind, ranks) / n)
-            made, read = (sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind))
-            times.append(self._run(made, beside, read, sent, ranks, n))
+            before_seconds, behind_seconds = (
+                sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind)
+            )
+            times.append(self._run(before_seconds, beside, behind_seconds, sent, ranks, n))
         for x in before | behind:  # what comes together again
             if any(user not in cuts.cuts for user in x.users):
                 times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.near[x]
@@ -126,13 +128,13 @@ class Decompose:
             start, share = self.cost.start_seconds(ranks - 1), self.cost.share
         busy = start + share * (sent - start)
         now, link = 0.0, 0.0
-        there: list[float] = []
+        arrivals: list[float] = []
         for _ in range(count):
-            now += before + (busy if there else 0.0)
+            now += before + (busy if arrivals else 0.0)
             link = max(now, link) + sent
-            there.append(link)
+            arrivals.append(link)
         now += beside
-        for at, arrived in enumerate(there):
+        for at, arrived in enumerate(arrivals):
             now = max(now, arrived) + behind + (busy if at < count - 1 else 0.0)
         return now
 
@@ -181,13 +183,13 @@ class _Cuts:
         self.graph, self.count = graph, count
         self.place = {node: at for at, node in enumerate(graph.nodes)}
         self.stopped: dict[fx.Node, str] = {}
-        taken = list(starts)
+        collectives = list(starts)
         while True:
             self.cuts: dict[fx.Node, Cut] = {}
-            self._mark(set(taken))
+            self._mark(set(collectives))
             self._prune()
             self.stretch = self._stretches()
-            near = {node: self.beside(node) for node in taken if node in self.cuts}
+            near = {node: self.beside(node) for node in collectives if node in self.cuts}
             self.near = Counter(x for both in near.values() for x in both[0] | both[1])
             alone = [
                 node
@@ -197,7 +199,7 @@ class _Cuts:
             self.stopped |= dict.fromkeys(alone, "no matrix product is beside it")
             if not alone:
                 break
-            taken = [node for node in taken if node not in alone]
+            collectives = [node for node in collectives if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
         """What is in pieces in the stretch that a collective ends, and in the one that it begins."""
@@ -208,15 +210,17 @@ class _Cuts:
         """Seconds of what is computed between a collective and the first use of its result anyway."""
         (wait,) = node.users
         first = min(self.place[user] for user in wait.users)
-        nodes = [one for one, at in self.place.items() if self.place[node] < at < first and one.op == "call_function"]
-        return sum(seconds(one) for one in nodes if flops_of(one))
+        nodes = [
+            other for other, at in self.place.items() if self.place[node] < at < first and other.op == "call_function"
+        ]
+        return sum(seconds(other) for other in nodes if flops_of(other))
 
     def _reached(self, node: fx.Node, up: bool) -> set[fx.Node]:
         seen: set[fx.Node] = set()
         work = [node]
         while work:
-            here = work.pop()
-            for x in here.all_input_nodes if up else here.users:
+            current = work.pop()
+            for x in current.all_input_nodes if up else current.users:
                 end = x.target is WAIT if up else collective_kind(x) is not None
                 if x in self.cuts and x not in seen and not end and self.stretch[x] == self.stretch[node]:
                     seen.add(x)
@@ -224,11 +228,11 @@ class _Cuts:
         return seen
 
     def _stretches(self) -> dict[fx.Node, int]:
-        found: dict[fx.Node, int] = {}
+        stretch: dict[fx.Node, int] = {}
         for node in self.cuts:
-            last = max((found[x] for x in node.all_input_nodes if x in self.cuts), default=-1)
-            found[node] = self.place[node] if node.target is WAIT else last
-        return found
+            last = max((stretch[x] for x in node.all_input_nodes if x in self.cuts), default=-1)
+            stretch[node] = self.place[node] if node.target is WAIT else last
+        return stretch
 
     # --- which
 
@@ -259,13 +263,13 @@ class _Cuts:
             above: dict[fx.Node, Cut] = {}
             part = need[source]
             assert part is not None
-            made = self._above(source, part, above)
+            has_product = self._above(source, part, above)
             below = self._below(node, cut)
-            rows = [one.outer for x, one in (above | below).items() if x.target in PRODUCTS]
+            rows = [option.outer for x, option in (above | below).items() if x.target in PRODUCTS]
             if rows:
-                tried.append((max(rows), -made, cut.dim, {node: cut} | above))
+                tried.append((max(rows), -has_product, cut.dim, {node: cut} | above))
         if tried:
-            self.cuts |= min(tried, key=lambda one: one[:3])[3]
+            self.cuts |= min(tried, key=lambda option: option[:3])[3]
         elif node not in self.stopped:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
@@ -293,17 +297,17 @@ class _Cuts:
 
     def _below(self, node: fx.Node, cut: Cut) -> dict[fx.Node, Cut]:
         """What is made of pieces of ``node`` as far as the first products."""
-        found = {node: cut}
+        cuts = {node: cut}
         work = [node]
         while work:
-            here = work.pop()
-            for user in here.users:
-                made = None if user in found or collective_kind(user) else through(user, {here: found[here]})
-                if made is not None:
-                    found[user] = made
+            current = work.pop()
+            for user in current.users:
+                user_cut = None if user in cuts or collective_kind(user) else through(user, {current: cuts[current]})
+                if user_cut is not None:
+                    cuts[user] = user_cut
                     if user.target not in PRODUCTS:
                         work.append(user)
-        return found
+        return cuts
 
     def _prune(self) -> None:
         """Leaves whole what leads to no product and no collective that is in pieces."""
@@ -317,8 +321,8 @@ class _Cuts:
         self.cuts = {node: self.cuts[node] for node in self.graph.nodes if node in useful}
 
 
-def candidates(graph: fx.Graph, found: Decompose) -> list[Candidate]:
+def candidates(graph: fx.Graph, decompose: Decompose) -> list[Candidate]:
     """What ``found`` says of each collective of activations of a graph that it takes; the graph stays as it is."""
-    said: list[Candidate] = []
-    replace(found, report=said.append)(fx.GraphModule(nn.Module(), ir.copied(graph)))
-    return said
+    reported: list[Candidate] = []
+    replace(decompose, report=reported.append)(fx.GraphModule(nn.Module(), ir.copied(graph)))
+    return reported

@@ -46,16 +46,16 @@ def deferred_reduction(
     """
     graph = fx.Graph()
     rewriter = GraphRewriter(graph)
-    inputs = [_placeholder(rewriter, each, at, fake_mode, device) for at, each in enumerate(sums)]
+    inputs = [_placeholder(rewriter, local_sum, at, fake_mode, device) for at, local_sum in enumerate(sums)]
     grads: dict[str, fx.Node] = {}
-    for each, node in zip(sums, inputs, strict=True):
-        name, storage, dtype = each.name, storages[each.name], dtypes[each.name]
+    for local_sum, node in zip(sums, inputs, strict=True):
+        name, storage, dtype = local_sum.name, storages[local_sum.name], dtypes[local_sum.name]
         record = Info(f"d.{name}", None, _ORIGIN)
-        value = Value(each.dtype, storage.shape, storage)
+        value = Value(local_sum.dtype, storage.shape, storage)
         stored = replace(value, dtype=dtype)
-        if each.layout != storage:
+        if local_sum.layout != storage:
             node = rewriter.end(record, "reduced").typed(value, ops.reshard, node)
-        if dtype != each.dtype:
+        if dtype != local_sum.dtype:
             node = rewriter.end(record, "stored").typed(stored, torch.ops.aten._to_copy.default, node, dtype=dtype)
         if name in grads:  # summed in two layouts
             node = rewriter.end(record, "sum").typed(stored, torch.ops.aten.add.Tensor, grads[name], node)
@@ -68,10 +68,10 @@ def deferred_reduction(
 _ORIGIN = Origin(phase="backward", cause="gradients summed without reduction")
 
 
-def _placeholder(rewriter: GraphRewriter, each: Sum, at: int, fake_mode: Any, device: torch.device) -> fx.Node:
+def _placeholder(rewriter: GraphRewriter, local_sum: Sum, at: int, fake_mode: Any, device: torch.device) -> fx.Node:
     node = rewriter.graph.placeholder(f"sum_{at}")
     with fake_mode:
-        node.meta["val"] = torch.empty(each.layout.shape, dtype=each.dtype, device=device)
-    role = Role("accumulated", each.name, at)
-    value = Value(each.dtype, each.layout.shape, each.layout)
-    return ir.set_info(node, Info(rewriter.names.fresh(f"d.{each.name}.accumulated"), value, _ORIGIN, role))
+        node.meta["val"] = torch.empty(local_sum.layout.shape, dtype=local_sum.dtype, device=device)
+    role = Role("accumulated", local_sum.name, at)
+    value = Value(local_sum.dtype, local_sum.layout.shape, local_sum.layout)
+    return ir.set_info(node, Info(rewriter.names.fresh(f"d.{local_sum.name}.accumulated"), value, _ORIGIN, role))

@@ -52,11 +52,11 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     # Every call has an index of its own, by which its marks are known.
     rows, index = end.args
     assert isinstance(index, fx.Node)
-    found = {node.target: node for node in index.users}
-    start, back, tangent = found[marks.ENTER], found.get(marks.ENTER_GRAD), found.get(marks.EXIT_GRAD)
-    given: Any = start.args[0]
-    x, weight, *params = given
-    entered = _entered(start, len(given))
+    marked = {node.target: node for node in index.users}
+    start, back, tangent = marked[marks.ENTER], marked.get(marks.ENTER_GRAD), marked.get(marks.EXIT_GRAD)
+    inputs: Any = start.args[0]
+    x, weight, *params = inputs
+    entered = _entered(start, len(inputs))
     forward = _between([rows], set(entered.values()), end)
     results: list[Any] = list(back.args[0]) if back is not None else []
     inside = {*forward, *entered.values()}
@@ -66,8 +66,8 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     body = register(build.body(rows, forward, results, backward, tangent, where))
     module = _owner(params[0])
     entry = next((e for e in reversed(entries) if e.says(module)), None)
-    said = ("auto", 0.0, "") if entry is None else (entry.way, entry.bound, entry.axis)
-    how = (params, body.name, *said)
+    routing = ("auto", 0.0, "") if entry is None else (entry.way, entry.bound, entry.axis)
+    how = (params, body.name, *routing)
     names = NameScope.of(end.graph)
     _replace(end, experts.CALL, (x, index, weight, *how), names.fresh(f"{module}.call".lstrip(".")))
     if back is not None and tangent is not None:
@@ -77,12 +77,12 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
     """By number, what the first mark gives, used or not."""
-    found = {int(node.args[1]): node for node in start.users}
+    results = {int(node.args[1]): node for node in start.users}
     for at in range(count):
-        if at not in found:
+        if at not in results:
             place = GraphRewriter(start.graph).after(start)
-            found[at] = place.typed(ir.info(start).values[at], getitem, start, at)
-    return found
+            results[at] = place.typed(ir.info(start).values[at], getitem, start, at)
+    return results
 
 
 def _owner(param: fx.Node) -> str:
@@ -104,11 +104,11 @@ def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[
     Raises:
         CaptureError: they read a tensor that is neither.
     """
-    found: set[fx.Node] = set()
+    inside: set[fx.Node] = set()
     work = [node for node in ends if isinstance(node, fx.Node) and node not in stops]
     while work:
         node = work.pop()
-        if node in found:
+        if node in inside:
             continue
         if node.op == "placeholder" or node.target is marks.ENTER:
             record = ir.info(border)
@@ -117,21 +117,21 @@ def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[
                 source=record.origin.source or None,
                 fix="pass it as one of the experts' parameters, with a first dim of one entry for each expert",
             )
-        found.add(node)
+        inside.add(node)
         work += [x for x in node.all_input_nodes if x not in stops]
-    return [node for node in border.graph.nodes if node in found]
+    return [node for node in border.graph.nodes if node in inside]
 
 
 Where = dict[tuple[fx.Node, int], int]  # the dim of a result that its rows are
 
 
-def _rows(nodes: Sequence[fx.Node], given: Iterable[fx.Node | None], known: Where, strict: bool) -> Where:
+def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
     """Which dim of each value is that of the rows.
 
     Raises:
         CaptureError: if ``strict``, where one row's result depends on others.
     """
-    where: Where = {**known, **{(node, 0): 0 for node in given if node is not None}}
+    where: Where = {**base, **{(node, 0): 0 for node in tensors if node is not None}}
     for node in nodes:
         if node.target is getitem:
             at = where.get((node.args[0], node.args[1]))
@@ -146,11 +146,11 @@ def _rows(nodes: Sequence[fx.Node], given: Iterable[fx.Node | None], known: Wher
         spec = spec_of(call_of(node))
         factors = set() if spec is None else {spec.operands[at][dim] for at, dim in mine}
         if spec is not None and len(factors) == 1 and len(factor := next(iter(factors))) == 1:
-            found = False
+            carried = False
             for number, dims in enumerate(spec.results):
                 if factor in dims:
-                    where[node, number], found = dims.index(factor), True
-            if (found and spec.splittable(factor[0])) or not strict:
+                    where[node, number], carried = dims.index(factor), True
+            if (carried and spec.splittable(factor[0])) or not strict:
                 continue
         elif spec is not None and factors == {()}:  # of one row
             for number, value in enumerate(v for v in ir.info(node).values if v is not None):
@@ -183,12 +183,12 @@ class _Builder:
         self, out: fx.Node, forward: list[fx.Node], results: list[Any], backward: list[fx.Node],
         tangent: fx.Node | None, where: Where,
     ) -> Body:  # fmt: skip
-        keep = [node for node in self._kept(results, backward, set(forward)) if (node, 0) in where]
+        keep = [node for node in self._saved_products(results, backward, set(forward)) if (node, 0) in where]
         first = self._graph(forward, [], [out, *keep], where)
         second = None
         if tangent is not None:
-            again = set(_between(results, {*keep, *self.entered.values(), tangent}, tangent))
-            nodes = [node for node in forward if node in again and node not in keep] + backward
+            recomputed = set(_between(results, {*keep, *self.entered.values(), tangent}, tangent))
+            nodes = [node for node in forward if node in recomputed and node not in keep] + backward
             both = _rows(nodes, [tangent], {**where, (tangent, 0): 0}, strict=False)
             second = self._graph(nodes, [tangent, *keep], results, both)
         saved = tuple(_per_row(ir.value(node)) for node in keep)
@@ -199,21 +199,23 @@ class _Builder:
         calls = [node for node in nodes if node.op == "call_function" and node.target is not getitem]
         return sum(spec.flops for node in calls if (spec := spec_of(call_of(node)))) // self.size
 
-    def _kept(self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]) -> list[fx.Node]:
+    def _saved_products(
+        self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]
+    ) -> list[fx.Node]:
         """The products of the forward that the backward is made of; what lies between is computed again."""
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
         work = [x for x in read if isinstance(x, fx.Node) and x in forward]
-        found: dict[fx.Node, None] = {}
+        products: dict[fx.Node, None] = {}
         seen = set(work)
         while work:
             node = work.pop(0)
             if is_dense(node.target):
-                found[node] = None
+                products[node] = None
                 continue
             more = [x for x in node.all_input_nodes if x in forward and x not in seen]
             seen.update(more)
             work += more
-        return list(found)
+        return list(products)
 
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[Any], where: Where
@@ -222,10 +224,10 @@ class _Builder:
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))
         env: dict[fx.Node, Any] = {}
-        given = [("grad", before[0])] if before else []
-        given += [(name, self.entered[at]) for at, name in enumerate(self.names)]
-        given += [(f"saved{at}", node) for at, node in enumerate(before[1:])]
-        for name, node in given:
+        inputs = [("grad", before[0])] if before else []
+        inputs += [(name, self.entered[at]) for at, name in enumerate(self.names)]
+        inputs += [(f"saved{at}", node) for at, node in enumerate(before[1:])]
+        for name, node in inputs:
             env[node] = ir.set_info(graph.placeholder(name), ir.info(node))
         for node in nodes:
             args, kwargs = self._sized(node, size, where)

@@ -56,8 +56,8 @@ class Folded:
         if stage not in self.graphs:
             graph = Settle()(LazyGraphModule({}, ir.copied(graph))).graph
             try:
-                for each in self.repeats:
-                    graph = Unfold(graph, each, self.keep).joint(graph)
+                for repeat in self.repeats:
+                    graph = Unfold(graph, repeat, self.keep).joint(graph)
             except NotPeriodic as error:
                 raise PlanError(
                     f"after {stage}, {self.repeats[0]} do not repeat node by node ({error.what}), so that there is no "
@@ -69,8 +69,8 @@ class Folded:
 
     def alike(self, name: str) -> str:
         """The blocks that the one that ``name`` is in is like; "" for what is in none."""
-        found = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
-        return "".join(f"{each.count} blocks alike, {each}" for each in list(found)[-1:])
+        repeats = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
+        return "".join(f"{each.count} blocks alike, {each}" for each in list(repeats)[-1:])
 
     def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
         """The localized joint graph of the whole model."""
@@ -99,9 +99,9 @@ def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
     >>> [_counterpart(f"layers.{n}.w", [Repeat("layers", 0, 8)], 4) for n in (0, 2, 3, 7)]
     ['layers.0.w', 'layers.2.w', 'layers.1.w', 'layers.3.w']
     """
-    for each in repeats:
-        number, dot, rest = name.removeprefix(each.prefix).partition(".")
-        inside = name.startswith(each.prefix) and number.isdecimal()
-        if inside and each.first + keep - 1 <= int(number) < each.first + each.count - 1:
-            name = f"{each.prefix}{each.first + 1}{dot}{rest}"
+    for repeat in repeats:
+        number, dot, rest = name.removeprefix(repeat.prefix).partition(".")
+        inside = name.startswith(repeat.prefix) and number.isdecimal()
+        if inside and repeat.first + keep - 1 <= int(number) < repeat.first + repeat.count - 1:
+            name = f"{repeat.prefix}{repeat.first + 1}{dot}{rest}"
     return short_name(name, repeats, keep) or name

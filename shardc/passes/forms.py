@@ -65,11 +65,11 @@ class Calls:
         return self._once[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        args, kwargs = self.lying(target, args, kwargs)
+        args, kwargs = self.with_strides(target, args, kwargs)
         fx.map_arg((args, kwargs), self.val)
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
-    def lying(self, target: Any, args: Any, kwargs: Any) -> Any:
+    def with_strides(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The arguments of an op, with copies of those that do not lie in memory as its rule wants."""
         strides = strides_of(target)
         if strides == ANY:
@@ -77,13 +77,13 @@ class Calls:
         names = [argument.name for argument in target._schema.arguments]
         old = self.traced
         traced = arguments_of(old) if old is not None and old.target is target else {}
-        now = tuple(self._lying(x, traced.get(name), strides) for name, x in zip(names, args, strict=False))
-        return now, {name: self._lying(x, traced.get(name), strides) for name, x in kwargs.items()}
+        now = tuple(self._with_strides(x, traced.get(name), strides) for name, x in zip(names, args, strict=False))
+        return now, {name: self._with_strides(x, traced.get(name), strides) for name, x in kwargs.items()}
 
-    def _lying(self, x: Any, old: Any, strides: str) -> Any:
+    def _with_strides(self, x: Any, old: Any, strides: str) -> Any:
         if isinstance(x, (list, tuple)):
-            alike = isinstance(old, (list, tuple)) and len(old) == len(x)
-            return [self._lying(each, old[at] if alike else None, strides) for at, each in enumerate(x)]
+            matching = isinstance(old, (list, tuple)) and len(old) == len(x)
+            return [self._with_strides(each, old[at] if matching else None, strides) for at, each in enumerate(x)]
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: Any, strides: str = TRACED) -> fx.Node:
@@ -138,30 +138,30 @@ class Forms(Calls):
         super().__init__(old, fake_mode, device)
         self.plain: dict[fx.Node, fx.Node] = {}
         self.padded: dict[fx.Node, Padded] = {}
-        self._made: dict[Any, fx.Node] = {}
+        self._nodes: dict[Any, fx.Node] = {}
 
     def without(self, x: fx.Node) -> fx.Node:
         """``x`` without filling."""
         if x not in self.plain:
-            held = self.padded[x]
-            made = held.node
-            for dim, runs in enumerate(held.padding):
-                made = self._each(made, dim, runs, lambda node, at, run: self._slice(node, at, run))
-            self.plain[x] = made
+            padded = self.padded[x]
+            node = padded.node
+            for dim, runs in enumerate(padded.padding):
+                node = self._map_runs(node, dim, runs, lambda part, at, run: self._slice(part, at, run))
+            self.plain[x] = node
         return self.plain[x]
 
     def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
         """``x`` padded as ``padding`` says; its filling is ``filling`` if that is given."""
         key = (x, padding, filling)
-        if key not in self._made:
-            held = self.padded.get(x)
-            if held is None or held.padding != padding:
-                self._made[key] = self._fill(self.grown(self.without(x), padding), padding, 0, filling)
+        if key not in self._nodes:
+            padded = self.padded.get(x)
+            if padded is None or padded.padding != padding:
+                self._nodes[key] = self._fill(self.grown(self.without(x), padding), padding, 0, filling)
             else:
-                self._made[key] = self._fill(held.node, padding, held.filling, filling)
-        return self._made[key]
+                self._nodes[key] = self._fill(padded.node, padding, padded.filling, filling)
+        return self._nodes[key]
 
-    def _each(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
+    def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
         """``change`` done to every padded run of ``dim``, which is then one dim of a view; one dim again after."""
         if not is_padded(runs):
             return x
@@ -173,8 +173,8 @@ class Forms(Calls):
             if run.padded:
                 x = change(x, dim + at, run)
         if len(runs) > 1:
-            made, end = self.shape(x), dim + len(runs)
-            x = self.call(aten.reshape.default, x, [*made[:dim], prod(made[dim:end]), *made[end:]])
+            sizes_now, end = self.shape(x), dim + len(runs)
+            x = self.call(aten.reshape.default, x, [*sizes_now[:dim], prod(sizes_now[dim:end]), *sizes_now[end:]])
         return x
 
     def _slice(self, x: fx.Node, dim: int, run: Run) -> fx.Node:
@@ -188,7 +188,7 @@ class Forms(Calls):
             return self.call(aten.constant_pad_nd.default, node, widths, 0)
 
         for dim, runs in enumerate(padding):
-            x = self._each(x, dim, runs, grow)
+            x = self._map_runs(x, dim, runs, grow)
         return x
 
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
@@ -201,17 +201,17 @@ class Forms(Calls):
             return self.call(aten.masked_fill.Scalar, node, mask, _as(wanted, self.val(node).dtype))
 
         for dim, runs in enumerate(padding):
-            x = self._each(x, dim, runs, fill)
+            x = self._map_runs(x, dim, runs, fill)
         return x
 
     def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
         """bool [size, 1, ...]: which places of ``run`` hold no element, with ``below`` dims of size 1 under it."""
         key = ("past", run.size, run.true, device, below)
-        if key not in self._made:
+        if key not in self._nodes:
             at = self.call(aten.arange.default, run.size, dtype=torch.int64, device=device)
             mask = self.call(aten.ge.Scalar, at, run.true)
-            self._made[key] = self.call(aten.view.default, mask, [run.size, *[1] * below]) if below else mask
-        return self._made[key]
+            self._nodes[key] = self.call(aten.view.default, mask, [run.size, *[1] * below]) if below else mask
+        return self._nodes[key]
 
     # --- Builder
 

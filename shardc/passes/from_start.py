@@ -53,31 +53,31 @@ def from_start(graph: fx.Graph) -> frozenset[fx.Node]:
 
 def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
     """The ops between inputs (or what is free already) and ``start``; None where they are too much."""
-    found: set[fx.Node] = set()
+    ops: set[fx.Node] = set()
     left = max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)
     while todo:
         node = todo.pop()
-        if node.op == "placeholder" or node in free or node in found:
+        if node.op == "placeholder" or node in free or node in ops:
             continue
         left -= _bytes(node) or 0
         if left < 0:
             return None
-        found.add(node)
+        ops.add(node)
         todo += node.all_input_nodes
-    only = found | {start}
-    large = [node for node in found if (_bytes(node) or 0) > SMALL]
-    return found if all(only.issuperset(node.users) for node in large) else None
+    only = ops | {start}
+    large = [node for node in ops if (_bytes(node) or 0) > SMALL]
+    return ops if all(only.issuperset(node.users) for node in large) else None
 
 
-def pull(graph: fx.Graph, free: frozenset[fx.Node], wished: dict[fx.Node, float]) -> None:
+def pull(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
     """Wishes what is ``free`` right in front of its first use, as that is wished."""
     for node in reversed(graph.nodes):
         if node in free:
-            wished[node] = min((wished[user] for user in node.users), default=wished[node]) - 1e-3
+            priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
 
 
 def _bytes(node: fx.Node) -> int | None:
     """The size of what a local op makes; None where it is not one tensor."""
-    made = ir.info(node).value
-    return made.nbytes if isinstance(made, Value) else None
+    value = ir.info(node).value
+    return value.nbytes if isinstance(value, Value) else None

@@ -103,11 +103,11 @@ class _Sweep:
             if operands:
                 self._warn_whole(node)
             whole = tuple(Layout.whole(self.mesh, v.shape) for v in call.operands)
-            made = tuple(Layout.whole(self.mesh, v.shape) for v in call.results if v is not None)
-            self._decide(node, Strategy(whole, made))
+            whole_results = tuple(Layout.whole(self.mesh, v.shape) for v in call.results if v is not None)
+            self._decide(node, Strategy(whole, whole_results))
             return
         pins = tuple(x in self.pinned for x in operands)
-        have = tuple(self._known(x) for x in operands)
+        have = tuple(self._reachable(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
         chosen = choose(spec, layouts, have, pins, Work.of(call), grad, self.cost)
@@ -130,19 +130,19 @@ class _Sweep:
         if (spec := move_of(node)) is not None and (back := from_results(spec, self.mesh, 0, layout)) is not None:
             self._demand(node.args[0], back.operands[0])
 
-    def _known(self, node: fx.Node) -> frozenset[Layout]:
+    def _reachable(self, node: fx.Node) -> frozenset[Layout]:
         """The layouts at which ``node`` is wanted already, or is had by moving its source that is."""
-        known = self.demanded.get(node, frozenset())
+        wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
-            return known
-        moved = (infer(spec, [layout]) for layout in self._known(node.args[0]))
-        return known | {results[0] for results in moved if not isinstance(results, str)}
+            return wanted
+        moved = (infer(spec, [layout]) for layout in self._reachable(node.args[0]))
+        return wanted | {results[0] for results in moved if not isinstance(results, str)}
 
-    def _warn_cut(self, node: fx.Node, have: Layout, taken: Layout, spec: Spec) -> None:
+    def _warn_cut(self, node: fx.Node, have: Layout, want: Layout, spec: Spec) -> None:
         """Warns where a view's sizes do not let an axis through, so that the value is gathered over it."""
-        kept = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
-        lost = [axis for axis in have.bound if axis not in kept and axis in self.mesh and axis not in taken.bound]
-        moved = redistribute.wire_bytes(have, taken, ir.value(node).itemsize, self.cost)
+        carried = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
+        lost = [axis for axis in have.bound if axis not in carried and axis in self.mesh and axis not in want.bound]
+        moved = redistribute.wire_bytes(have, want, ir.value(node).itemsize, self.cost)
         if not lost or not moved:
             return
         source, axes = node.args[0], ", ".join(lost)
@@ -230,7 +230,7 @@ class _Sweep:
 
     def _wanted_slice(self, node: fx.Node) -> Layout | None:
         """The one layout other than the present one that uses of ``node`` want, if slicing gives it."""
-        here = ir.layout(node)
+        current = ir.layout(node)
         wants = set()
         for user in node.users:
             if user.op == "output":
@@ -243,13 +243,13 @@ class _Sweep:
             if needs is None:
                 return None
             wants.update(w for x, w in zip(operands_of(user), needs, strict=True) if x is node)
-        wants.discard(here)
-        if len(wants) != 1 or here.partial:
+        wants.discard(current)
+        if len(wants) != 1 or current.partial:
             return None
         (want,) = wants
-        if want.partial or (self.wanted.get(node) == here):
+        if want.partial or (self.wanted.get(node) == current):
             return None
-        steps = redistribute.steps(here, want, ir.value(node).itemsize, self.cost)
+        steps = redistribute.steps(current, want, ir.value(node).itemsize, self.cost)
         return want if all(step.kind == "shard" for step in steps) else None
 
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
@@ -269,8 +269,8 @@ class _Sweep:
             fitting = [s for s in strategies(spec, layouts) if s.operands == layouts]
             if not fitting:
                 return None
-            made, itemsize = ir.layout(user), ir.value(user).itemsize
-            price = redistribute.seconds(fitting[0].results[0], made, itemsize, self.cost)
+            current, itemsize = ir.layout(user), ir.value(user).itemsize
+            price = redistribute.seconds(fitting[0].results[0], current, itemsize, self.cost)
             out.append((user, fitting[0], price))
         return out
 

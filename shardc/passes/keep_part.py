@@ -27,17 +27,17 @@ class KeepPart:
         kept: by parameter, the axes and parts of axes over which it stays split.
     """
 
-    kept: Mapping[str, tuple[str, ...]]
+    axes: Mapping[str, tuple[str, ...]]
     name = "keep_part"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter = GraphRewriter(gm.graph)
         for param in ir.placeholders(gm.graph, "param"):
-            axes = self.kept.get(ir.info(param).name, ())
-            for whole in _gathered(param) if axes else ():
-                layout = _split(ir.layout(whole), ir.layout(param), axes)
+            param_axes = self.axes.get(ir.info(param).name, ())
+            for whole in _gathered(param) if param_axes else ():
+                layout = _split(ir.layout(whole), ir.layout(param), param_axes)
                 if layout is not None and layout.local_numel > ir.layout(param).local_numel:
-                    uses, named = list(whole.users), ",".join(axes)
+                    uses, named = list(whole.users), ",".join(param_axes)
                     value, at = ir.value(whole), rewriter.after(whole, suffix="kept")
                     part = at.typed(replace(value, layout=layout), ops.shard, whole, axis=named)
                     at = rewriter.after(part, like=whole, suffix="regathered")
@@ -52,7 +52,7 @@ class KeepPart:
 
 def _gathered(param: fx.Node) -> list[fx.Node]:
     """The last of each chain of forward's gathers of ``param``, or of casts of it."""
-    found: list[fx.Node] = []
+    last_gathers: list[fx.Node] = []
     work = [param]
     while work:
         node = work.pop()
@@ -60,8 +60,8 @@ def _gathered(param: fx.Node) -> list[fx.Node]:
         gathers = [user for user in users if user.target is ops.all_gather]
         work += gathers + [user for user in users if user.target is torch.ops.aten._to_copy.default and node is param]
         if node.target is ops.all_gather and not gathers:
-            found.append(node)
-    return found
+            last_gathers.append(node)
+    return last_gathers
 
 
 def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:

@@ -169,19 +169,19 @@ class Emitter(Calls):
         self._record(local, ir.info(node).name, ir.info(node))
         return local
 
-    def named(self, made: Any) -> Any:
+    def named(self, result: Any) -> Any:
         """Gives what stands for the current global node that node's name."""
-        if isinstance(made, fx.Node) and made.op == "call_function":
-            record = ir.info(made)
+        if isinstance(result, fx.Node) and result.op == "call_function":
+            record = ir.info(result)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):
-                ir.update(made, name=self.names.fresh(self.record.name), kept=self.record.kept)
-        return made
+                ir.update(result, name=self.names.fresh(self.record.name), kept=self.record.kept)
+        return result
 
     def output(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
         results = fx.map_arg(node.args[0], lambda n: env[n])
-        made = self.graph.output(tuple(results))
-        made.meta[ir.ROLES] = node.meta[ir.ROLES]
-        return made
+        output = self.graph.output(tuple(results))
+        output.meta[ir.ROLES] = node.meta[ir.ROLES]
+        return output
 
     def finish(self) -> fx.Graph:
         self.graph.eliminate_dead_code()

@@ -35,14 +35,14 @@ class Objective:
     batch_axes: tuple[str, ...]
     reduce: str = "mean"
     grad_scale: float = 1.0
-    own: bool = True
+    own_losses: bool = True
     name = "objective"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         rewriter, graph = GraphRewriter(gm.graph), gm.graph
         tangents = ir.placeholders(graph, "tangent")
         axes = {axis for node in tangents for axis in (*ir.layout(node).bound, *dict(ir.layout(node).partial))}
-        losses = [axis for axis in self.batch_axes if axis in axes and self.own]
+        losses = [axis for axis in self.batch_axes if axis in axes and self.own_losses]
         for tangent in tangents:
             layout = ir.layout(tangent)
             over = [axis for axis in losses if axis in layout.bound] if self.reduce == "mean" else []
@@ -54,12 +54,14 @@ class Objective:
             for user in users:
                 user.replace_input_with(tangent, scaled)
         output = ir.output_node(graph)
-        given = {ir.role(node).name: ir.layout(node) for node in ir.placeholders(graph, "input") if ir.is_tensor(node)}
+        input_layouts = {
+            ir.role(node).name: ir.layout(node) for node in ir.placeholders(graph, "input") if ir.is_tensor(node)
+        }
 
         def scaled_back(role: ir.Role, node: fx.Node) -> fx.Node:
-            if role.kind != "grad" or role.name not in given:
+            if role.kind != "grad" or role.name not in input_layouts:
                 return node
-            scale = unit(given[role.name], losses, self.reduce) / self.grad_scale
+            scale = unit(input_layouts[role.name], losses, self.reduce) / self.grad_scale
             return node if scale == 1.0 else self._scaled(rewriter, output, node, scale)
 
         ir.change_outputs(graph, scaled_back)
@@ -82,10 +84,12 @@ def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
     return size if reduce == "mean" else 1 / size
 
 
-def unit_of(plan_axes: Collection[str], reduce: str, own: bool, outputs: Iterable[ir.Role], layout: Layout) -> float:
+def unit_of(
+    plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
+) -> float:
     """As `unit`, of a program with these ``outputs``."""
     bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
-    return unit(layout, [axis for axis in plan_axes if axis in bound and own], reduce)
+    return unit(layout, [axis for axis in plan_axes if axis in bound and own_losses], reduce)
 
 
 def _size(layout: Layout, axes: Collection[str]) -> int:

@@ -64,9 +64,9 @@ class Offload:
         if users:
             first = next(node for node in param.graph.nodes if node in param.users)
             entry = self.entries[ir.info(param).name]
-            there = self._move(rewriter, param, first, entry, _TO_DEVICE, self.device.type)
+            on_device = self._move(rewriter, param, first, entry, _TO_DEVICE, self.device.type)
             for user in users:
-                user.replace_input_with(param, there)
+                user.replace_input_with(param, on_device)
 
     def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
         """The result of moving ``x``, waited for, in front of ``before``."""

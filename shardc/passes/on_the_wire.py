@@ -68,30 +68,34 @@ class OnTheWire:
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
         sent = self._traced(self.before, [x], start)
         if ranks is None and (len(sent) != 1 or sent[0].meta["val"].shape != x.meta["val"].shape):
-            raise self._wrong("before", node, [each.meta["val"] for each in sent], [x.meta["val"]])
+            raise self._wrong("before", node, [tensor.meta["val"] for tensor in sent], [x.meta["val"]])
         arrived = []
-        for each in sent:
-            shape = list(each.meta["val"].shape)
-            each = start.call(aten.reshape.default, each, [1, *shape]) if ranks is not None else each
-            arrived.append(end.call(WAIT, start.call(node.target, each, *node.args[1:])))
+        for tensor in sent:
+            shape = list(tensor.meta["val"].shape)
+            tensor = start.call(aten.reshape.default, tensor, [1, *shape]) if ranks is not None else tensor
+            arrived.append(end.call(WAIT, start.call(node.target, tensor, *node.args[1:])))
         shaped = list(val.shape) if ranks is None else [ranks, *x.meta["val"].shape]
-        made = self._traced(self.after, arrived, end)
-        if len(made) != 1 or list(made[0].meta["val"].shape) != shaped or made[0].meta["val"].dtype != val.dtype:
-            raise self._wrong("after", node, [each.meta["val"] for each in made], [val.new_empty(shaped)])
-        rewriter.replace(wait, end.call(aten.reshape.default, made[0], list(val.shape)))
+        results = self._traced(self.after, arrived, end)
+        if (
+            len(results) != 1
+            or list(results[0].meta["val"].shape) != shaped
+            or results[0].meta["val"].dtype != val.dtype
+        ):
+            raise self._wrong("after", node, [tensor.meta["val"] for tensor in results], [val.new_empty(shaped)])
+        rewriter.replace(wait, end.call(aten.reshape.default, results[0], list(val.shape)))
         rewriter.graph.erase_node(node)
 
-    def _traced(self, function: Callable[..., Any], given: Sequence[fx.Node], at: Inserter) -> list[fx.Node]:
+    def _traced(self, function: Callable[..., Any], inputs: Sequence[fx.Node], at: Inserter) -> list[fx.Node]:
         """The nodes that ``function`` makes of ``given``, inserted ``at``."""
-        fakes = [x.meta["val"] for x in given]
+        fakes = [x.meta["val"] for x in inputs]
 
         def several(*tensors: Tensor) -> list[Tensor]:
-            made = function(*tensors)
-            return list(made) if isinstance(made, tuple | list) else [made]
+            outputs = function(*tensors)
+            return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
         with fakes[0].fake_mode:
             traced = make_fx(several)(*fakes).graph
-        env = dict(zip((n for n in traced.nodes if n.op == "placeholder"), given, strict=True))
+        env = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
         for node in traced.nodes:
             if node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
@@ -103,8 +107,8 @@ class OnTheWire:
                 )
         return [env[x] for x in ir.output_node(traced).args[0]]
 
-    def _wrong(self, which: str, node: fx.Node, made: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
-        shown = [", ".join(f"{list(x.shape)} {x.dtype}" for x in some) for some in (made, wanted)]
+    def _wrong(self, which: str, node: fx.Node, results: Sequence[Tensor], wanted: Sequence[Tensor]) -> InputError:
+        shown = [", ".join(f"{list(x.shape)} {x.dtype}" for x in some) for some in (results, wanted)]
         return InputError(
             f"{self.name}: {which} makes {shown[0]} for {ir.info(node).name!r}, where {shown[1]} is needed",
             fix="see shardc.passes.OnTheWire for the shapes",
@@ -114,14 +118,14 @@ class OnTheWire:
 def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """Of each reduction that leads to gradients alone, the parameters whose."""
     out = leaving(graph)
-    found: dict[fx.Node, frozenset[str]] = {}
+    names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):
         if node.op == "output":
             for role, x in ir.outputs(graph):
                 if role.kind == "grad" and isinstance(x, fx.Node):
-                    found[x] = found.get(x, frozenset()) | {role.name}
-        elif node in found and (node in out or node.target in REDUCE):
+                    names[x] = names.get(x, frozenset()) | {role.name}
+        elif node in names and (node in out or node.target in REDUCE):
             for x in node.all_input_nodes:
                 if x in out or x.target in REDUCE:
-                    found[x] = found.get(x, frozenset()) | found[node]
-    return found
+                    names[x] = names.get(x, frozenset()) | names[node]
+    return names

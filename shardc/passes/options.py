@@ -117,7 +117,7 @@ class Options:
             return None if self.comm == "none" else frozenset()
         return frozenset(kind for what, how in self.comm.items() if how == "none" for kind in SILENCED[what])
 
-    def said(self, plan: Plan) -> Options:
+    def with_plan_settings(self, plan: Plan) -> Options:
         """These options, where they do not say it themselves, with what ``plan`` says of collectives."""
         size = plan.setting("bucket_size") if self.bucket_size is None else self.bucket_size
         return replace(self, bucket_size=size, overlap=self.overlap and plan.setting("overlap"))

@@ -100,8 +100,8 @@ class _Padder(Forms):
                 self._inputs()
             self.record, self.traced = (ir.info(node) if node.op != "output" else Info("", None)), node
             if node.op == "output":
-                made = self.graph.output(tuple(x and self._output(role, x) for role, x in ir.outputs(self.old)))
-                made.meta[ir.ROLES] = node.meta[ir.ROLES]
+                output = self.graph.output(tuple(x and self._output(role, x) for role, x in ir.outputs(self.old)))
+                output.meta[ir.ROLES] = node.meta[ir.ROLES]
             elif node.op != "call_function":
                 self.plain[node] = self._copy(node)
             elif node.target is getitem and node.args[0] in self.several:
@@ -117,10 +117,12 @@ class _Padder(Forms):
         return self.graph
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        made = self.graph.node_copy(node, self.without)
-        with self.graph.inserting_before(made):
-            made.args, made.kwargs = self.lying(made.target, made.args, made.kwargs)  # what is unpadded is a slice
-        return made
+        copy = self.graph.node_copy(node, self.without)
+        with self.graph.inserting_before(copy):
+            copy.args, copy.kwargs = self.with_strides(
+                copy.target, copy.args, copy.kwargs
+            )  # what is unpadded is a slice
+        return copy
 
     def _inputs(self) -> None:
         tensors = [node for node in ir.placeholders(self.old, "input") if ir.is_tensor(node)]
@@ -159,8 +161,8 @@ class _Padder(Forms):
             (source,) = source.args
         self.record = replace(ir.info(source), role=None)
         # What fills storage stays zero whatever the optimizer does with this.
-        made = self.at(source, _padding_of(layout, ir.value(source).shape), 0)
-        return made if cast is None else self.call(cast.target, made, **cast.kwargs)
+        padded = self.at(source, _padding_of(layout, ir.value(source).shape), 0)
+        return padded if cast is None else self.call(cast.target, padded, **cast.kwargs)
 
     # --- ops
 
@@ -179,10 +181,10 @@ class _Padder(Forms):
             self.plain[node] = self._copy(node)
             return
         before = self.at(source, have)
-        made = self.graph.call_function(ops.tag, (before,), dict(node.kwargs))
-        made.meta["val"] = self.val(before)
-        ir.set_info(made, replace(self.record, value=ir.value_of(made.meta["val"])))
-        self._keep(node, made, have, self.padded[source].filling if source in self.padded else 0)
+        tag = self.graph.call_function(ops.tag, (before,), dict(node.kwargs))
+        tag.meta["val"] = self.val(before)
+        ir.set_info(tag, replace(self.record, value=ir.value_of(tag.meta["val"])))
+        self._keep(node, tag, have, self.padded[source].filling if source in self.padded else 0)
 
     def _op(self, node: fx.Node) -> None:
         operands = operands_of(node)
@@ -191,42 +193,42 @@ class _Padder(Forms):
         if spec is None or call is None or len(spec.operands) != len(operands):
             self.plain[node] = self._copy(node)
             return
-        kept = self._kept(node, call, spec, operands)
-        if not kept:
+        padded_factors = self._factors_kept(node, call, spec, operands)
+        if not padded_factors:
             self.plain[node] = self._copy(node)
             return
-        taken = [self._operand(x, call, spec, at, kept) for at, x in enumerate(operands)]
-        grown = [_padding(spec, dims, kept) for dims in spec.operands]
-        results = [_padding(spec, dims, kept) for dims in spec.results]
-        made = self._spell(node, call, spec, taken, grown, results)
+        grown_operands = [self._operand(x, call, spec, at, padded_factors) for at, x in enumerate(operands)]
+        grown = [_padding(spec, dims, padded_factors) for dims in spec.operands]
+        results = [_padding(spec, dims, padded_factors) for dims in spec.results]
+        result = self._spell(node, call, spec, grown_operands, grown, results)
         filling = self.padded[operands[0]].filling if spec.moves and operands[0] in self.padded else None
         if isinstance(ir.info(node).value, tuple):
             rest = iter(results)
-            each = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
-            self.several[node] = made, each, filling
+            paddings = [None if v is None else next(rest) for v in ir.info(node).value]  # type: ignore[union-attr]
+            self.several[node] = result, paddings, filling
         else:
-            self._keep(node, made, results[0], filling)
+            self._keep(node, result, results[0], filling)
 
-    def _keep(self, node: fx.Node, made: fx.Node, padding: Padding, filling: float | None) -> None:
+    def _keep(self, node: fx.Node, result: fx.Node, padding: Padding, filling: float | None) -> None:
         if any(map(is_padded, padding)):
-            self.padded[node] = Padded(made, padding, filling)
+            self.padded[node] = Padded(result, padding, filling)
             if any(user.op == "output" for user in node.users):
                 # An output of the forward lies in memory as on one device.
                 self.plain[node] = self.like(self.without(node), node)
         else:
-            self.plain[node] = made
+            self.plain[node] = result
 
     def _getitem(self, node: fx.Node) -> None:
         source, index = node.args
-        made, paddings, filling = self.several[source]
-        one = made[index] if isinstance(made, list | tuple) else self.call(getitem, made, index)
+        results, paddings, filling = self.several[source]
+        result = results[index] if isinstance(results, list | tuple) else self.call(getitem, results, index)
         padding = paddings[index]
         assert padding is not None
-        self._keep(node, one, padding, filling)
+        self._keep(node, result, padding, filling)
 
-    def _kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
+    def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
         """The factors that the op can run over with filling, as its padded operands have them."""
-        found: dict[str, Runs] = {}
+        padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
         drawn = find_rule(node.target) in random_draws.TABLE.values()
         for x, dims in zip(operands, spec.operands, strict=True):
@@ -249,10 +251,10 @@ class _Padder(Forms):
                     if not alone or (not spec.carried_by_all(factor) and neutral(call, spec, factor) is None):
                         lost[x] = "no filling is known that the op ignores"
                     else:
-                        found.setdefault(factor, mine)
+                        padded_factors.setdefault(factor, mine)
         for x, reason in lost.items():
             self._warn(node, x, reason)
-        return found
+        return padded_factors
 
     def _warn(self, node: fx.Node, x: fx.Node, reason: str) -> None:
         value, record = ir.value(x), ir.info(node)
@@ -265,13 +267,13 @@ class _Padder(Forms):
         fix = f"use sizes that {axes} divides"
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)
 
-    def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, kept: Mapping[str, Runs]) -> fx.Node:
+    def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, padded_factors: Mapping[str, Runs]) -> fx.Node:
         """Operand ``at`` with filling where ``kept`` says, of a value that the op's reductions ignore."""
         dims = spec.operands[at]
-        padding = _padding(spec, dims, kept)
+        padding = _padding(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
             return self.without(x)
-        mine = {factor for factors in dims for factor in factors if factor in kept}
+        mine = {factor for factors in dims for factor in factors if factor in padded_factors}
         fills = {neutral(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
         value = ir.value(x)
         if not fills and find_rule(call.target) in linalg.TABLE.values():
@@ -291,22 +293,22 @@ class _Padder(Forms):
         node: fx.Node,
         call: Call,
         spec: Spec,
-        taken: list[fx.Node],
+        operands: list[fx.Node],
         grown: list[Padding],
         results: list[Padding],
     ) -> Any:
         """The op at padded sizes: what its rule says for shards of that shape."""
         rule = find_rule(node.target)
         assert rule is not None
-        args, kwargs = with_operands(node, taken)
+        args, kwargs = with_operands(node, operands)
         layouts = [
             tuple(Layout.whole(self.mesh, [places(runs) for runs in one]) for one in side) for side in (grown, results)
         ]
         spell = Local.same if rule.opaque else rule.localize
-        made = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
-        if isinstance(made, fx.Node) and made.op == "call_function":
-            ir.update(made, name=self.record.name, true_sizes=tuple(elements(runs) for one in grown for runs in one))
-        return made
+        result = spell(Local(self, call, spec, layouts[0], layouts[1], tuple(args), dict(kwargs)))
+        if isinstance(result, fx.Node) and result.op == "call_function":
+            ir.update(result, name=self.record.name, true_sizes=tuple(elements(runs) for one in grown for runs in one))
+        return result
 
 
 def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
@@ -317,10 +319,11 @@ def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
     )
 
 
-def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], kept: Mapping[str, Runs]) -> Padding:
+def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
     """The padding of an operand or result with ``dims``, whose factors are padded as ``kept`` says."""
     return tuple(
-        canonical([run for f in factors for run in kept.get(f, (Run(spec.size(f), spec.size(f)),))]) for factors in dims
+        canonical([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
+        for factors in dims
     )
 
 

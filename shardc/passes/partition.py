@@ -55,12 +55,12 @@ class Partition:
             level = levels.get(ir.info(node).name, 0)
             if level:
                 self._mark(node, level)
-        again = runs_again(graph, self.collectives)
+        recomputed = runs_again(graph, self.collectives)
         for node in graph.nodes:
             if "recompute" in node.meta or node.op != "call_function":
                 continue
             origin = ir.info(node).origin
-            if node in again:
+            if node in recomputed:
                 self.recompute(node, origin.region or _GATHERS)
             elif communicates(node.target) or (origin.region and origin.phase == "forward"):
                 self.save(node, origin.region)
@@ -109,24 +109,24 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
     """By the name of each placeholder, and of what is made of it alone by moving: the role of the placeholder."""
-    given = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
-    return {moved.name: ir.role(node) for node in given for moved in (node, *_moved(node))}
+    inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
+    return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:
     """The forward outputs alone: gradients, and what only they need, dropped."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    kept = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
-    needed = {x for _, x in kept if isinstance(x, fx.Node)}
+    outputs = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
+    needed = {x for _, x in outputs if isinstance(x, fx.Node)}
     for node in reversed(gm.graph.nodes):
         if node in needed and node.op != "output":
             needed.update(node.all_input_nodes)
     for node in gm.graph.nodes:
         if node in needed or (node.op == "placeholder" and ir.role(node).kind != "tangent"):
             env[node] = graph.node_copy(node, lambda n: env[n])
-    out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in kept))
-    out.meta[ir.ROLES] = tuple(role for role, _ in kept)
+    out = graph.output(tuple(env[x] if isinstance(x, fx.Node) else x for _, x in outputs))
+    out.meta[ir.ROLES] = tuple(role for role, _ in outputs)
     return LazyGraphModule(gm, graph)
 
 
@@ -158,11 +158,11 @@ def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
     output = ir.output_node(gm.graph)
     saved = output.args[0][len(roles) :]
     output.meta[ir.ROLES] = (*roles, *(Role("saved", x.name, at) for at, x in enumerate(saved)))
-    known = set()
+    names = set()
     for node in ir.placeholders(gm.graph):
         record = ir.info(node)
         if record.role is None:
             record = replace(record, role=Role("saved", node.name))
-        name = record.name if record.name not in known else f"{record.name}.saved"
-        known.add(name)
+        name = record.name if record.name not in names else f"{record.name}.saved"
+        names.add(name)
         ir.set_info(node, replace(record, name=name))

@@ -57,7 +57,7 @@ class Pipeline:
     @property
     def names(self) -> tuple[str, ...]:
         """The passes' names in order."""
-        return tuple(each.name for each in self.passes)
+        return tuple(pass_.name for pass_ in self.passes)
 
     def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
         """Runs the passes on ``gm``, each between the hooks' calls.
@@ -65,12 +65,12 @@ class Pipeline:
         The graph has its casts: an autocast that is on while passes run ops, to find out shapes and dtypes, adds none.
         """
         with _compat.no_autocast():
-            for each in steps(self.passes, "passes"):
+            for pass_ in steps(self.passes, "passes"):
                 for hook in hooks:
-                    hook.before(each.name, gm)
-                gm = each(gm)
+                    hook.before(pass_.name, gm)
+                gm = pass_(gm)
                 for hook in hooks:
-                    hook.after(each.name, gm)
+                    hook.after(pass_.name, gm)
         return gm
 
     def before(self, name: str, *passes: Pass) -> Pipeline:
@@ -86,12 +86,12 @@ class Pipeline:
     def without(self, *names: str) -> Pipeline:
         """With these left out."""
         out = {self._at(name) for name in names}
-        return Pipeline(tuple(each for at, each in enumerate(self.passes) if at not in out))
+        return Pipeline(tuple(pass_ for at, pass_ in enumerate(self.passes) if at not in out))
 
     def replaced(self, *passes: Pass) -> Pipeline:
         """With each of ``passes`` in the place of the one that has its name."""
-        at = {self._at(each.name): each for each in passes}
-        return Pipeline(tuple(at.get(place, each) for place, each in enumerate(self.passes)))
+        at = {self._at(pass_.name): pass_ for pass_ in passes}
+        return Pipeline(tuple(at.get(place, pass_) for place, pass_ in enumerate(self.passes)))
 
     def until(self, name: str) -> Pipeline:
         """What stands in front of the pass of that name."""
@@ -102,9 +102,9 @@ class Pipeline:
         return Pipeline(self.passes[self._at(name) + 1 :])
 
     def __getitem__(self, kind: type[P]) -> P:
-        for each in self.passes:
-            if isinstance(each, kind):
-                return each
+        for pass_ in self.passes:
+            if isinstance(pass_, kind):
+                return pass_
         raise InputError(f"the pipeline has no {kind.__name__}", fix=f"leave {kind.name!r} in it")
 
     def __iter__(self) -> Iterator[Pass]:
@@ -115,7 +115,7 @@ class Pipeline:
 
     def __str__(self) -> str:
         width = max(map(len, self.names), default=0)
-        return "\n".join(f"{each.name:{width}}  {_summary(each)}".rstrip() for each in self.passes)
+        return "\n".join(f"{pass_.name:{width}}  {_summary(pass_)}".rstrip() for pass_ in self.passes)
 
     def _at(self, name: str) -> int:
         if name not in self.names:
@@ -123,7 +123,7 @@ class Pipeline:
         return self.names.index(name)
 
 
-def _summary(each: Pass) -> str:
+def _summary(pass_: Pass) -> str:
     """The first sentence of a pass's docstring."""
-    text = " ".join((type(each).__doc__ or "").split("\n\n")[0].split())
+    text = " ".join((type(pass_).__doc__ or "").split("\n\n")[0].split())
     return text.partition(". ")[0].removesuffix(".").replace("`", "")

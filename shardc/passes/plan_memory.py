@@ -42,10 +42,10 @@ class PlanMemory:
         slots: list[Slot] = []
         for at, node in enumerate(gm.graph.nodes):
             if node.target in IN_MESSAGES:
-                made = self._slots(node, at)
-                numbers = list(range(len(slots), len(slots) + len(made)))
+                added = self._slots(node, at)
+                numbers = list(range(len(slots), len(slots) + len(added)))
                 node.args = (*node.args[: len(node.target._schema.arguments) - 1], numbers)
-                slots += made
+                slots += added
         ir.output_node(gm.graph).meta[PLAN] = _plan(gm.graph, slots)
         gm.recompile()
         return gm
@@ -57,11 +57,11 @@ class PlanMemory:
         _, ranks = group_of(node, self.mesh)
         if node.target is ALL_REDUCE and is_ring("all_reduce", ranks):
             return [Slot(ir.info(node).name, sum(_bytes(x) for x in results), at, at)]
-        made = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
+        slots = [Slot(name, _bytes(x), at, at) for name, x in zip(names, results, strict=True)]
         packing = Packing.of(rows_of(node, ranks))
         wires = []
         if node.target is not GATHER and ranks > 2:
-            alone = [slot for number, slot in enumerate(made) if number not in packing.offsets]
+            alone = [slot for number, slot in enumerate(slots) if number not in packing.offsets]
             wires += [Slot(f"{slot.name}.wire", (ranks - 2) * slot.size, at, at) for slot in alone]
         if packing.offsets:
             goes = ranks - 1 if node.target is REDUCE_SCATTER else 1
@@ -69,7 +69,7 @@ class PlanMemory:
                 Slot(f"{ir.info(node).name}.{way}.wire", count * packing.room, at, at)
                 for way, count in (("comes", ranks - 1), ("goes", goes))
             ]
-        return made + wires
+        return slots + wires
 
 
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
@@ -101,16 +101,18 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
     saved: dict[int, tuple[str, ...]] = {}
     for role, x in ir.outputs(graph):
         for slot in behind.get(x, frozenset()) if isinstance(x, fx.Node) else ():
-            kept = role.kind == "saved" and regions.get(slot) != OUTSIDE
-            regions[slot], ends[slot] = KEPT if kept else OUTSIDE, last
+            is_saved = role.kind == "saved" and regions.get(slot) != OUTSIDE
+            regions[slot], ends[slot] = KEPT if is_saved else OUTSIDE, last
             if role.kind == "saved":
                 saved[slot] = (*saved.get(slot, ()), role.name)
     timed = [
         replace(slot, end=ends[k], region=regions.get(k, INSIDE), saved=saved.get(k, ()))
         for k, slot in enumerate(slots)
     ]
-    given = tuple((node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph))
-    return MemoryPlan(place(timed), given)
+    input_uses = tuple(
+        (node.name, max(map(place_of.__getitem__, node.users), default=0)) for node in ir.placeholders(graph)
+    )
+    return MemoryPlan(place(timed), input_uses)
 
 
 def _names(node: fx.Node) -> list[str]:

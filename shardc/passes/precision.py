@@ -37,7 +37,7 @@ class Precision:
 
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     reduced: Mapping[str, torch.dtype] = field(default_factory=dict)
-    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
+    stored: Mapping[str, torch.dtype] = field(default_factory=dict)
     deferred: Deferred = NOTHING
     name = "precision"
 
@@ -46,8 +46,8 @@ class Precision:
         before = list(ir.outputs(gm.graph))
 
         def reduced(role: ir.Role, node: fx.Node) -> fx.Node:
-            asked = role.kind == "grad" and role.name in self.kept
-            return self._reduced(rewriter, output, node, role.name) if asked else node
+            has_dtype = role.kind == "grad" and role.name in self.stored
+            return self._reduced(rewriter, output, node, role.name) if has_dtype else node
 
         ir.change_outputs(gm.graph, reduced)
         for _, node in before:
@@ -58,8 +58,8 @@ class Precision:
     def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
         # What was computed in another dtype than the parameter's ends in a cast to it.
         computed = node = grad.args[0] if grad.target is _CAST else grad
-        kept, dtype, reduce = self.kept[name], ir.value(node).dtype, self.reduced[name]
-        if node is grad and kept == dtype == reduce:
+        stored, dtype, reduce = self.stored[name], ir.value(node).dtype, self.reduced[name]
+        if node is grad and stored == dtype == reduce:
             return grad
         layout = self.layouts[name]
         layout = self.deferred.layout(name, layout, ir.layout(node)) or layout
@@ -69,7 +69,7 @@ class Precision:
         if ir.layout(node) != layout:
             at = rewriter.before(output, like=computed, suffix="reduced")
             node = at.typed(replace(ir.value(node), layout=layout), ops.reshard, node)
-        if reduce == kept or name in self.deferred.names:
+        if reduce == stored or name in self.deferred.names:
             return node
         at = rewriter.before(output, like=computed, suffix="stored")
-        return at.typed(replace(ir.value(node), dtype=kept), _CAST, node, dtype=kept)
+        return at.typed(replace(ir.value(node), dtype=stored), _CAST, node, dtype=stored)

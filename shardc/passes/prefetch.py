@@ -17,7 +17,7 @@ from shardc.plan.entries import Prefetch
 Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
-def ask(graph: fx.Graph, entries: Sequence[Prefetch], wished: dict[fx.Node, float], limit: int) -> Wanted:
+def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
     """Wishes the gathers that ``entries`` name in front of their modules.
 
     Args:
@@ -36,10 +36,10 @@ def ask(graph: fx.Graph, entries: Sequence[Prefetch], wished: dict[fx.Node, floa
         flying = 0
         for gather in (n for n in made_of if collective_kind(n) == "all_gather"):
             theirs = any(_inside(name, module) for name in made_of[gather] for module in entry.modules)
-            if theirs and min(wished[u] for w in waits_of(gather) for u in w.users) > wished[first]:
+            if theirs and min(priority[u] for w in waits_of(gather) for u in w.users) > priority[first]:
                 flying += result_bytes(gather)
                 wanted.append((entry, gather, first))
-                wished[gather] = min(wished[gather], wished[first] - 0.5)
+                priority[gather] = min(priority[gather], priority[first] - 0.5)
         if 0 <= limit < flying:
             raise PlanError(
                 f"{flying} B of gathers would be in flight when {entry.module!r} computes; max_in_flight is {limit}",
@@ -63,18 +63,18 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
     """What is made of parameters alone, or of kept parts of them, and their names."""
-    found: dict[fx.Node, frozenset[str]] = {}
+    names: dict[fx.Node, frozenset[str]] = {}
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:
         if node.op == "placeholder":
             role = reads.get(node.name) if ir.info(node).kept else ir.info(node).role
             if role is not None and role.kind == "param":
-                found[node] = frozenset([role.name])
+                names[node] = frozenset([role.name])
             elif role is not None and role.kind == "coordinate":
-                found[node] = frozenset()
-        elif node.op == "call_function" and node.all_input_nodes and all(x in found for x in node.all_input_nodes):
-            found[node] = frozenset().union(*(found[x] for x in node.all_input_nodes))
-    return found
+                names[node] = frozenset()
+        elif node.op == "call_function" and node.all_input_nodes and all(x in names for x in node.all_input_nodes):
+            names[node] = frozenset().union(*(names[x] for x in node.all_input_nodes))
+    return names
 
 
 def _waits(node: fx.Node) -> bool:

@@ -87,8 +87,8 @@ def decide(node: fx.Node, strategy: Strategy) -> None:
     """Writes on ``node`` what it needs of its operands, and the layouts of its results."""
     record = replace(ir.info(node), needs=strategy.operands)
     if isinstance(record.value, tuple):
-        made = iter(strategy.results)
-        ir.set_info(node, record.at(tuple(None if v is None else next(made) for v in record.value)))
+        results = iter(strategy.results)
+        ir.set_info(node, record.at(tuple(None if v is None else next(results) for v in record.value)))
     else:
         ir.set_info(node, record.at(strategy.results[0]) if record.value is not None else record)
 
@@ -104,9 +104,9 @@ def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
 def take(node: fx.Node) -> None:
     """Gives a result that is taken out of several its layout."""
     source, index = node.args
-    made = ir.info(source).values[index]
-    assert made is not None
-    ir.set_info(node, ir.info(node).at(made.layout))
+    value = ir.info(source).values[index]
+    assert value is not None
+    ir.set_info(node, ir.info(node).at(value.layout))
 
 
 def padded(node: fx.Node, source: Layout) -> Strategy:

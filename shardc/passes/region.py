@@ -50,11 +50,11 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
         RuleError: a pending reduction in an argument.
     """
     it = _region(node)
-    made = ir.info(node).value
+    value = ir.info(node).value
     values = [ir.value(x) for x in operands_of(node)]
     count = len(it.inputs)
-    given = tuple(_layout(it, "in", at, spec, mesh, values[at]) for at, spec in enumerate(it.inputs))
-    for at, layout in enumerate(given):
+    arguments = tuple(_layout(it, "in", at, spec, mesh, values[at]) for at, spec in enumerate(it.inputs))
+    for at, layout in enumerate(arguments):
         if layout.partial:
             raise RuleError(
                 f"local_map of {it.name}: in_layouts[{at}] is {layout}, with a pending reduction",
@@ -62,14 +62,14 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
                 fix="take the argument whole, or split; the reduction is then done before the region",
             )
     if node.target is CALL:
-        assert isinstance(made, tuple)
-        if len(made) != len(it.outputs):
+        assert isinstance(value, tuple)
+        if len(value) != len(it.outputs):
             raise RuleError(
-                f"local_map of {it.name}: it returns {len(made)} tensors and has {len(it.outputs)} out_layouts",
+                f"local_map of {it.name}: it returns {len(value)} tensors and has {len(it.outputs)} out_layouts",
                 source=it.source,
                 fix="give one layout for each tensor that it returns",
             )
-        results = tuple(_layout(it, "out", at, it.outputs[at], mesh, v) for at, v in enumerate(made) if v is not None)
+        results = tuple(_layout(it, "out", at, it.outputs[at], mesh, v) for at, v in enumerate(value) if v is not None)
         for at, layout in enumerate(results):
             if any(op != "sum" for _, op in layout.partial):
                 raise RuleError(
@@ -77,11 +77,11 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
                     source=it.source,
                     fix="do the reduction in the function, with shardc.local",
                 )
-        return Strategy(given, results)
+        return Strategy(arguments, results)
     floating = [at for at, value in enumerate(values[:count]) if value.dtype.is_floating_point]
     tangents = _tangents(it, mesh, values[count:])
-    sums = tuple(given[at].with_partial(_unused(given[at])) for at in floating)
-    return Strategy((*given, *(layout.without_partial() for layout in tangents)), sums)
+    sums = tuple(arguments[at].with_partial(_unused(arguments[at])) for at in floating)
+    return Strategy((*arguments, *(layout.without_partial() for layout in tangents)), sums)
 
 
 def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
@@ -106,9 +106,9 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
         indices = [torch.zeros(1, dtype=torch.int64, device=emitter.device) for _ in mesh.axes]
         with _explained(it, fakes):
             traced = make_fx(on_a_rank)(fakes, indices)
-    made = _inlined(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, it)
-    _check(it, node, made)
-    return made
+    results = _inlined(traced, [*operands, *((axis,) for axis in mesh.axes)], emitter, it)
+    _check(it, node, results)
+    return results
 
 
 def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: Region) -> list[Any]:
@@ -138,10 +138,10 @@ def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: 
     raise AssertionError("the graph has no output")
 
 
-def _check(it: Region, node: fx.Node, made: Sequence[Any]) -> None:
+def _check(it: Region, node: fx.Node, results: Sequence[Any]) -> None:
     record = ir.info(node).value
     assert isinstance(record, tuple)
-    for at, (value, local) in enumerate(zip(record, made, strict=True)):
+    for at, (value, local) in enumerate(zip(record, results, strict=True)):
         if value is None or value.layout is None:
             continue
         shape, expected = tuple(local.meta["val"].shape), tuple(value.layout.local_shape)

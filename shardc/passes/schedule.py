@@ -46,48 +46,48 @@ class Schedule:
     name = "schedule"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        wished = places(gm.graph)
+        priority = places(gm.graph)
         starts = [n for n in gm.graph.nodes if is_start(n)]
         if self.blocking:
-            wished |= {wait: wished[node] + 0.1 for node in starts for wait in waits_of(node)}
-            wanted = ask(gm.graph, self.prefetch, dict(wished), -1)
-            reorder(gm.graph, wished)
+            priority |= {wait: priority[node] + 0.1 for node in starts for wait in waits_of(node)}
+            wanted = ask(gm.graph, self.prefetch, dict(priority), -1)
+            reorder(gm.graph, priority)
             check(gm.graph, wanted)
             gm.recompile()
             return gm
         free = from_start(gm.graph)
         fetches = [node for node in starts if node in free]
-        uses = {node: _first_use(node, wished) for node in starts}
+        uses = {node: _first_use(node, priority) for node in starts}
         for node in starts:
             inputs = (x for x in node.all_input_nodes if x.op != "placeholder" and x not in free)
-            ready = max((wished[x] for x in inputs), default=None)
+            ready = max((priority[x] for x in inputs), default=None)
             if ready is not None:
-                wished[node] = ready + 0.25
+                priority[node] = ready + 0.25
             for wait in waits_of(node):
-                wished[wait] = min((wished[user] for user in wait.users), default=float("inf")) - 0.25
+                priority[wait] = min((priority[user] for user in wait.users), default=float("inf")) - 0.25
         collectives = [node for node in starts if move_kind(node) is None]
-        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, wished, -1.0)
-        pull(gm.graph, free, wished)
-        awaited = {node: min((wished[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
-        self._prefetch(fetches, awaited, wished, -2.0)
-        _drain(gm.graph, collectives, free, wished, self.max_in_flight)
-        wanted = ask(gm.graph, self.prefetch, wished, self.max_in_flight)
+        self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, -1.0)
+        pull(gm.graph, free, priority)
+        awaited = {node: min((priority[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
+        self._prefetch(fetches, awaited, priority, -2.0)
+        _drain(gm.graph, collectives, free, priority, self.max_in_flight)
+        wanted = ask(gm.graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
-            pull(gm.graph, free, wished)
-        reorder(gm.graph, wished)
+            pull(gm.graph, free, priority)
+        reorder(gm.graph, priority)
         check(gm.graph, wanted)
         gm.recompile()
         return gm
 
     def _prefetch(
-        self, gathers: list[fx.Node], uses: dict[fx.Node, float], wished: dict[fx.Node, float], first: float
+        self, gathers: list[fx.Node], uses: dict[fx.Node, float], priority: dict[fx.Node, float], first: float
     ) -> None:
         """Starts each gather behind the first use of an earlier one, so that those after it may fly together.
 
         Args:
             first: the place of those that nothing is in front of.
         """
-        gathers.sort(key=lambda node: (uses[node], wished[node]))
+        gathers.sort(key=lambda node: (uses[node], priority[node]))
         for at, node in enumerate(gathers):
             ahead, flying = at, result_bytes(node)
             while ahead > 0:
@@ -96,11 +96,11 @@ class Schedule:
                     break
                 ahead -= 1
             place = uses[gathers[ahead - 1]] + 0.3 if ahead > 0 else first
-            wished[node] = min(place, uses[node] - 0.5)
+            priority[node] = min(place, uses[node] - 0.5)
 
 
 def _drain(
-    graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], wished: dict[fx.Node, float], limit: int
+    graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float], limit: int
 ) -> None:
     """Waits for collectives whose results only leave the graph: where more than ``limit`` would be on its way.
 
@@ -118,7 +118,7 @@ def _drain(
     # What gathers inputs is started ahead of its use already.
     every = [node for node in every if going_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
     for turn in sorted({level.get(node, 0) for node in every}):
-        drained = sorted((node for node in every if level.get(node, 0) == turn), key=wished.__getitem__)
+        drained = sorted((node for node in every if level.get(node, 0) == turn), key=priority.__getitem__)
         behind = [0, *accumulate(result_bytes(node) for node in drained)]  # bytes of the first so many
         for at, node in enumerate(drained):
             later, end = len(drained), float(len(graph.nodes) + turn)
@@ -126,20 +126,20 @@ def _drain(
                 later, end = at + 1, end - 0.5
             elif limit >= 0:  # the first with which there is more on its way
                 later = max(at + 1, bisect_right(behind, behind[at] + limit) - 1)
-            place = wished[drained[later]] + 0.1 if later < len(drained) else end
+            place = priority[drained[later]] + 0.1 if later < len(drained) else end
             work = list(tails[node])
             while work:
                 tail = work.pop()
-                wished[tail] = place
+                priority[tail] = place
                 work += [user for user in tail.users if user in level]
     for node in graph.nodes:
         if move_kind(node) == "to_host":
-            wished |= dict.fromkeys(waits_of(node), float("inf"))
+            priority |= dict.fromkeys(waits_of(node), float("inf"))
 
 
 def _always_ready(node: fx.Node, free: frozenset[fx.Node]) -> bool:
     return all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
 
 
-def _first_use(node: fx.Node, wished: dict[fx.Node, float]) -> float:
-    return min((wished[user] for wait in waits_of(node) for user in wait.users), default=float("inf"))
+def _first_use(node: fx.Node, priority: dict[fx.Node, float]) -> float:
+    return min((priority[user] for wait in waits_of(node) for user in wait.users), default=float("inf"))

@@ -59,8 +59,10 @@ class Seed:
             elif role.kind == "buffer":
                 ir.set_info(node, record.at(Layout.whole(self.mesh, ir.value(node).shape)))
             elif role.kind == "input" and isinstance(record.value, Value):
-                given = next(inputs)
-                ir.set_info(node, replace(record.at(given.layout), origin=replace(record.origin, cause=given.cause)))
+                input_plan = next(inputs)
+                ir.set_info(
+                    node, replace(record.at(input_plan.layout), origin=replace(record.origin, cause=input_plan.cause))
+                )
         self._grads(rewriter)
         return gm
 
@@ -91,12 +93,12 @@ class Seed:
             dtype, users = ir.value(last).dtype, list(last.users)
             ir.set_info(last, replace(ir.info(last), value=Value(dtype, seeded.storage.shape)))
             last.meta["val"] = last.meta["val"].new_empty(seeded.storage.shape)
-        source, held = last, seeded.storage
+        source, current = last, seeded.storage
         at = before if source is node else source.next
         for layout in (seeded.split, padded):
-            if layout is not None and layout != held:
+            if layout is not None and layout != current:
                 place = rewriter.before(at, like=node, suffix="full")
-                last, held = place.typed(Value(dtype, layout.shape, layout), ops.reshard, last), layout
+                last, current = place.typed(Value(dtype, layout.shape, layout), ops.reshard, last), layout
         for dim, (have, want) in enumerate(zip(seeded.storage.shape, shape, strict=True)):
             if have != want:
                 padded = _resize(padded, dim, want)

@@ -29,27 +29,27 @@ class Settle:
     name = "settle"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        graph, wished = gm.graph, places(gm.graph)
-        dense = [wished[node] for node in graph.nodes if is_dense(node)]
+        graph, priority = gm.graph, places(gm.graph)
+        dense = [priority[node] for node in graph.nodes if is_dense(node)]
         for node in _last_ops(graph):
-            operands = [wished[x] for x in node.all_input_nodes if _is_backward(x)]
-            if operands and bisect(dense, max(operands)) < bisect(dense, wished[node]):
-                wished[node] = max(operands) + 1e-4
-        reorder(graph, wished)
+            operands = [priority[x] for x in node.all_input_nodes if _is_backward(x)]
+            if operands and bisect(dense, max(operands)) < bisect(dense, priority[node]):
+                priority[node] = max(operands) + 1e-4
+        reorder(graph, priority)
         return gm
 
 
 def _last_ops(graph: fx.Graph) -> list[fx.Node]:
     """The ops of backward that only outputs need, in order, but for those that take long or draw random numbers."""
-    found: set[fx.Node] = set()
+    last_ops: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not _is_backward(node) or not node.users or is_dense(node):
             continue
         if draws(node.target):
             continue
-        if all(user.op == "output" or user in found for user in node.users):
-            found.add(node)
-    return [node for node in graph.nodes if node in found]
+        if all(user.op == "output" or user in last_ops for user in node.users):
+            last_ops.add(node)
+    return [node for node in graph.nodes if node in last_ops]
 
 
 def _is_backward(node: fx.Node) -> bool:

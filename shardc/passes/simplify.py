@@ -32,29 +32,29 @@ class Simplify:
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         _share_before_moves(gm.graph)
-        made: dict[fx.Node, list[fx.Node]] = {}
+        reshards: dict[fx.Node, list[fx.Node]] = {}
         rewriter = GraphRewriter(gm.graph)
         for node in list(gm.graph.nodes):
             if node.target is ops.reshard:
-                self._shorten(rewriter, node, made)
+                self._shorten(rewriter, node, reshards)
         gm.graph.eliminate_dead_code()
         return gm
 
-    def _shorten(self, rewriter: GraphRewriter, node: fx.Node, made: dict[fx.Node, list[fx.Node]]) -> None:
+    def _shorten(self, rewriter: GraphRewriter, node: fx.Node, reshards: dict[fx.Node, list[fx.Node]]) -> None:
         source = node.args[0]
         while source.target is ops.reshard and len(source.users) == 1 and not ir.layout(source).partial:
-            there = self._seconds(source.args[0], source) + self._seconds(source, node)
-            if self._seconds(source.args[0], node) > there:
+            two_steps = self._seconds(source.args[0], source) + self._seconds(source, node)
+            if self._seconds(source.args[0], node) > two_steps:
                 break
             source = source.args[0]
         node.args = (source,)
         if ir.layout(source) == ir.layout(node):
             rewriter.replace(node, source)
             return
-        earlier = min(made.get(source, ()), key=lambda other: self._seconds(other, node), default=None)
+        earlier = min(reshards.get(source, ()), key=lambda other: self._seconds(other, node), default=None)
         if earlier is not None and self._seconds(earlier, node) < self._seconds(source, node):
             node.args = (earlier,)
-        made.setdefault(source, []).append(node)
+        reshards.setdefault(source, []).append(node)
 
     def _seconds(self, source: fx.Node, target: fx.Node) -> float:
         src, dst = ir.layout(source), ir.layout(target)
@@ -83,9 +83,9 @@ def _share_before_moves(graph: fx.Graph) -> None:
         for node, moves in members:
             last = shared
             for move in moves:
-                here = _wanted_through(node, moves, move)
+                moved_layout = _wanted_through(node, moves, move)
                 last = rewriter.before(node, like=move).copy(move, {move.args[0]: last})
-                ir.update(last, value=replace(ir.value(move), layout=here))
+                ir.update(last, value=replace(ir.value(move), layout=moved_layout))
             rewriter.replace(node, last)
             replaced[node] = last
 

@@ -62,12 +62,12 @@ def _wait(builder: Builder, x: Any) -> Any:
 
 def _to_front(step: Step, x: Any, builder: Builder) -> Any:
     """``x`` with the digits that the step binds in front, in mesh order: [their radices, the other local digits]."""
-    held = [slot for slot in slots(step.src, step.dst) if slot.before is None]
-    taken = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(held) if slot.after})
-    order = taken + [k for k in range(len(held)) if k not in taken]
+    digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
+    order = leading + [k for k in range(len(digits)) if k not in leading]
     if order == sorted(order):
         return x
-    x = _permute(builder, _reshape(builder, x, [slot.radix for slot in held]), order)
+    x = _permute(builder, _reshape(builder, x, [slot.radix for slot in digits]), order)
     return builder.call(aten.clone.default, x, memory_format=torch.contiguous_format)
 
 
@@ -77,11 +77,11 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 def _from_front(step: Step, x: Any, builder: Builder) -> Any:
     """The inverse for the digits that the step unbinds: ``x`` has them in front, in mesh order."""
-    made = [slot for slot in slots(step.src, step.dst) if slot.after is None]
-    freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(made) if slot.before})
-    order = freed + [k for k in range(len(made)) if k not in freed]
+    digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
+    freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
+    order = freed + [k for k in range(len(digits)) if k not in freed]
     if order != sorted(order):
-        x = _reshape(builder, x, [made[k].radix for k in order])
+        x = _reshape(builder, x, [digits[k].radix for k in order])
         x = _permute(builder, x, [order.index(k) for k in range(len(order))])
     return _reshape(builder, x, step.dst.local_shape)
 
@@ -115,8 +115,8 @@ def _all_reduce(step: Step, x: Any, builder: Builder) -> Any:
 def _all_to_all(step: Step, x: Any, builder: Builder) -> Any:
     size, name = builder.group(step.axes)
     x = _with_leading(builder, _to_front(step, x, builder), size)
-    each = [builder.shape(x)[0] // size] * size
-    x = builder.call(c10d.all_to_all_single.default, x, each, each, name)
+    sizes = [builder.shape(x)[0] // size] * size
+    x = builder.call(c10d.all_to_all_single.default, x, sizes, sizes, name)
     return _from_front(step, _wait(builder, x), builder)
 
 
@@ -132,14 +132,14 @@ def destinations(step: Step) -> tuple[int, ...]:
     Ranks that hold what they want keep it; the others are matched in order.
     """
     ranks = step.src.mesh.group(step.axes, 0)
-    held = [_origin(step.src, rank) for rank in ranks]
-    wanted = [_origin(step.dst, rank) for rank in ranks]
-    out = {k: k for k in range(len(ranks)) if held[k] == wanted[k]}
+    have = [_origin(step.src, rank) for rank in ranks]
+    want = [_origin(step.dst, rank) for rank in ranks]
+    out = {k: k for k in range(len(ranks)) if have[k] == want[k]}
     takers: dict[tuple[int, ...], list[int]] = {}
     for k in range(len(ranks)):
         if k not in out:
-            takers.setdefault(wanted[k], []).append(k)
-    return tuple(out[k] if k in out else takers[held[k]].pop(0) for k in range(len(ranks)))
+            takers.setdefault(want[k], []).append(k)
+    return tuple(out[k] if k in out else takers[have[k]].pop(0) for k in range(len(ranks)))
 
 
 def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
@@ -151,11 +151,11 @@ def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
 
 
 def _shard(step: Step, x: Any, builder: Builder) -> Any:
-    held = [slot for slot in slots(step.src, step.dst) if slot.before is None]
+    digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     shape: list[int] = []
     runs: list[tuple[int, list[str]]] = []  # (dim of the view, the axes whose digits it joins)
-    for at, slot in enumerate(held):
-        if slot.after and at and held[at - 1].after:
+    for at, slot in enumerate(digits):
+        if slot.after and at and digits[at - 1].after:
             shape[-1] *= slot.radix
             runs[-1][1].append(slot.after)
             continue

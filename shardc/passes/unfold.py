@@ -43,19 +43,19 @@ class Unfold:
         self.run, self.keep, self.missing = run, keep, run.count - keep
         self.names = Names(run, keep)
         self.regions = 0  # how many checkpoint regions a block has
-        found = _Unfolding(self, joint, phases(joint), {})
-        both = sorted(set.intersection(*(set(body.whole) for body in found.bodies if body.nodes)))
+        scan = _Unfolding(self, joint, phases(joint), {})
+        both = sorted(set.intersection(*(set(body.whole) for body in scan.bodies if body.nodes)))
         if not both:
             raise NotPeriodic("no block is like the one before it, both forward and backward")
         # New blocks read from this one in forward and from the one behind it in backward: both are far from the ends,
         # for in the halves, the blocks there may be less alike than they are here.
         middle = run.first + (keep - 1) // 2
         self.names.last = min(both, key=lambda block: abs(block - middle))
-        at = {place: node for node, place in found.places.items() if node.op != "placeholder"}
+        at = {place: node for node, place in scan.places.items() if node.op != "placeholder"}
         regions: set[int] = set()
-        for body in found.bodies:
-            here = [(found.places[node], node) for node in body.nodes[body.start : body.end]]
-            pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in here]
+        for body in scan.bodies:
+            inner = [(scan.places[node], node) for node in body.nodes[body.start : body.end]]
+            pairs = [(p, node, at.get(Place(p.role, p.block + body.step))) for p, node in inner]
             self.names.learn([(_name(x), _name(y), p.block) for p, x, y in pairs if y is not None], body.step)
             both_of = [
                 (ir.info(x).origin.region, ir.info(y).origin.region)
@@ -70,7 +70,7 @@ class Unfold:
 
     def repeats(self, name: str) -> bool:
         """Whether the node of that name, of the localized graph or of one before it, is in the block that is copied."""
-        return name in self.block_names or self.names.own(name) == self.names.last
+        return name in self.block_names or self.names.block_of(name) == self.names.last
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
         """The joint graph."""
@@ -79,13 +79,13 @@ class Unfold:
     def halves(self, forward: fx.Graph, backward: fx.Graph | None) -> tuple[fx.Graph, fx.Graph | None]:
         """The forward (or the inference), and the backward that the same joint graph was cut into."""
         first = _Unfolding(self, forward, phases(forward), {})
-        made = first.graph()
+        whole_forward = first.graph()
         if backward is None:
-            return made, None
+            return whole_forward, None
         saved = {node.name: place for node, place in first.places.items()}
         second = _Unfolding(self, backward, [Body(calls(backward), "backward", -1)], saved)
         second.twins = {place: node.name for place, node in first.copied.items()}
-        return made, second.graph()
+        return whole_forward, second.graph()
 
 
 class _Unfolding:
@@ -101,7 +101,7 @@ class _Unfolding:
         self.places: dict[fx.Node, Place] = {}
         self.twins: dict[Place, str] = {}
         for node in ir.placeholders(graph):
-            role, block = ir.role(node), self.names.own(ir.info(node).name)
+            role, block = ir.role(node), self.names.block_of(ir.info(node).name)
             if role.kind == "saved":
                 if node.name in saved:
                     self.places[node] = saved[node.name]
@@ -111,7 +111,7 @@ class _Unfolding:
             node: (body, at) for body in bodies for at, node in enumerate(body.nodes)
         }
         for body in bodies:
-            self._find(body)
+            self._locate_periods(body)
         self.at = {place: node for node, place in self.places.items()}
         self.copied: dict[Place, fx.Node] = {}
         self.env: dict[fx.Node, fx.Node] = {}
@@ -120,11 +120,11 @@ class _Unfolding:
 
     # --- what repeats
 
-    def _find(self, body: Body) -> None:
+    def _locate_periods(self, body: Body) -> None:
         """Finds the longest stretch of alike periods, and gives its nodes, and those like them around it, places."""
         first_of: dict[int, int] = {}
         for at, node in enumerate(body.nodes):
-            if (block := self.names.own(ir.info(node).name)) is not None:
+            if (block := self.names.block_of(ir.info(node).name)) is not None:
                 first_of.setdefault(block, at)
         if not set(first_of) - self.names.ends:
             return  # what only the first block or the last one has is not repeated
@@ -140,9 +140,9 @@ class _Unfolding:
         if not body.whole:
             raise NotPeriodic("no two blocks are alike, node by node")
         body.start, body.end = start, start + body.period * len(body.whole)
-        while body.end < len(body.nodes) and self._alike(body, body.end - body.period, body.period):
+        while body.end < len(body.nodes) and self._matches(body, body.end - body.period, body.period):
             body.end += 1
-        while body.start > 0 and self._alike(body, body.start - 1, body.period):
+        while body.start > 0 and self._matches(body, body.start - 1, body.period):
             body.start -= 1
         for at in range(body.start, body.end):
             turn, role = divmod(at - start, body.period)
@@ -151,35 +151,35 @@ class _Unfolding:
     def _like(self, body: Body, start: int, period: int) -> bool:
         """Whether the period behind the one at ``start`` is like it."""
         inside = start + 2 * period <= len(body.nodes)
-        return inside and all(self._alike(body, at, period) for at in range(start, start + period))
+        return inside and all(self._matches(body, at, period) for at in range(start, start + period))
 
-    def _alike(self, body: Body, at: int, period: int) -> bool:
+    def _matches(self, body: Body, at: int, period: int) -> bool:
         """Whether a node and the one a period later do the same to things that are a block apart."""
         node, later = body.nodes[at], body.nodes[at + period]
-        if node.target != later.target or _made(node) != _made(later):
+        if node.target != later.target or _value_kind(node) != _value_kind(later):
             return False
         ours, theirs = ir.info(node).origin, ir.info(later).origin
         if (ours.phase, ours.source) != (theirs.phase, theirs.source):
             return False
         first, second = _leaves((node.args, node.kwargs)), _leaves((later.args, later.kwargs))
         return len(first) == len(second) and all(
-            self._apart(body, x, y, period)
+            self._block_apart(body, x, y, period)
             if isinstance(x, fx.Node) and isinstance(y, fx.Node)
             else type(x) is type(y) and bool(x == y)
             for x, y in zip(first, second, strict=True)
         )
 
-    def _apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
+    def _block_apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
         """Whether ``y`` is to one block what ``x`` is to the one before, or both are the same."""
         if x is y:
             return True
         ours, theirs = self.places.get(x), self.places.get(y)
         if ours is not None or theirs is not None:
             return ours is not None and theirs == Place(ours.role, ours.block + body.step)
-        here, there = self.position.get(x), self.position.get(y)
-        if here is None or there is None or here[0] is not body or there[0] is not body:
+        x_position, y_position = self.position.get(x), self.position.get(y)
+        if x_position is None or y_position is None or x_position[0] is not body or y_position[0] is not body:
             return False
-        return there[1] - here[1] == period
+        return y_position[1] - x_position[1] == period
 
     # --- the whole graph
 
@@ -232,24 +232,24 @@ class _Unfolding:
         body, at = self.position.get(node, (None, 0))
         if body is not None and body.whole:
             return self.missing if (at >= body.end) == (body.step > 0) else 0
-        block = self.names.own(ir.info(node).name)
+        block = self.names.block_of(ir.info(node).name)
         if block is None and any(x in self.places for x in node.all_input_nodes):
             raise NotPeriodic(f"{ir.info(node).name} is of no block and works on what one makes")
         return self.missing if block is not None and block > self.names.last else 0
 
-    def _there(self, node: fx.Node, shift: int) -> fx.Node:
+    def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
         """What stands in the whole graph for ``node`` to a user that is moved by ``shift`` blocks."""
         if (place := self.places.get(node)) is None:
             return self.env[node]
         block = place.block + shift
         if block in self.copies:
-            found = self.copied.get(Place(place.role, block))
+            counterpart = self.copied.get(Place(place.role, block))
         else:
             before = self.at.get(Place(place.role, block if block <= self.names.last else block - self.missing))
-            found = None if before is None else self.env.get(before)
-        if found is None:
+            counterpart = None if before is None else self.env.get(before)
+        if counterpart is None:
             raise NotPeriodic(f"{ir.info(node).name} has no counterpart in block {block}")
-        return found
+        return counterpart
 
     def _keep(self, node: fx.Node) -> None:
         """``node`` as it is, among more blocks."""
@@ -258,32 +258,32 @@ class _Unfolding:
     def _copy(self, node: fx.Node, block: int) -> None:
         """The counterpart of ``node`` in a block that was not captured."""
         place = self.places[node]
-        made = self._node(node, block - place.block, f"{node.name}_block_{block}")
-        self.copied[Place(place.role, block)] = made
+        copy = self._node(node, block - place.block, f"{node.name}_block_{block}")
+        self.copied[Place(place.role, block)] = copy
 
     def _copy_placeholder(self, node: fx.Node, block: int) -> None:
         place = Place(self.places[node].role, block)
         name = self.twins.get(place, f"{node.name}_block_{block}")
-        made = self._node(node, block - self.places[node].block, name)
-        if made.name != name:
+        copy = self._node(node, block - self.places[node].block, name)
+        if copy.name != name:
             raise NotPeriodic(f"a node is called {name} already")
-        self.copied[place] = made
+        self.copied[place] = copy
 
     def _node(self, node: fx.Node, shift: int, name: str) -> fx.Node:
-        there = partial(self._there, shift=shift)
-        args, kwargs = fx.node.map_arg(node.args, there), fx.node.map_arg(node.kwargs, there)
+        moved = partial(self._counterpart, shift=shift)
+        args, kwargs = fx.node.map_arg(node.args, moved), fx.node.map_arg(node.kwargs, moved)
         target = name if node.op == "placeholder" else node.target
-        made = self.new.create_node(node.op, target, kwargs=kwargs, name=name)
-        made.args = args  # not at once: torch would search them for symbols, leaf by leaf
+        node_copy = self.new.create_node(node.op, target, kwargs=kwargs, name=name)
+        node_copy.args = args  # not at once: torch would search them for symbols, leaf by leaf
         if node not in self.meta:
             self.meta[node] = _meta(node)
-        made.meta.update(self.meta[node])
+        node_copy.meta.update(self.meta[node])
         record = self._renamed(
             ir.info(node), partial(self.names.node, moved_by=shift, placed=node in self.places), shift
         )
         if record.role is not None and record.role.kind == "saved":
-            record = replace(record, role=replace(record.role, name=made.name))
-        return ir.set_info(made, record)
+            record = replace(record, role=replace(record.role, name=node_copy.name))
+        return ir.set_info(node_copy, record)
 
     def _renamed(self, record: Info, rename: Callable[[str], str], shift: int) -> Info:
         origin = record.origin
@@ -300,24 +300,24 @@ class _Unfolding:
 
     def _output(self) -> None:
         """The outputs of the blocks that were captured, and those that the copies have like them."""
-        made: list[tuple[Role, Any]] = []
+        results: list[tuple[Role, Any]] = []
         group: list[tuple[Role, Any]] = []
         for role, node in [*ir.outputs(self.source), (None, None)]:
             block = self._block_of(role, node) if role is not None else None
             if block != self.names.last:
-                made += self._outputs(group, self.copies)
+                results += self._outputs(group, self.copies)
                 group.clear()
             if role is not None:
                 shift = self.missing if block is not None and block > self.names.last else 0
                 if block is None and isinstance(node, fx.Node):
                     shift = self._shift(node)
-                made.append(self._one_output(role, node, shift))
+                results.append(self._one_output(role, node, shift))
                 group += [(role, node)] if block == self.names.last else []
-        output = self.new.output(tuple(node for _, node in made))
+        output = self.new.output(tuple(node for _, node in results))
         output.meta = dict(ir.output_node(self.source).meta)
         index = count()
         output.meta[ir.ROLES] = tuple(
-            replace(role, index=next(index)) if role.kind == "saved" else role for role, _ in made
+            replace(role, index=next(index)) if role.kind == "saved" else role for role, _ in results
         )
         if (reads := output.meta.get(ir.READS)) is not None:
             output.meta[ir.READS] = dict(self._reads(reads))
@@ -329,27 +329,27 @@ class _Unfolding:
             moved = {self._shift(node): self.env[node]}
             if place is not None and place.block == self.names.last:
                 moved |= {block - place.block: self.copied[Place(place.role, block)] for block in self.copies}
-            for shift, made in moved.items():
-                yield made.name, replace(role, name=self.names.module(role.name, shift))
+            for shift, counterpart in moved.items():
+                yield counterpart.name, replace(role, name=self.names.module(role.name, shift))
 
     def _outputs(self, group: list[tuple[Role, Any]], blocks: Iterable[int]) -> list[tuple[Role, Any]]:
         return [self._one_output(role, node, block - self.names.last) for block in blocks for role, node in group]
 
     def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
-        copied = shift and self.names.own(role.name) == self.names.last
+        copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
             raise NotPeriodic(f"{ir.info(node).name}, which gives {role.name}, stands apart from its block")
-        there = self._there(node, shift) if isinstance(node, fx.Node) else node
+        counterpart = self._counterpart(node, shift) if isinstance(node, fx.Node) else node
         if role.kind == "saved":
-            return replace(role, name=there.name), there
-        return replace(role, name=self.names.module(role.name, shift)), there
+            return replace(role, name=counterpart.name), counterpart
+        return replace(role, name=self.names.module(role.name, shift)), counterpart
 
     def _block_of(self, role: Role, node: Any) -> int | None:
         """The block of the run that an output is of."""
         if role.kind == "saved":
             place = self.places.get(node)
             return None if place is None else place.block
-        return self.names.own(role.name) if role.kind == "grad" else None
+        return self.names.block_of(role.name) if role.kind == "grad" else None
 
 
 def _name(node: fx.Node) -> str:
@@ -357,12 +357,12 @@ def _name(node: fx.Node) -> str:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.node.map_aggregate(tree, found.append)
-    return found
+    leaves: list[Any] = []
+    fx.node.map_aggregate(tree, leaves.append)
+    return leaves
 
 
-def _made(node: fx.Node) -> Any:
+def _value_kind(node: fx.Node) -> Any:
     """What must be equal of what alike nodes make."""
     value = node.meta.get("val")
     parts = value if isinstance(value, list | tuple) else [value]

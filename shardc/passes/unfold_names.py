@@ -33,7 +33,7 @@ class Names:
         # What stands before the number -> (numbers in a block, the first behind the new blocks, direction).
         self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
 
-    def own(self, name: str) -> int | None:
+    def block_of(self, name: str) -> int | None:
         """The number of the block of the run in ``name``."""
         number = self._number(name)
         return number if number is not None and number < self.run.first + self.keep else None
@@ -51,12 +51,12 @@ class Names:
             if self._number(early) is not None or early == late:
                 continue
             family, first, second = _numbers(early, late)
-            each = second - first
-            behind = first + each * ((self.last + 1 - block) if step > 0 else (block - self.last))
-            known = self._families.get(family, (each, behind, step))
-            if each <= 0 or known[0] != each:
+            stride = second - first
+            behind = first + stride * ((self.last + 1 - block) if step > 0 else (block - self.last))
+            family_count = self._families.get(family, (stride, behind, step))
+            if stride <= 0 or family_count[0] != stride:
                 raise NotPeriodic(f"{early} and {late} do not count on evenly")
-            self._families[family] = (each, min(known[1], behind), step)
+            self._families[family] = (stride, min(family_count[1], behind), step)
 
     def node(self, name: str, moved_by: int, placed: bool) -> str:
         """The name of what stands for a node ``moved_by`` blocks on in the whole graph.
@@ -66,29 +66,29 @@ class Names:
         """
         if self._number(name) is not None:
             return self.module(name, moved_by)
-        if (found := self._family(name)) is None:
+        if (numbered := self._family(name)) is None:
             return name
-        family, at, value = found
-        each, behind, step = self._families[family]
+        family, at, value = numbered
+        stride, behind, step = self._families[family]
         blocks = self.missing * (value >= behind)
         if placed:
             blocks = moved_by if step > 0 else self.missing - moved_by
-        return _with_number(name, at, value + each * blocks)
+        return _with_number(name, at, value + stride * blocks)
 
     def module(self, name: str, moved_by: int) -> str:
         """The name of a module, or of what it holds, ``moved_by`` blocks on; behind the run all move alike."""
-        if (known := self._moved.get((name, moved_by))) is not None:
-            return known
-        made, number = name, self._number(name)
+        if (cached := self._moved.get((name, moved_by))) is not None:
+            return cached
+        moved, number = name, self._number(name)
         if number is not None:
             on = number + (moved_by if number < self.run.first + self.keep else self.missing)
-            made = self._block.sub(lambda m: f"{m[1] or ''}{self.run.prefix}{on}", name)
-        self._moved[name, moved_by] = made  # the nodes of a module, and what one collective is for, share theirs
-        return made
+            moved = self._block.sub(lambda m: f"{m[1] or ''}{self.run.prefix}{on}", name)
+        self._moved[name, moved_by] = moved  # the nodes of a module, and what one collective is for, share theirs
+        return moved
 
     def _number(self, name: str) -> int | None:
-        found = self._block.match(name)
-        return int(found[2]) if found and int(found[2]) >= self.run.first else None
+        match = self._block.match(name)
+        return int(match[2]) if match and int(match[2]) >= self.run.first else None
 
     def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
         """(family, place of its number, number) of a name that is numbered through the graph."""

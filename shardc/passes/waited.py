@@ -35,15 +35,18 @@ def late(subject: Subject) -> Broken:
             continue
         if wait not in leaves:
             first = min(map(place.__getitem__, wait.users), default=0)
-            found = _idle(graph, nodes[place[wait] + 1 : first])
+            blocking = _idle(graph, nodes[place[wait] + 1 : first])
         elif start in leaves:  # a second reduction on the way out starts where the first has come
             continue
         elif bisect_right(starts, place[start]) == bisect_right(starts, place[wait]) and last > place[wait]:
-            found = _idle(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
+            blocking = _idle(graph, [node for node in nodes[place[wait] + 1 : last + 1] if node not in leaves])
         else:
             continue
-        if found is not None:
-            yield wait, f"it is waited for in front of {grammar.name_text(ir.info(found).name)}, which does not need it"
+        if blocking is not None:
+            yield (
+                wait,
+                f"it is waited for in front of {grammar.name_text(ir.info(blocking).name)}, which does not need it",
+            )
 
 
 def _computes(node: fx.Node) -> bool:
@@ -52,6 +55,6 @@ def _computes(node: fx.Node) -> bool:
 
 def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
     """The first of ``nodes`` that computes, and is not ready from the beginning."""
-    found = [node for node in nodes if _computes(node)]
-    ready = from_start(graph) if found else frozenset()
-    return next((node for node in found if node not in ready), None)
+    computing = [node for node in nodes if _computes(node)]
+    ready = from_start(graph) if computing else frozenset()
+    return next((node for node in computing if node not in ready), None)

@@ -74,8 +74,8 @@ class Choice:
         self.outside = _outside(self.problem, self.graph)
         self.traffic = traffic_of(self.graph)
         self._start()
-        known, axes = self._known(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
-        self.closures = [Closure(self.graph, self.mesh, axis, known) for axis in axes]
+        seeds, axes = self._seeds(), [axis for axis in self.mesh.axes if self.mesh.size(axis) > 1]
+        self.closures = [Closure(self.graph, self.mesh, axis, seeds) for axis in axes]
         self.ways = [closure.run() for closure in self.closures]
         self._ops()
         self._values()
@@ -117,21 +117,21 @@ class Choice:
 
     # --- variables
 
-    def _known(self) -> dict[Slot, list[Layout]]:
+    def _seeds(self) -> dict[Slot, list[Layout]]:
         """Layouts that are fixed from outside, from which others spread."""
-        known: dict[Slot, list[Layout]] = {}
+        seeds: dict[Slot, list[Layout]] = {}
         for node, layout in (*self.outside.fixed.items(), *self.outside.pinned.items()):
-            known.setdefault((node, 0), []).append(layout)
+            seeds.setdefault((node, 0), []).append(layout)
         for node, layout in self.outside.wanted.items():
-            known.setdefault(slot_of(node), []).append(layout)
-        return known
+            seeds.setdefault(slot_of(node), []).append(layout)
+        return seeds
 
     def _ops(self) -> None:
         for node in self.graph.nodes:
             if node.op == "output" or node.target is getitem or not ir.info(node).tensors:
                 continue
             self.options[node] = options = self._options(node)
-            self.variable[node] = self.builder.variable(self._costs(node, options), self._held(node))
+            self.variable[node] = self.builder.variable(self._costs(node, options), self._memory(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
         """What each of a node's options takes on a rank."""
@@ -143,7 +143,7 @@ class Choice:
             costs = kernel_seconds(node, spec, options, self.traffic.get(node, Traffic()), self.cost)
         return self.weights.of(node) * costs
 
-    def _held(self, node: fx.Node) -> np.ndarray | float:
+    def _memory(self, node: fx.Node) -> np.ndarray | float:
         """The bytes that each of a node's options holds through the step."""
         return 0.0
 
@@ -154,10 +154,10 @@ class Choice:
         if node.op != "call_function":
             return (Strategy((), tuple(Layout.whole(self.mesh, v.shape) for v in ir.info(node).tensors)),)
         if node.target is ops.tag:
-            bases = dict.fromkeys(self._made(node.args[0]))
+            bases = dict.fromkeys(self._produced(node.args[0]))
             return tuple(Strategy((b,), (self.problem.pin_layout(node.kwargs["name"], b)[0],)) for b in bases)
         if node.target is ops.pad:
-            return tuple(dict.fromkeys(padded(node, base) for base in self._made(node.args[0])))
+            return tuple(dict.fromkeys(padded(node, base) for base in self._produced(node.args[0])))
         if node.target in region.OPS:
             return (region.strategy_of(node, self.mesh),)
         spec = spec_at(node)
@@ -165,20 +165,24 @@ class Choice:
         if spec is None:
             whole = [tuple(Layout.whole(self.mesh, v.shape) for v in vs) for vs in (operands, ir.info(node).tensors)]
             return (Strategy(*whole),)
-        found = crossed(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
-        return found + self._fitting(node, spec, found)
+        combined = crossed(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
+        return combined + self._fitting(node, spec, combined)
 
-    def _fitting(self, node: fx.Node, spec: Any, found: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
+    def _fitting(self, node: fx.Node, spec: Any, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
         """Strategies that take what is fixed as it is, where axes nest otherwise than `crossed` has them."""
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):
             return ()
         whole = [f or Layout.whole(self.mesh, ir.value(x).shape) for f, x in zip(fixed, operands, strict=True)]
-        have = set(found)
-        return tuple(one for one in strategies(spec, whole) if one not in have) if spec.routed is None else ()
+        have = set(combined)
+        return (
+            tuple(strategy for strategy in strategies(spec, whole) if strategy not in have)
+            if spec.routed is None
+            else ()
+        )
 
-    def _made(self, node: fx.Node) -> list[Layout]:
+    def _produced(self, node: fx.Node) -> list[Layout]:
         """The layouts in which ``node`` may be made."""
         maker, index = slot_of(node)
         at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
@@ -200,12 +204,14 @@ class Choice:
         for node, use in self._extra_uses():
             uses.setdefault(slot_of(node), []).append(use)
         self.labels: dict[Slot, tuple[int, tuple[Label, ...]]] = {}
-        for (maker, index), found in uses.items():
+        for (maker, index), value_uses in uses.items():
             at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
-            made = tuple(option.results[at] for option in self.options[maker])
+            produced = tuple(option.results[at] for option in self.options[maker])
             item = ir.info(maker).tensors[at].itemsize
-            held = self.weights.of(maker) if self._saved(maker, index) else 0.0
-            self.labels[maker, index] = self.builder.value(self.variable[maker], made, found, item, held)
+            memory_weight = self.weights.of(maker) if self._saved(maker, index) else 0.0
+            self.labels[maker, index] = self.builder.value(
+                self.variable[maker], produced, value_uses, item, memory_weight
+            )
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
         """Whether forward makes a value, in memory of its own, that backward reads."""
@@ -249,7 +255,7 @@ def _outside(problem: Problem, graph: fx.Graph) -> Outside:
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "a view turns", ShardcWarning)  # of layouts that are not chosen
-        found = Greedy()(problem, copy)
+        greedy_wanted = Greedy()(problem, copy)
     fixed, pinned = {}, {}
     for node, twin in twins.items():
         if node.op in ("placeholder", "get_attr") or node.target in (ops.reshard, ops.unpad):
@@ -257,6 +263,6 @@ def _outside(problem: Problem, graph: fx.Graph) -> Outside:
                 fixed[node] = ir.layout(twin)
         elif node.target is ops.tag:
             pinned[node] = ir.layout(twin)
-    wanted = {node: found[twin] for node, twin in twins.items() if twin in found}
+    wanted = {node: greedy_wanted[twin] for node, twin in twins.items() if twin in greedy_wanted}
     grads = frozenset(n for r, n in ir.outputs(graph) if r.kind == "grad" and isinstance(n, fx.Node))
     return Outside(fixed, wanted, pinned, grads)

@@ -25,9 +25,9 @@ def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[Way, ...], ...]) -> tuple[
     """
     out: dict[Strategy, None] = {}
     for choice in product(*ways):
-        made = _combined(spec, mesh, choice)
-        if made is not None:
-            out[made] = None
+        strategy = _combined(spec, mesh, choice)
+        if strategy is not None:
+            out[strategy] = None
     return tuple(out)
 
 
@@ -53,16 +53,16 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
 
     None where the sizes do not divide.
     """
-    taken = _spans(outer)
+    spans = _spans(outer)
     for top, bottom, axis in _spans(inner):
         size = top // bottom
-        while (over := next((t for t in taken if t[1] < top and bottom < t[0]), None)) is not None:
+        while (over := next((t for t in spans if t[1] < top and bottom < t[0]), None)) is not None:
             top, bottom = over[1], over[1] // size
         if bottom * size != top:
             return None
-        taken.append((top, bottom, axis))
+        spans.append((top, bottom, axis))
     out, at = [], prod(d.radix for d in outer)
-    for top, bottom, axis in sorted(taken, reverse=True):
+    for top, bottom, axis in sorted(spans, reverse=True):
         if at % top:
             return None
         out += [Digit(at // top), Digit(top // bottom, axis)]

@@ -103,8 +103,8 @@ class OpenChoice(Choice):
                 for at, layout in enumerate(by_index[ir.role(node).index])
             ]
 
-    def _known(self) -> dict[tuple[fx.Node, int], list[Layout]]:
-        return super()._known() | {(node, 0): rows for node, rows in self.rows.items()}
+    def _seeds(self) -> dict[tuple[fx.Node, int], list[Layout]]:
+        return super()._seeds() | {(node, 0): rows for node, rows in self.rows.items()}
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
         if node in self.rows:
@@ -122,9 +122,9 @@ class OpenChoice(Choice):
         gathers = [prices((storage,), (compute,), item, self.cost)[0, 0] for compute, storage in self.storages[node]]
         return self.weights.of(node) * self.weights.gather * self.free.gathers * np.array(gathers)
 
-    def _held(self, node: fx.Node) -> np.ndarray | float:
+    def _memory(self, node: fx.Node) -> np.ndarray | float:
         if node not in self.storages:
-            return super()._held(node)
+            return super()._memory(node)
         size = self.weights.of(node) * self.free.copies * ir.value(node).itemsize
         return size * np.array([storage.local_numel for _, storage in self.storages[node]])
 
@@ -134,12 +134,12 @@ class OpenChoice(Choice):
             return [ir.layout(node)]
         choices = []
         for closure in self.closures:
-            found = closure.layouts.get((node, 0), {}) if closure.axis not in self.free.over else {}
-            choices.append([None, *(x for x in found if not x.partial and not any(":" in a for a in x.bound))])
+            layouts = closure.layouts.get((node, 0), {}) if closure.axis not in self.free.over else {}
+            choices.append([None, *(x for x in layouts if not x.partial and not any(":" in a for a in x.bound))])
         out: dict[Layout, None] = {}
         for choice in product(*choices):
-            if (made := joined(ir.layout(node), [x for x in choice if x is not None])) is not None:
-                out[made] = None
+            if (compute := joined(ir.layout(node), [x for x in choice if x is not None])) is not None:
+                out[compute] = None
         return list(out)
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
@@ -171,7 +171,7 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
 
 def _rows(layout: Layout, axes: Sequence[str]) -> Layout:
     """``layout`` with dim 0 split over ``axes``, as far as they divide it."""
-    made: Layout | None = layout
+    split: Layout | None = layout
     for axis in axes:
-        made = made.split(0, axis) if made is not None and layout.ndim else made
-    return made or layout
+        split = split.split(0, axis) if split is not None and layout.ndim else split
+    return split or layout

@@ -44,8 +44,8 @@ def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
     masks = [np.array([axis == each for each in axes]) for axis in dict.fromkeys(axes)]
     by_axis = np.stack([changed[:, :, mask].any(axis=2) for mask in masks] or [np.zeros(changed.shape[:2], bool)])
     moved = (changed & (source != 0)).any(axis=2)
-    found: Table = np.equal(by_axis.sum(axis=0), 1) & moved
-    return found
+    is_one: Table = np.equal(by_axis.sum(axis=0), 1) & moved
+    return is_one
 
 
 def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
@@ -59,37 +59,37 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
     """Seconds of one step from each layout to each other."""
     mesh = layouts[0].mesh
     parts, codes = _codes(mesh, layouts)
-    held = np.array([layout.local_numel for layout in layouts])
+    numel = np.array([layout.local_numel for layout in layouts])
     kinds = _kinds(codes)
     changed = kinds != _NONE
     most = kinds.max(axis=2, initial=0)
-    alike = (kinds == most[:, :, None]) | ~changed  # every change is of one kind
-    fits = alike.all(axis=2) & (most != _NEVER)
+    uniform = (kinds == most[:, :, None]) | ~changed  # every change is of one kind
+    fits = uniform.all(axis=2) & (most != _NEVER)
     subset = (changed << np.arange(len(parts))).sum(axis=2)
-    after = np.broadcast_to(held[None], fits.shape)
+    after = np.broadcast_to(numel[None], fits.shape)
     table = np.full(fits.shape, np.inf)
     np.fill_diagonal(table, 0.0)
     np.fill_diagonal(fits, False)
     rows, columns = np.nonzero(fits)
     kind = most[rows, columns]
     kind[(kind == _EXCHANGE) & _clashes(layouts)[rows, columns]] = _AGAIN
-    keys = np.stack([kind, subset[rows, columns], held[rows], after[rows, columns]], axis=1)
+    keys = np.stack([kind, subset[rows, columns], numel[rows], after[rows, columns]], axis=1)
     distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
     seconds = np.zeros(len(distinct))
-    for at, (number, mask, own, then) in enumerate(distinct.tolist()):
+    for at, (number, mask, numel_before, numel_after) in enumerate(distinct.tolist()):
         changing = tuple(p for k, p in enumerate(parts) if mask >> k & 1)
-        between = own * prod(map(mesh.size, changing))
-        steps = [("all_gather", own, between), ("shard", between, then)] if number == _AGAIN else []
-        for name, before, behind in steps or [(_KINDS[number], own, then)]:
+        between = numel_before * prod(map(mesh.size, changing))
+        steps = [("all_gather", numel_before, between), ("shard", between, numel_after)] if number == _AGAIN else []
+        for name, before, behind in steps or [(_KINDS[number], numel_before, numel_after)]:
             seconds[at] += step_seconds(name, mesh, changing, before, behind, itemsize, cost)
     if len(rows):
         table[rows, columns] = seconds[inverse.ravel()]
-    _reductions(table, mesh, parts, kinds, held, itemsize, cost)
+    _reductions(table, mesh, parts, kinds, numel, itemsize, cost)
     return table
 
 
 def _reductions(
-    table: Table, mesh: Mesh, parts: Sequence[str], kinds: Table, held: Table, itemsize: int, cost: Pricing
+    table: Table, mesh: Mesh, parts: Sequence[str], kinds: Table, numel: Table, itemsize: int, cost: Pricing
 ) -> None:
     """Slices, scatters and reductions one after another, in the best order: none of them is in another's way.
 
@@ -102,23 +102,23 @@ def _reductions(
     rows, columns = np.nonzero(mixed)
     if not len(rows):
         return
-    keys = np.stack([*(mask[rows, columns] for mask in masks), held[rows]], axis=1)
+    keys = np.stack([*(mask[rows, columns] for mask in masks), numel[rows]], axis=1)
     distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
     least = []
-    for *some, own in distinct.tolist():
+    for *some, start in distinct.tolist():
         changing = [
             (kind, tuple(p for k, p in enumerate(parts) if mask >> k & 1))
             for kind, mask in zip(steps, some, strict=True) if mask
         ]  # fmt: skip
-        found = []
+        totals = []
         for order in permutations(changing):
-            total, before = 0.0, own
+            total, before = 0.0, start
             for kind, over in order:
                 after = before if kind == _REDUCE else before // prod(map(mesh.size, over))
                 total += step_seconds(_KINDS[kind], mesh, over, before, after, itemsize, cost)
                 before = after
-            found.append(total)
-        least.append(min(found))
+            totals.append(total)
+        least.append(min(totals))
     table[rows, columns] = np.array(least)[inverse.ravel()]
 
 
@@ -127,15 +127,15 @@ def _clashes(layouts: Sequence[Layout]) -> Table:
     out = np.zeros((len(layouts), len(layouts)), dtype=bool)
     for dims in zip(*(layout.dims for layout in layouts), strict=True):
         index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
-        table = np.array([[_clash(layouts[0].mesh, one, other) for other in index] for one in index])
+        table = np.array([[_clash(layouts[0].mesh, first, second) for second in index] for first in index])
         place = np.array([index[digits] for digits in dims])
         out |= table[np.ix_(place, place)]
     return out
 
 
 @lru_cache(maxsize=1 << 16)
-def _clash(mesh: Mesh, one: Digits, other: Digits) -> bool:
-    return refine(mesh, one, strides(other)) is None or refine(mesh, other, strides(one)) is None
+def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
+    return refine(mesh, first, strides(second)) is None or refine(mesh, second, strides(first)) is None
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:

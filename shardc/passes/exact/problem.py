@@ -47,7 +47,7 @@ class Use:
 class Label:
     """Where a value is: the layout in which it is made, and further ones that several uses share."""
 
-    made: Layout
+    produced: Layout
     shared: tuple[Layout, ...] = ()
 
 
@@ -57,26 +57,28 @@ class Builder:
 
     cost: Pricing
     unary: list[Table] = field(default_factory=list)
-    held: list[Table | float] = field(default_factory=list)
+    memory: list[Table | float] = field(default_factory=list)
     pairs: list[tuple[int, int, Table | PairCosts]] = field(default_factory=list)
 
-    def variable(self, costs: Table, held: Table | float = 0.0) -> int:
+    def variable(self, costs: Table, memory: Table | float = 0.0) -> int:
         """A variable by what each of its labels costs, and the bytes of memory that it holds."""
         self.unary.append(costs)
-        self.held.append(held)
+        self.memory.append(memory)
         return len(self.unary) - 1
 
     def energy(self, byte: float) -> Energy:
         """The sum; a byte of memory costs ``byte``."""
-        costs = (own + byte * held for own, held in zip(self.unary, self.held, strict=True))
+        costs = (own + byte * memory for own, memory in zip(self.unary, self.memory, strict=True))
         return Energy(tuple(costs), tuple(self.pairs))
 
     def bytes(self, labels: Sequence[int]) -> float:
         """The memory that the labels hold."""
-        return float(sum(held[at] for held, at in zip(self.held, labels, strict=True) if isinstance(held, np.ndarray)))
+        return float(
+            sum(memory[at] for memory, at in zip(self.memory, labels, strict=True) if isinstance(memory, np.ndarray))
+        )
 
     def value(
-        self, maker: int, made: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, held: float = 0.0
+        self, maker: int, produced: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, memory: float = 0.0
     ) -> tuple[int, tuple[Label, ...]]:
         """A variable for a value.
 
@@ -84,32 +86,32 @@ class Builder:
             made: the layout in which each label of ``maker`` makes it.
             held: how often its bytes on a rank count as memory.
         """
-        labels, costs, tables = _value(made, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
-        sizes = held * itemsize * np.array([label.made.local_numel for label in labels]) if held else 0.0
-        here = self.variable(costs, sizes)
+        labels, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
+        sizes = memory * itemsize * np.array([label.produced.local_numel for label in labels]) if memory else 0.0
+        index = self.variable(costs, sizes)
         for use, table in zip(uses, tables, strict=True):
             if use.variable is None:
-                self.unary[here] = self.unary[here] + table.column(0)
+                self.unary[index] = self.unary[index] + table.column(0)
             else:
-                self.pairs.append((here, use.variable, table))
-        self.pairs.append((maker, here, _makes(made, labels)))
-        return here, labels
+                self.pairs.append((index, use.variable, table))
+        self.pairs.append((maker, index, _makes(produced, labels)))
+        return index, labels
 
 
 @lru_cache(maxsize=1 << 10)
-def _makes(made: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
+def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
     """Forbids every label of a value that its maker does not make."""
-    index = {layout: at for at, layout in enumerate(dict.fromkeys((*made, *(label.made for label in labels))))}
-    rows, columns = _at(made, index), _at([label.made for label in labels], index)
+    index = {layout: at for at, layout in enumerate(dict.fromkeys((*produced, *(label.produced for label in labels))))}
+    rows, columns = _at(produced, index), _at([label.produced for label in labels], index)
     return PairCosts.by_class(np.where(np.eye(len(index), dtype=bool), 0.0, np.inf), rows, columns)
 
 
 @lru_cache(maxsize=1 << 10)
 def _value(
-    made: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
+    produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
     """Labels of a value, what each costs, and for each use what each label costs it."""
-    layouts = tuple(dict.fromkeys(made))
+    layouts = tuple(dict.fromkeys(produced))
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
     labels, costs, tables = _priced(layouts, wanted, itemsize, cost)
@@ -131,15 +133,17 @@ def _priced(
     rows, shared = _shares(one_axis(layouts, wanted) & np.isfinite(table), [needs for needs, _ in uses], column)
     full = table[rows]  # from each label's own layout
     costs = np.zeros(len(rows))
-    for at, found in enumerate(shared):
-        costs[at] = weight * full[at, found].sum()
-        full[at, found] = 0.0
-    labels = tuple(Label(layouts[r], tuple(wanted[s] for s in found)) for r, found in zip(rows, shared, strict=True))
+    for at, columns in enumerate(shared):
+        costs[at] = weight * full[at, columns].sum()
+        full[at, columns] = 0.0
+    labels = tuple(
+        Label(layouts[r], tuple(wanted[s] for s in columns)) for r, columns in zip(rows, shared, strict=True)
+    )
     tables = {}  # one for uses that are alike
     for needs, w in dict.fromkeys(uses):
         some = {column[x] for x in needs}
         seen: dict[tuple[int, ...], int] = {}
-        keys = ((r, *(s for s in found if s in some)) for r, found in zip(rows, shared, strict=True))
+        keys = ((r, *(s for s in columns if s in some)) for r, columns in zip(rows, shared, strict=True))
         classes = np.array([seen.setdefault(key, len(seen)) for key in keys])
         _, first = np.unique(classes, return_index=True)
         tables[needs, w] = w * full[np.ix_(first, _at(needs, column))], classes
@@ -167,10 +171,10 @@ def _shares(
     rows: list[int] = []
     shared: list[list[int]] = []
     for row in range(len(worth)):
-        found = np.nonzero(worth[row])[0].tolist()
-        few = most if len(worth) * len(found) ** 2 < 2 * SHARED else min(most, 1)
+        columns = np.nonzero(worth[row])[0].tolist()
+        few = most if len(worth) * len(columns) ** 2 < 2 * SHARED else min(most, 1)
         for size in range(few + 1):
-            for some in combinations(found, size):
+            for some in combinations(columns, size):
                 rows.append(row)
                 shared.append(list(some))
     return rows, shared
@@ -185,15 +189,15 @@ def kernel_seconds(
     work = Work.of(call_of(node))
     dtypes = work.dtypes
     out = []
-    for one in strategies:
-        layouts = (*one.operands, *one.results)
-        moved = sum(one.operands[at].local_numel * dtypes[at].itemsize for at in traffic.reads)
+    for strategy in strategies:
+        layouts = (*strategy.operands, *strategy.results)
+        moved = sum(strategy.operands[at].local_numel * dtypes[at].itemsize for at in traffic.reads)
         if traffic.writes:
-            made = zip(one.results, dtypes[len(one.operands) :], strict=True)
-            moved += sum(x.local_numel * dtype.itemsize for x, dtype in made)
+            results = zip(strategy.results, dtypes[len(strategy.operands) :], strict=True)
+            moved += sum(x.local_numel * dtype.itemsize for x, dtype in results)
         if traffic.dense:
-            took = cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention)
-            out.append(with_sending(spec, one.operands, work, cost, took))
+            computed = cost.compute_seconds(spec.flops / shares(layouts), moved, dtypes[0], work.attention)
+            out.append(with_sending(spec, strategy.operands, work, cost, computed))
         else:
             out.append(cost.copy_seconds(moved) - cost.copy_seconds(0))  # part of a kernel
     return np.array(out)

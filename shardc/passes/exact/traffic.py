@@ -59,10 +59,10 @@ def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
         order.append((node, run))
         for x in node.all_input_nodes:
             readers.setdefault(roots[x], set()).add(run)
-    return dict(_each(order, runs, roots, readers))
+    return dict(_traffic_per_op(order, runs, roots, readers))
 
 
-def _each(
+def _traffic_per_op(
     order: list[tuple[fx.Node, int]],
     runs: dict[fx.Node, int],
     roots: dict[fx.Node, fx.Node],

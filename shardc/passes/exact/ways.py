@@ -68,7 +68,7 @@ class Closure:
     graph: fx.Graph
     mesh: Mesh
     axis: str
-    known: Mapping[Slot, Iterable[Layout]]
+    seeds: Mapping[Slot, Iterable[Layout]]
     ways: dict[fx.Node, dict[Way, None]] = field(default_factory=dict)
     layouts: dict[Slot, dict[Layout, None]] = field(default_factory=dict)
 
@@ -81,7 +81,7 @@ class Closure:
             self.ways[node] = {WHOLE: None}
             for at, operand in enumerate(operands_of(node)):
                 self._touching.setdefault(slot_of(operand), []).append((node, spec, at, False))
-            for at, index in enumerate(_made(node)):
+            for at, index in enumerate(_result_indices(node)):
                 self._touching.setdefault((node, index), []).append((node, spec, at, True))
         for node, spec in specs if size > 1 else ():
             for factor in _first(spec):
@@ -98,16 +98,16 @@ class Closure:
                     whole = Layout.whole(self.mesh, ir.value(node).shape)
                     dims = [self._major(length, size) if at == dim else digits for at, digits in enumerate(whole.dims)]
                     self._add((node, 0), whole.replace(dims=dims))
-        for slot, found in self.known.items():
-            for layout in found:
+        for slot, layouts in self.seeds.items():
+            for layout in layouts:
                 self._add(slot, _alone(layout, self.axis))
         while self._queue:
             slot, layout = self._queue.popleft()
-            for node, spec, at, made in self._touching.get(slot, ()):
-                self._spread(node, spec, at, made, layout)
-        return {node: self._said(spec, list(self.ways[node])) for node, spec in specs}
+            for node, spec, at, is_result in self._touching.get(slot, ()):
+                self._spread(node, spec, at, is_result, layout)
+        return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
-    def _said(self, spec: Spec, ways: list[Way]) -> list[Way]:
+    def _meeting_requirements(self, spec: Spec, ways: list[Way]) -> list[Way]:
         """Those in which rows travel as is asked for, if there are any."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
@@ -122,15 +122,15 @@ class Closure:
             have[layout] = None
             self._queue.append((slot, layout))
 
-    def _spread(self, node: fx.Node, spec: Spec, at: int, made: bool, layout: Layout) -> None:
+    def _spread(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
         """What an operand (or, if ``made``, a result) at ``layout`` says of the op."""
-        for axis, op in () if made else layout.partial:
+        for axis, op in () if is_result else layout.partial:
             for positions in _carriers(spec, op, at):
                 self._learn(node, spec, Way((), ((axis, op),), positions))
-        dims = spec.results[at] if made else spec.operands[at]
+        dims = spec.results[at] if is_result else spec.operands[at]
         if len(dims) == layout.ndim:
-            found = project(spec, dims, layout.without_partial())
-            split = tuple(sorted((f, d) for f, d in found.items() if any(x.axis is not None for x in d)))
+            digits = project(spec, dims, layout.without_partial())
+            split = tuple(sorted((f, d) for f, d in digits.items() if any(x.axis is not None for x in d)))
             if split:
                 self._learn(node, spec, Way(split))
                 self._learn_routed(node, spec, dict(split))
@@ -140,10 +140,10 @@ class Closure:
         if spec.routed is None:
             return
         both = (spec.routed.rows, spec.routed.owners)
-        for one, other in (both, both[::-1]):
-            for way in list(self.ways[node]) if one in split else ():
+        for mine, other in (both, both[::-1]):
+            for way in list(self.ways[node]) if mine in split else ():
                 if other in (factors := dict(way.factors)):
-                    self._learn(node, spec, Way(tuple(sorted({one: split[one], other: factors[other]}.items()))))
+                    self._learn(node, spec, Way(tuple(sorted({mine: split[mine], other: factors[other]}.items()))))
 
     def _learn(self, node: fx.Node, spec: Spec, way: Way) -> None:
         if way in self.ways[node]:
@@ -152,7 +152,7 @@ class Closure:
         operands, results = laid_out(spec, self.mesh, dict(way.factors), way.carried, {way.carried: way.positions})
         for operand, layout in zip(operands_of(node), operands, strict=True):
             self._add(slot_of(operand), layout)
-        for index, layout in zip(_made(node), results, strict=True):
+        for index, layout in zip(_result_indices(node), results, strict=True):
             self._add((node, index), layout)
 
 
@@ -188,10 +188,10 @@ def _first(spec: Spec) -> list[str]:
 
 def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
     """The sets of operands, of which ``at`` is one, that the op lets a pending reduction of pass through."""
-    sets = [one for one in spec.linear if at in one]
+    sets = [operands for operands in spec.linear if at in operands]
     if spec.moves and at == 0 and frozenset({0}) not in sets:
         sets.append(frozenset({0}))
-    return [one for one in sets if carries(spec, op, one)]
+    return [operands for operands in sets if carries(spec, op, operands)]
 
 
 def _alone(layout: Layout, axis: str) -> Layout:
@@ -201,6 +201,6 @@ def _alone(layout: Layout, axis: str) -> Layout:
     return layout.unbind(others).without_partial(others)
 
 
-def _made(node: fx.Node) -> list[int]:
+def _result_indices(node: fx.Node) -> list[int]:
     """The positions of the tensors that ``node`` makes."""
     return [at for at, value in enumerate(ir.info(node).values) if value is not None]
