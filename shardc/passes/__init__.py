@@ -1,7 +1,7 @@
 """The pipeline: a captured joint graph becomes the program of one rank.
 
-Each pass is a frozen dataclass in the file of its name; it takes a graph that its predecessors made and
-gives one that its successors can take. `pipeline` makes all of them, in order.
+Each pass is a frozen dataclass: it takes the graph of the pass before it and returns the graph for the pass after it.
+`pipeline` builds all of them, in order.
 """
 
 from __future__ import annotations
@@ -53,32 +53,35 @@ from shardc.plan.entries import Cp, Ep, Prefetch
 
 
 def computing(cost: Pricing, device: torch.device) -> Pricing:
-    """What says how long products take: ``cost``, but for a CPU and rates that nobody gave a description of one."""
+    """Returns the cost model of compute: ``cost`` if its rates were given or ``device`` is no CPU, else ``CPU``'s."""
     has_rates = not isinstance(cost, CostModel) or cost.flops != CostModel().flops
     return cost if has_rates or device.type != "cpu" else CPU
 
 
 def sending(cost: Pricing, direct: bool) -> Pricing | None:
-    """What says how long activations travel: ``cost``, or its messages if they are measured; None: nobody said."""
+    """Returns the cost model of activations' collectives; None if ``cost`` is the default and says nothing of links.
+
+    With ``direct`` messages and measured ones in ``cost``, it is calibrated to these.
+    """
     if isinstance(cost, CostModel) and cost.messages is not None and direct:
         return calibrated(cost)
     return None if cost == CostModel() else cost
 
 
 def in_pieces(options: Options) -> bool:
-    """Whether collectives may be cut in pieces."""
+    """Tells whether `Decompose` may cut collectives in chunks of rows."""
     return options.decompose not in (1, "auto") or (options.decompose == "auto" and options.cost != CostModel())
 
 
 def pipeline(plan: BoundPlan, options: Options, fake_mode: Any, device: torch.device, cut: Cut) -> Pipeline:
-    """Every pass that a model goes through, in order; those behind ``partition`` run on each half.
+    """Returns the passes that a model goes through, in order; those after ``partition`` run on each half.
 
     Args:
-        plan: what the plan says of the model.
+        plan: the plan, resolved against the model.
         options: how to compile; see `Options`.
-        fake_mode: of the captured graph's fake values.
-        device: what the program runs on.
-        cut: cuts a joint graph in two, and marks what the cut is to run again and what it is to save.
+        fake_mode: mode of the captured graph's fake values.
+        device: the device that the program runs on.
+        cut: (partitioner of a joint graph, marks a node as recomputed in backward, marks a node as saved).
     """
     mesh, cost = plan.mesh, options.cost
     settings = options.with_plan_settings(plan.plan)

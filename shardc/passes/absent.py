@@ -19,14 +19,20 @@ _ADD = torch.ops.aten.add.Tensor
 
 @dataclass(frozen=True)
 class Absent:
-    """Takes a backward half; the gradients of outputs that are not ``used`` are not zero but absent, as in torch.
+    """Prunes gradients that depend only on outputs which the loss does not use; they are None, not zero, as in torch.
 
-    What is made of absent gradients alone is absent, be it a parameter's gradient: its output is None. Where one meets
-    a gradient that is there, a sum is the other term, a collective of several leaves it out, and any other op takes
-    zeros for it. What nothing needs any longer is dropped: ops, collectives, saved values.
+        %s = add(%g0, %g1)              %r = relu_backward(%g0, %x)
+        %r = relu_backward(%s, %x)  ->
+                                        (``used`` = {0}: the tangent %g1 is absent)
+
+    An op whose gradient operands are all absent is absent, and so is an output that it feeds. If only some are absent,
+    a sum becomes its other term, a coalesced collective drops the absent inputs, and any other op reads zeros. Ops,
+    collectives and saved values that nothing reads any longer are erased.
+
+    *Requires:* a backward half of a local graph. *Ensures:* the gradients of ``used`` outputs are as before.
 
     Args:
-        used: index of each output that a gradient comes from.
+        used: indices of the outputs that have a gradient.
     """
 
     used: frozenset[int]
@@ -75,18 +81,18 @@ class Absent:
 
 
 def _of_several(node: fx.Node) -> bool:
-    """Whether ``node`` is a bucket of collectives, which makes one result of each tensor of a list."""
+    """Tells whether ``node`` is a coalesced collective: one result for each tensor of a list."""
     return collective_kind(node) is not None and isinstance(ir.info(node).value, tuple)
 
 
 def _sent(item: fx.Node) -> Any:
-    """What a bucket of collectives makes the result ``item`` of."""
+    """Returns the input of a coalesced collective that its result ``item`` comes from."""
     bucket: Any = item.args[0]
     return bucket.args[0][item.args[1]]
 
 
 def _reduced_to(numbers: list[int], node: fx.Node) -> None:
-    """Leaves only the tensors of these numbers, and their results, to a collective of several."""
+    """Keeps the inputs at positions ``numbers`` of a coalesced collective, with their results; removes the others."""
     tensors: Any = node.args[0]
     if len(numbers) == len(tensors):
         return
@@ -103,7 +109,7 @@ def _reduced_to(numbers: list[int], node: fx.Node) -> None:
 
 
 def _other_term(node: fx.Node, missing: Sequence[fx.Node]) -> fx.Node | None:
-    """What a sum of two is where one of its terms is absent; None where it is no such sum."""
+    """Returns the other term of a sum of two tensors, one of them ``missing``; None if ``node`` is no such sum."""
     others = [x for x in node.args if x not in missing]
     if node.target is not _ADD or node.kwargs or len(node.args) != 2 or len(others) != 1:
         return None

@@ -1,6 +1,6 @@
-"""Spells the collectives of a local graph by the algorithms that the cost model finds fastest.
+"""Lowers the collectives of a local graph by the algorithms that the cost model finds fastest.
 
-    reduce_scatter   natively, or an all-to-all whose pieces each rank reduces by itself
+    reduce_scatter   natively, or an all-to-all whose chunks each rank reduces by itself
     all_gather       natively, or an all-to-all of as many copies as there are ranks
     all_reduce       natively, or a reduce-scatter and an all-gather, each by its fastest algorithm
 
@@ -38,7 +38,7 @@ _REDUCE: dict[str, Callable[[torch.dtype], tuple[Any, Any, dict[str, Any]]]] = {
 
 
 class Algorithm(ABC):
-    """A way to do one kind of collective.
+    """An algorithm for one kind of collective.
 
     Attributes:
         kind: "reduce_scatter", "all_gather" or "all_reduce".
@@ -48,22 +48,22 @@ class Algorithm(ABC):
 
     @abstractmethod
     def seconds(self, group: Group, x: Value) -> float:
-        """What it takes on ``group`` for a rank's tensor like ``x``; infinite where it cannot be done so."""
+        """Predicts its seconds on ``group`` for a local tensor like ``x``; infinite if it does not apply."""
 
     @abstractmethod
     def spell(self, x: fx.Node, at: Spelling) -> fx.Node:
-        """The result for ``x``, whose leading dim the ranks divide if it is scattered."""
+        """Inserts the nodes and returns the result for ``x``; a dim 0 that is scattered divides by the ranks."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective, and the algorithms that there are.
+    """Process group of a collective, with the algorithms to choose from.
 
     Args:
         name: of the process group.
-        ranks: how many they are.
+        ranks: its size.
         cost: a measured cost model.
-        algorithms: of equally fast ones the first is taken.
+        algorithms: candidates; on a tie the first is taken.
     """
 
     name: str
@@ -72,18 +72,18 @@ class Group:
     algorithms: tuple[Algorithm, ...]
 
     def best(self, kind: str, x: Value) -> Algorithm:
-        """The fastest algorithm for a tensor like ``x``."""
+        """Returns the fastest algorithm of ``kind`` for a tensor like ``x``."""
         return min(
             (algorithm for algorithm in self.algorithms if algorithm.kind == kind),
             key=lambda algorithm: algorithm.seconds(self, x),
         )
 
     def native(self, kind: str, x: Value) -> float:
-        """Seconds of the backend's own collective of ``kind``."""
+        """Predicts the seconds of the backend's own collective of ``kind``."""
         return self.cost.seconds(kind, self.ranks, self._wire(kind, x))
 
     def exchanged(self, kind: str, x: Value) -> float:
-        """Seconds of one of ``kind`` as an all-to-all."""
+        """Predicts the seconds of a collective of ``kind`` that is run as an all-to-all."""
         return self.cost.exchanged_seconds(self.ranks, self._wire(kind, x))
 
     def _wire(self, kind: str, x: Value) -> int:
@@ -92,12 +92,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Spelling:
-    """Where the nodes of an algorithm go: in front of the collective what starts it, the rest in front of its wait.
+    """Insertion points of an algorithm's nodes: in front of the replaced collective, and in front of its wait.
+
+    Nodes that start a collective go to the first, nodes that use its result to the second, so that compute between
+    the two still overlaps with it.
 
     Args:
-        node, wait: the collective that is replaced, and the wait for it.
-        group: its ranks.
-        op: how it reduces, if it does.
+        node, wait: the collective that is replaced, and its wait.
+        group: its process group.
+        op: its reduce op; "" for gathers.
     """
 
     node: fx.Node
@@ -107,24 +110,24 @@ class Spelling:
     rewriter: GraphRewriter
 
     def start(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node in front of the collective."""
+        """Inserts a call in front of the collective."""
         return self.rewriter.before(self.node).call(target, *args, **kwargs)
 
     def rest(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node in front of the wait."""
+        """Inserts a call in front of the wait."""
         return self.rewriter.before(self.wait).call(target, *args, **kwargs)
 
     def reduced(self, pieces: fx.Node) -> fx.Node:
-        """What the ranks' ``pieces``, one below the other, come to as the collective reduces; in front of the wait."""
+        """Reduces ``pieces`` [ranks, ...] over dim 0 by the collective's reduce op, in front of the wait."""
         target, dims, kwargs = _REDUCE[self.op](value(pieces).dtype)
         return self.rest(target, pieces, dims, **kwargs)
 
     def behind(self) -> Spelling:
-        """For a second collective, which starts when the first has arrived."""
+        """Returns the insertion points of a second collective, which starts once the first has arrived."""
         return replace(self, node=self.wait)
 
 
-# --- the algorithms that there are
+# --- the algorithms
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,7 @@ class Native(Algorithm):
 
 
 class ExchangedScatter(Algorithm):
-    """An all-to-all whose pieces each rank reduces by itself."""
+    """All-to-all whose chunks each rank reduces by itself."""
 
     kind = "reduce_scatter"
 
@@ -164,7 +167,7 @@ class ExchangedScatter(Algorithm):
 
 
 class ExchangedGather(Algorithm):
-    """An all-to-all of as many copies as there are ranks."""
+    """All-to-all of one copy of the shard for each rank."""
 
     kind = "all_gather"
 
@@ -182,7 +185,7 @@ class ExchangedGather(Algorithm):
 
 
 class TwoSteps(Algorithm):
-    """A reduce-scatter of the tensor in a row, and an all-gather of the pieces."""
+    """Reduce-scatter of the flattened tensor, then an all-gather of the shards."""
 
     kind = "all_reduce"
 
@@ -216,13 +219,20 @@ ALGORITHMS: tuple[Algorithm, ...] = (*map(Native, _KINDS.values()), ExchangedSca
 class Algorithms:
     """Replaces native collectives where another algorithm is faster.
 
-    Takes a local graph with fake values, in any order; leaves coalesced collectives alone. What starts a
-    collective stays where it was, what its result needs comes after the wait.
+        %a = all_reduce(%x)             %a = reduce_scatter(%x.flat)
+        %w = wait(%a)               ->  %b = all_gather(wait(%a))
+                                        %w = wait(%b)
+
+    Coalesced collectives are left alone. Nodes that start a collective stand where it stood, nodes that finish it in
+    front of its wait.
+
+    *Requires:* a local graph with fake values, in any order. *Ensures:* every value is as before, up to the order in
+    which a reduction adds its terms.
 
     Args:
-        mesh: says how many ranks a group has.
-        cost: a measured cost model.
-        algorithms: those that there are.
+        mesh: gives the size of each process group.
+        cost: a measured cost model; one that was not measured keeps all native.
+        algorithms: candidates.
     """
 
     mesh: Mesh
@@ -240,7 +250,7 @@ class Algorithms:
         return gm
 
     def _spelled(self, node: fx.Node, rewriter: GraphRewriter) -> bool:
-        """Whether ``node`` was replaced by a faster algorithm."""
+        """Replaces ``node`` by the fastest algorithm; False if that is the native one."""
         arguments, kind = arguments_of(node), _KINDS[node.target]
         x: fx.Node = arguments["input"]
         _, ranks = group_of(node, self.mesh)

@@ -1,4 +1,4 @@
-"""Attention: kernels whose sequence a plan splits become ops that know places in the whole sequence."""
+"""Attention: kernels whose sequence the plan splits become ops that know positions in the global sequence."""
 
 from __future__ import annotations
 
@@ -29,20 +29,25 @@ _PREFIX, _BACKWARD = "aten._scaled_dot_product_", "_backward.default"
 
 @dataclass(frozen=True)
 class Attention:
-    """Makes `shardc_attention::call` of each attention kernel that an entry is about, and ``gradient`` of its backward.
+    """Replaces attention kernels under a cp entry by shardc_attention::call, and their backward by ``gradient``.
 
-    Takes: a captured graph. Leaves alone: kernels that drop out, which draw by place, and those that a bias wants a
-    gradient of.
+        %o, ... = aten._scaled_dot_product_flash_attention(%q, %k, %v)
+        ->  %o, %lse = shardc_attention::call(%q, %k, %v, ..., "cp", "ring")
+
+    Kernels with dropout are left alone, since they draw random numbers by position, and so are kernels whose bias
+    needs a gradient.
+
+    *Requires:* a captured graph. *Ensures:* the op carries the entry's axes and methods, from which its rule follows.
 
     Raises:
-        PlanError: heads that the axis does not divide; a method, and no attention that it could be about.
+        PlanError: the axis does not divide the heads; an entry names a method and its modules compute no attention.
 
     Warns:
-        ShardcWarning: a method, and attention that is written out, of which it says nothing.
+        ShardcWarning: an entry names a method, and its attention has dropout or is written out as matrix products.
 
     Args:
-        cost: says whether keys that a method may send in either way go round, or are gathered.
-        entries: of the plan.
+        cost: decides for method "auto" whether keys and values pass round the ring or are gathered.
+        entries: the plan's cp entries.
     """
 
     mesh: Mesh
@@ -94,7 +99,11 @@ class Attention:
         return passing_seconds(self.mesh, axes, part, computed, self.cost) <= gathered
 
     def _check_unapplied(self, graph: fx.Graph, applied: set[Cp]) -> None:
-        """Warns of a method that does not apply, since attention is written out; raises PlanError if there is none."""
+        """Warns of entries whose method applied to no kernel.
+
+        Raises:
+            PlanError: the entry's modules compute no attention at all.
+        """
         for entry in self.entries:
             if entry.method not in ("ring", "heads") or entry in applied or self.mesh.size(entry.axis) == 1:
                 continue

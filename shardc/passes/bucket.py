@@ -1,4 +1,4 @@
-"""Bucket: several collectives of one kind, group, dtype and reduce op, made one."""
+"""Bucket: fuse collectives of the same kind, group, dtype and reduce op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardc.passes.starts import is_start, leaving
 
 c10d = torch.ops._c10d_functional
 
-# What takes a list, for each collective of one tensor: torch's own, or in messages straight between ranks.
+# The coalesced op of each collective: torch's own, or by messages between ranks.
 _NATIVE = {
     c10d.all_gather_into_tensor.default: c10d.all_gather_into_tensor_coalesced.default,
     c10d.reduce_scatter_tensor.default: c10d.reduce_scatter_tensor_coalesced.default,
@@ -35,15 +35,19 @@ _DIRECT = {
 class Bucket:
     """Fuses collectives where dependences allow, by size and by where their values are needed.
 
-    Takes: one half (forward, backward or inference) of a local graph. The collectives of a bucket become one
-    coalesced collective, which reads its inputs where they are and gives a result for each. A
-    bucket stands after the last of its inputs and before the first use of its results, so no use waits for
-    more than the bucket itself. Guarantees: values are the same, and so is the order of what is not fused.
+        %a = all_gather(%w0)                %ab = all_gather_coalesced([%w0, %w1])
+        %b = all_gather(%w1)            ->  %a, %b = getitem(%ab, 0), getitem(%ab, 1)
+
+    A coalesced collective reads its inputs in place and has one result for each. A bucket stands after the last of its
+    inputs and before the first use of its results, so no use waits for more than the bucket itself.
+
+    *Requires:* one half (forward, backward or inference) of a local graph. *Ensures:* values are the same, and so is
+    the order of everything that is not fused.
 
     Args:
         size: bytes of a bucket's larger side, per rank; -1 for no limit, 0 for no buckets.
-        direct: spell them all, buckets of one too, as messages straight between ranks (`shardc.ir.comm`), which
-            on gloo copies less and takes less time than gloo's own collectives.
+        direct: lower every collective, also one that shares its bucket with no other, to messages between ranks
+            (`shardc.ir.comm`), which on gloo copies less and takes less time than gloo's own collectives.
     """
 
     size: int
@@ -63,19 +67,19 @@ class Bucket:
         return gm
 
     def _buckets(self, graph: fx.Graph, order: dict[fx.Node, float], free: frozenset[fx.Node]) -> list[_Open]:
-        """The collectives in graph order, those that may be one together."""
+        """Groups the collectives into buckets; a collective that fits no earlier bucket opens a new one."""
         every: list[_Open] = []
         last: dict[Any, _Open] = {}
         made_by: dict[fx.Node, _Open] = {}
         level = leaving(graph)
-        # What is reduced again on its way out waits for the last of its bucket: all of the first come before.
+        # A gradient that is reduced twice waits for its first bucket: all first reductions are bucketed before.
         fusible = [node for node in graph.nodes if node.op == "call_function" and node.target in _NATIVE]
         for node in sorted(fusible, key=lambda node: level.get(node, 0)):
             key = (node.target, ir.value(node).dtype, node.args[1:], ir.info(node).piece)
             ready = -1.0
             for x in node.all_input_nodes:
                 if x in made_by:
-                    # What comes straight out of a bucket is there when that is, which is fixed from here on.
+                    # An input from another bucket is ready when that one is, so its place is fixed from here on.
                     made_by[x].closed = True
                     ready = max(ready, made_by[x].at)
                 elif x.op != "placeholder" and x not in free:
@@ -95,7 +99,7 @@ class Bucket:
         return every
 
     def _coalesce(self, rewriter: GraphRewriter, bucket: _Open, priority: dict[fx.Node, float]) -> None:
-        """Fuse the members into one coalesced collective; each member's wait then reads its own result."""
+        """Fuses the members into one coalesced collective; each member's wait then reads its own result."""
         first, end = bucket.members[0], ir.output_node(rewriter.graph)
         target: Any = (_DIRECT if self.direct else _NATIVE)[first.target]
         values = tuple(ir.value(node) for node in bucket.members)
@@ -114,7 +118,7 @@ class Bucket:
 
 @dataclass
 class _Open:
-    """A bucket that may still grow: its first member, last input and first use, as places in the graph."""
+    """Bucket that may still grow; ``first`` (member), ``ready`` (last input) and ``use`` are places in the graph."""
 
     members: list[fx.Node]
     first: float
@@ -125,11 +129,11 @@ class _Open:
 
     @property
     def at(self) -> float:
-        """Where the bucket stands: at its first member, or behind its last input."""
+        """Place of the bucket: at its first member, or right after its last input if that is later."""
         return max(self.first, self.ready + 0.5)
 
     def takes(self, other: _Open, limit: int) -> bool:
-        """Whether ``other`` fits: there stays a place after all inputs and before all uses."""
+        """Tells whether ``other`` fits: by size, and with a place after all inputs and before all uses."""
         fits = limit < 0 or self.size + other.size <= limit
         place = max(self.first, self.ready + 0.5, other.ready + 0.5)
         return limit != 0 and not self.closed and fits and place < min(self.use, other.use)
@@ -141,5 +145,5 @@ class _Open:
 
 
 def _wire_size(node: fx.Node) -> int:
-    """Bytes of the collective's larger side."""
+    """Returns the bytes of the collective's larger side, per rank."""
     return max(ir.value(node).nbytes, ir.value(node.args[0]).nbytes)

@@ -1,4 +1,4 @@
-"""A graph node as the `Call` that rules see."""
+"""Conversion of graph nodes to the `Call` that rules take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def call_of(node: fx.Node) -> Call:
-    """The call of an aten (or custom) op node: global shapes, no layouts."""
+    """Returns the call of an aten (or custom) op node: global shapes, no layouts."""
     return Call(
         target=node.target,
         args=tuple(plain(a) for a in node.args),
@@ -28,7 +28,7 @@ def call_of(node: fx.Node) -> Call:
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of ``node`` in schema order, a list's items one by one: as `Call.operands`."""
+    """Returns the tensor operands of ``node`` in schema order, lists flattened, as `Call.operands` has them."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return [x for x in node.all_input_nodes if ir.is_tensor(x)]
@@ -42,7 +42,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
 
 
 def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of ``node`` with ``operands`` in the place of those that `operands_of` counts."""
+    """Returns (args, kwargs) of ``node`` with its operands, in the order of `operands_of`, replaced by ``operands``."""
     replacements = iter(operands)
     operand_ids = set(map(id, operands_of(node)))
 
@@ -58,7 +58,7 @@ def with_operands(node: fx.Node, operands: list[fx.Node]) -> tuple[tuple[Any, ..
 
 
 def plain(argument: Any) -> Any:
-    """An argument with `Value`s in the place of nodes, and tuples in that of lists."""
+    """Converts an argument to a hashable form: nodes become their `Value`, lists become tuples."""
     if isinstance(argument, fx.Node):
         value = ir.info(argument).value
         return Value(value.dtype, value.shape) if isinstance(value, Value) else value
@@ -68,7 +68,7 @@ def plain(argument: Any) -> Any:
 
 
 def move_of(node: fx.Node) -> Spec | None:
-    """The spec of ``node`` if it has one operand and one result and only moves data."""
+    """Returns the spec of ``node`` if it only moves data (a view, a transpose) from one operand to one result."""
     if node.op != "call_function" or not hasattr(node.target, "_schema"):
         return None
     spec = spec_of(call_of(node))

@@ -1,4 +1,4 @@
-"""The verifier between passes: `shardc.ir.verify` with the rules of the ops."""
+"""Verifier between passes: `shardc.ir.verify` with the rules of the ops."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from shardc.rules.spec import Spec, from_results, infer
 def check(
     gm: fx.GraphModule, mesh: Mesh, stage: str, before: Program | None = None, *, spec: str | None = None
 ) -> Program:
-    """Verifies ``gm`` after ``stage``; returns what it computes, to pass as ``before`` at the next stage.
+    """Verifies ``gm`` after ``stage``; returns its fingerprint, to pass as ``before`` at the next stage.
 
     Args:
-        spec: the stage whose spec it is, where that is not its own.
+        spec: the stage whose spec ``gm`` has to meet, if that is not ``stage``.
 
     Raises:
         VerifyError: with the stage, what is broken, and where.
@@ -45,14 +45,14 @@ def check(
     return program(gm, prints)
 
 
-# Passes on halves behind which every result is what it was, and behind which every op runs where it did before.
+# Passes on halves that keep every result, and those that keep the order of ops.
 KEEP_VALUES = ("bucket", "algorithms", "schedule", "plan_memory")
 KEEP_ORDER = ("plan_memory",)
-ALGORITHMS = "algorithms"  # behind which other ops may stand for a collective
+ALGORITHMS = "algorithms"  # may replace a collective by other ops
 
 
 class Verify(Hook):
-    """Verifies the joint graph behind every pass; what no stage's spec is about, by that of the stage before."""
+    """Verifies the joint graph after every pass; a pass that has no spec has to meet that of the pass before it."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.spec = mesh, ""
@@ -80,11 +80,11 @@ class Verify(Hook):
 
 
 class VerifyHalf(Hook):
-    """Verifies a half behind every pass: that passes which only move ops leave its results, and the schedule, alone.
+    """Verifies a half after every pass: its structure, its results, and (`check_waits`) that waits are late.
 
     Args:
-        passes: what runs on the half.
-        causes: of each parameter, which plan entries say how it is computed with, for errors.
+        passes: the passes that run on the half.
+        causes: parameter -> the plan entries that decide its compute layout, for errors.
     """
 
     def __init__(self, mesh: Mesh, passes: Iterable[Pass] = (), causes: Mapping[str, str] | None = None) -> None:
@@ -125,10 +125,10 @@ class VerifyHalf(Hook):
 
 
 def agrees(node: fx.Node, operands: tuple[Layout, ...] | None = None) -> str | None:
-    """Why the rule of ``node``'s op does not give its results' layouts, or None where it does.
+    """Returns None if the op's rule derives the layouts of ``node``'s results, else the reason why it does not.
 
     Args:
-        operands: the layouts of its operands; by default those that they have.
+        operands: layouts of its operands; by default those on the operand nodes.
     """
     if operands is None:
         operands = tuple(ir.layout(x) for x in operands_of(node))

@@ -1,4 +1,4 @@
-"""Choose: the cheapest strategy of one op, by the reshards that it needs and the compute that it leaves."""
+"""Cost of one op's strategies: the reshards that they need, and the compute of each rank."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from shardc.ir.tally import wire_elements
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, strategies
 
-PIN_PENALTY = 1e4  # a reshard of what the plan pinned counts this many times
+PIN_PENALTY = 1e4  # factor on the cost of resharding a value whose layout the plan pins
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the time of an op depends on, beside its loops and how they are split.
+    """Properties of an op that its compute time depends on, beside its sizes and layouts.
 
     Args:
         dtypes: of its operands, then of its results.
-        attention: it is one.
+        attention: the op is a fused attention kernel.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -35,25 +35,26 @@ class Work:
 
     @staticmethod
     def of(call: Call) -> Work:
-        """That of ``call``."""
+        """Returns the properties of ``call``."""
         values = (*call.operands, *call.results)
         return Work(tuple(v.dtype for v in values if v is not None), is_attention(call.target))
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A value whose one way leads to a parameter's gradient.
+    """Value that is used only, through linear ops, by one parameter's gradient.
 
     Args:
-        target: the layout that it should have there, batch axes aside; None where the way does not tell.
-        batch_axes: pending over these is how such a value is meant to be: the storage layout reduces it.
+        target: layout (batch axes excepted) from which the gradient gets its compute layout without a reshard; None
+            if it cannot be derived.
+        batch_axes: axes that are ignored: over these the value stays a partial sum until the gradient's reduction.
     """
 
     target: Layout | None
     batch_axes: tuple[str, ...]
 
     def seconds(self, layout: Layout, itemsize: int, cost: Pricing) -> float:
-        """The time from ``layout`` to the target."""
+        """Predicts the seconds of the reshard from ``layout`` to the target."""
         if self.target is None:
             return 0.0
         reduced = layout.unbind(self.batch_axes).without_partial(self.batch_axes)
@@ -70,9 +71,9 @@ def choose(
     grad: Gradient | None,
     cost: Pricing,
 ) -> Strategy:
-    """The cheapest strategy, the first of several; memoised, so that a repeated layer is decided once.
+    """Returns the cheapest strategy, on a tie the first; memoised, so that repeated layers are decided once.
 
-    Args: as `priced` has them.
+    Args: those of `priced`.
     """
     best = min(priced(spec, operands, reachable, pinned, work, grad, cost), key=lambda option: option[0], default=None)
     assert best is not None, "an op always has the strategy that splits nothing"
@@ -88,13 +89,16 @@ def priced(
     grad: Gradient | None,
     cost: Pricing,
 ) -> Iterator[tuple[float, Strategy]]:
-    """Each strategy that the operands' layouts suggest, with the seconds that decide between them.
+    """Yields (seconds, strategy) for each strategy that the operands' layouts suggest.
+
+    The seconds are those of the reshards of operands, of later reductions, and of the compute of each rank.
 
     Args:
-        known: for each operand, the layouts at which somebody before wanted it.
-        pinned: for each operand, whether a plan entry says how it lies.
-        work: what else the op's time depends on.
-        grad: where the result's one way leads to a gradient.
+        operands: layouts that the operands have.
+        reachable: for each operand, the layouts that an earlier use has resharded it to, which cost nothing.
+        pinned: for each operand, whether the plan fixes its layout.
+        work: what else the op's compute time depends on.
+        grad: given if the result only leads to a parameter's gradient.
     """
     for strategy in strategies(spec, operands):
         price = sum(
@@ -114,7 +118,7 @@ def priced(
 
 
 def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -> float:
-    """The time that each rank computes; none where the op only moves data: a view, or part of another kernel."""
+    """Predicts the compute seconds of each rank; 0 for an op that only moves data: a view, or fused elsewhere."""
     if spec.moves:
         return 0.0
     layouts = (*strategy.operands, *strategy.results)
@@ -124,9 +128,9 @@ def compute_seconds(spec: Spec, strategy: Strategy, work: Work, cost: Pricing) -
 
 
 def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Pricing, computed: float) -> float:
-    """``computed``, and the time of what an op sends while it runs; none where it sends nothing.
+    """Returns ``computed`` plus the exposed seconds of communication inside the op (routed rows, ring attention).
 
-    What goes round is computed with while the next part of it comes.
+    A ring overlaps: a rank computes on one block while the next one arrives.
     """
     if spec.routed is None:
         return computed
@@ -150,10 +154,10 @@ def with_sending(spec: Spec, operands: Sequence[Layout], work: Work, cost: Prici
 
 
 def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: float | None, cost: Pricing) -> float:
-    """The time that an op of ``computed`` seconds waits until each rank has had the ``part`` bytes of all others.
+    """Predicts the exposed seconds of passing each rank's ``part`` bytes to all other ranks.
 
     Args:
-        computed: of the op on one rank, whose shares run while the next part comes; None: all are gathered before.
+        computed: compute seconds of the op on one rank, which overlap with a ring; None for an all-gather before it.
     """
     ranks = prod([mesh.size(axis) for axis in axes])
     if computed is None:
@@ -163,19 +167,19 @@ def passing_seconds(mesh: Mesh, axes: tuple[str, ...], part: float, computed: fl
 
 
 def shares(layouts: tuple[Layout, ...]) -> int:
-    """Among how many ranks the loops of an op are split whose tensors lie so."""
+    """Returns the number of ranks among which an op whose tensors have these ``layouts`` divides its loops."""
     mesh = layouts[0].mesh
     axes = {axis for layout in layouts for axis in layout.bound}
-    if any(":" in axis for axis in axes):  # a part may stand beside its whole axis
+    if any(":" in axis for axis in axes):  # one tensor may bind an axis, another a part of it
         edges = mesh.edges(axes)
         axes = {part for axis in axes for part in mesh.parts(axis, edges)}
     return prod([mesh.size(axis) for axis in axes])
 
 
 def _deferred(spec: Spec, operands: tuple[Layout, ...], strategy: Strategy, itemsize: int, cost: Pricing) -> float:
-    """The time of the reductions that a strategy carries through to its results.
+    """Predicts the seconds of the pending reductions that a strategy passes from its operands to its results.
 
-    Only those that the operands bring: a contraction's own pending sum is how it is meant to run.
+    The pending sum of a contraction itself is not counted: it comes with every strategy that splits the contraction.
     """
     brought = {axis for layout in operands for axis, _ in layout.partial}
     total = 0.0

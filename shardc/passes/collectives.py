@@ -1,4 +1,4 @@
-"""Spells every reshard as the collectives and local slices that make it, one marker node each."""
+"""Lowers every reshard to collectives and local slices, one marker node each."""
 
 from __future__ import annotations
 
@@ -30,12 +30,17 @@ STEPS = frozenset(ops.MARKERS[kind] for kind in SUFFIX)
 class Collectives:
     """Replaces each ``ops.reshard`` by the cheapest steps from its input's layout to its own.
 
-    Takes a graph in which layouts agree at every use but that of a reshard; leaves every other node
-    alone. A reshard between equal layouts goes away. Each new node is named after the reshard's input
-    and keeps the reshard's origin; an all-gather that ends a reshard is called ``.full``.
+        %w: f32[8@fsdp,4]                       %w: f32[8@fsdp,4]
+        %w.at: f32[8,4] = reshard(%w)       ->  %w.full: f32[8,4] = all_gather(%w, axis="fsdp")
+
+    A reshard between equal layouts is removed. Each new node is named after the reshard's input and keeps the
+    reshard's origin; an all-gather that ends a reshard is called ``.full``.
+
+    *Requires:* layouts agree at every use except that of a reshard (`Reshard`). *Ensures:* there are no reshards;
+    every other node is as before.
 
     Args:
-        cost: chooses among the sequences of steps.
+        cost: decides between sequences of steps.
     """
 
     cost: Pricing = CostModel()
@@ -70,7 +75,7 @@ def _options(step: Step) -> dict[str, Argument]:
 
 
 def step_of(node: fx.Node) -> Step:
-    """The step that a marker node stands for."""
+    """Returns the step that a marker node stands for."""
     before = node.args[0]
     assert isinstance(before, fx.Node) and node.target in STEPS, f"{node} is not a step of a reshard"
     kind = node.target.__name__
