@@ -116,7 +116,7 @@ def _check_tensors(model: nn.Module) -> None:
                     source=line_or_call(""),
                     fix="call the model once, then compile it",
                 )
-            if refused := why_refused(x, held=kind != "attribute"):
+            if refused := why_refused(x, stored=kind != "attribute"):
                 what, instead = refused
                 raise InputError(
                     f"{kind} {name!r} is {what}", fix=f"put in its place {instead.format(f'model.{name}')}"

@@ -61,30 +61,30 @@ class MemoryPlan:
     @property
     def peak(self) -> int:
         """The most bytes in use at once, of all regions."""
-        return max((self.held(slot.start) for slot in self.slots), default=0)
+        return max((self.bytes_at(slot.start) for slot in self.slots), default=0)
 
-    def held(self, at: int) -> int:
+    def bytes_at(self, at: int) -> int:
         """Return the bytes in use at place ``at``."""
         return sum(slot.size for slot in self.slots if slot.start <= at <= slot.end)
 
     def peak_after(self, forward: MemoryPlan) -> int:
         """As `peak`, of a backward: what its forward kept counts until it is read for the last time."""
         ends = dict(self.given)
-        kept = [
+        saved = [
             (slot.size, max(ends.get(name, 0) for name in slot.saved)) for slot in forward.slots if slot.region == KEPT
         ]
         places = {0, *(slot.start for slot in self.slots)}
-        return max(self.held(at) + sum(size for size, end in kept if at <= end) for at in places)
+        return max(self.bytes_at(at) + sum(size for size, end in saved if at <= end) for at in places)
 
     def moved(
-        self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], given: Sequence[int]
+        self, lifetimes: Mapping[int, tuple[int, int]], leaving: Iterable[int], argument_ends: Sequence[int]
     ) -> MemoryPlan:
         """Return the plan for other lifetimes, those of the code that was compiled from the half.
 
         Args:
             lifetimes: (start, end) by number; a slot that is not there is never made.
             leaving: the slots that the compiled half returns.
-            given: the last place at which each placeholder is there.
+            argument_ends: the last place at which each placeholder is there.
         """
         gone = set(leaving)
         slots = []
@@ -100,9 +100,9 @@ class MemoryPlan:
                 region = INSIDE  # what is returned is a copy
             slots.append(replace(slot, start=start, end=end, region=region))
         names = (name for name, _ in self.given)
-        return MemoryPlan(place(slots), tuple(zip(names, given, strict=True)))
+        return MemoryPlan(place(slots), tuple(zip(names, argument_ends, strict=True)))
 
-    def renamed(self, given: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
+    def renamed(self, arguments: Mapping[str, str], saved: Mapping[str, str]) -> MemoryPlan:
         """Return the plan where its half's placeholders, and those of the backward that reads what it keeps, have new
         names.
 
@@ -110,7 +110,7 @@ class MemoryPlan:
             KeyError: it has a name that is not among them.
         """
         slots = (replace(slot, saved=tuple(saved[name] for name in slot.saved)) for slot in self.slots)
-        return MemoryPlan(tuple(slots), tuple((given[name], at) for name, at in self.given))
+        return MemoryPlan(tuple(slots), tuple((arguments[name], at) for name, at in self.given))
 
     def text(self) -> str:
         """Return a line for each slot, then what it comes to."""
@@ -124,8 +124,8 @@ class MemoryPlan:
             "  ".join([*(cell.rjust(width) for cell, width in zip(row[:5], widths, strict=True)), row[5]])
             for row in rows
         ]
-        made = sum(slot.size for slot in self.slots)
-        lines.append(f"arena {self.size()} B, kept {self.size(KEPT)} B; peak {self.peak} B of {made} B made")
+        total = sum(slot.size for slot in self.slots)
+        lines.append(f"arena {self.size()} B, kept {self.size(KEPT)} B; peak {self.peak} B of {total} B made")
         return "\n".join(lines) + "\n"
 
 
@@ -136,24 +136,24 @@ def place(slots: Iterable[Slot]) -> tuple[Slot, ...]:
     and Lee, "Efficient Memory Management for Deep Neural Net Inference", 2020). Kept slots lie side by side: all
     of them are in use between the halves.
     """
-    given = list(slots)
-    out = list(given)
-    order = sorted(range(len(given)), key=lambda k: (-given[k].size, given[k].start, k))
+    unplaced = list(slots)
+    out = list(unplaced)
+    order = sorted(range(len(unplaced)), key=lambda k: (-unplaced[k].size, unplaced[k].start, k))
     placed: list[Slot] = []
-    kept = 0
-    for k, slot in enumerate(given):
+    saved_bytes = 0
+    for k, slot in enumerate(unplaced):
         if slot.region == KEPT:
-            out[k] = replace(slot, offset=kept)
-            kept += aligned(slot.size)
+            out[k] = replace(slot, offset=saved_bytes)
+            saved_bytes += aligned(slot.size)
     for k in order:
-        if given[k].region != INSIDE or not given[k].size:
+        if unplaced[k].region != INSIDE or not unplaced[k].size:
             continue
         offset = 0
-        for other in sorted((p for p in placed if p.meets(given[k])), key=lambda p: p.offset):
-            if offset + aligned(given[k].size) <= other.offset:
+        for other in sorted((p for p in placed if p.meets(unplaced[k])), key=lambda p: p.offset):
+            if offset + aligned(unplaced[k].size) <= other.offset:
                 break
             offset = max(offset, other.offset + aligned(other.size))
-        out[k] = replace(given[k], offset=offset)
+        out[k] = replace(unplaced[k], offset=offset)
         placed.append(out[k])
     return tuple(out)
 

@@ -73,18 +73,18 @@ def gradient(
     whole = key.shape[2]
     key, value, bias = _true(key, value, bias, keys)
     if query.device.type == "cpu":
-        made = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, query, key, value, out, sums, 0.0, causal, attn_mask=bias, scale=scale
         )
     elif query.device.type == "cuda" and query.dtype in _HALF and bias is None and _square(causal, query, key):
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         sizes: tuple[Any, ...] = (None, None, query.shape[2], key.shape[2])
-        made = aten._scaled_dot_product_flash_attention_backward(
+        gradients = aten._scaled_dot_product_flash_attention_backward(
             grad, query, key, value, out, sums, *sizes, 0.0, causal, seed, seed[0], scale=scale
         )
     else:
-        made = _written_out(grad, query, key, value, out, sums, _scores(query, key, bias, causal, scale), scale)
-    dq, *rest = made
+        gradients = _written_out(grad, query, key, value, out, sums, _scores(query, key, bias, causal, scale), scale)
+    dq, *rest = gradients
     dk, dv = (x if x.shape[2] == whole else torch.nn.functional.pad(x, (0, 0, 0, whole - x.shape[2])) for x in rest)
     return _by_place(dq), _by_place(dk), _by_place(dv)
 

@@ -58,8 +58,8 @@ class Body:
     def run_forward(self) -> Callable[..., Any]:
         """``forward``, which takes places for what it saves besides, and gives the rows' results alone."""
         graph = _copy(self.forward)
-        out, *kept = _outputs(graph)
-        for at, node in enumerate(kept):
+        out, *saved = _outputs(graph)
+        for at, node in enumerate(saved):
             _into(graph, node, _place(graph, f"keep{at}"))
         return _run(graph, out)
 
@@ -69,8 +69,8 @@ class Body:
         assert self.backward is not None, f"{self.name} has no gradient"
         graph = _copy(self.backward)
         rows, scale, *params = _outputs(graph)
-        made = [_product(graph, x, _place(graph, f"into{at}")) for at, x in enumerate(params)]
-        return _run(graph, (rows, scale, *made))
+        gradients = [_product(graph, x, _place(graph, f"into{at}")) for at, x in enumerate(params)]
+        return _run(graph, (rows, scale, *gradients))
 
     @cached_property
     def grouped_forward(self) -> Callable[..., Any] | None:
@@ -85,14 +85,14 @@ class Body:
     def to_json(self) -> dict[str, Any]:
         """As plain data; `from_json` reads it."""
 
-        def per_row(one: PerRow) -> list[Any]:
-            return [list(one.shape), str(one.dtype).removeprefix("torch.")]
+        def per_row(value: PerRow) -> list[Any]:
+            return [list(value.shape), str(value.dtype).removeprefix("torch.")]
 
         return {
             "forward": list(_to_json(self.forward)),
             "backward": None if self.backward is None else list(_to_json(self.backward)),
             "result": per_row(self.result),
-            "saved": [per_row(one) for one in self.saved],
+            "saved": [per_row(value) for value in self.saved],
             "flops": list(self.flops),
         }
 
@@ -107,8 +107,8 @@ class Body:
             TextError: it wrote something else.
         """
 
-        def per_row(one: Any) -> PerRow:
-            shape, dtype = one
+        def per_row(entry: Any) -> PerRow:
+            shape, dtype = entry
             return PerRow(tuple(int(size) for size in shape), _constant(str(dtype), torch.dtype))
 
         try:
@@ -142,8 +142,8 @@ def body_of(name: str) -> Body:
 
 def bodies_in(graph: fx.Graph) -> list[str]:
     """Return the names of the bodies that the ops of ``graph`` name."""
-    found = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
-    return sorted({name for name in found if isinstance(name, str) and name in _bodies})
+    arguments = (node.args[-1] for node in graph.nodes if getattr(node.target, "namespace", "") == "shardc_experts")
+    return sorted({name for name in arguments if isinstance(name, str) and name in _bodies})
 
 
 # --- what runs
@@ -152,10 +152,10 @@ _OUT = {aten.mm.default: aten.mm.out, aten.addmm.default: aten.addmm.out}
 
 
 def _copy(graph: fx.Graph) -> fx.Graph:
-    made = fx.Graph()
+    copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    made.output(made.graph_copy(graph, env))
-    return made
+    copy.output(copy.graph_copy(graph, env))
+    return copy
 
 
 def _outputs(graph: fx.Graph) -> list[Any]:
@@ -182,18 +182,18 @@ def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
     node.replace_all_uses_with(copy, lambda user: user is not copy)
 
 
-def _product(graph: fx.Graph, made: Any, place: fx.Node) -> Any:
-    """Return ``made``; in ``place`` if it is a product, also one that is turned round."""
-    node, turned = made, False
+def _product(graph: fx.Graph, gradient: Any, place: fx.Node) -> Any:
+    """Return ``gradient``; in ``place`` if it is a product, also one that is turned round."""
+    node, turned = gradient, False
     while isinstance(node, fx.Node) and node.target in (aten.t.default, aten.detach.default):
         turned ^= node.target is aten.t.default
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.mm.default:
-        return made
-    one, other = node.args
+        return gradient
+    left, right = node.args
     if turned:
-        one, other = (graph.call_function(aten.t.default, (x,)) for x in (other, one))
-    return graph.call_function(aten.mm.out, (one, other), {"out": place})
+        left, right = (graph.call_function(aten.t.default, (x,)) for x in (right, left))
+    return graph.call_function(aten.mm.out, (left, right), {"out": place})
 
 
 def _run(graph: fx.Graph, results: Any) -> Callable[..., Any]:
@@ -259,9 +259,9 @@ def _from_json(lines: Sequence[Any], allowed: Callable[[Any], bool]) -> fx.Graph
 
 def _constant(text: str, kind: type = object) -> Any:
     try:
-        made = grammar.constant_of(text)
+        constant = grammar.constant_of(text)
     except ValueError:
-        made = ast.literal_eval(text)
-    if not isinstance(made, kind) or isinstance(made, (list, dict, tuple, set, bytes)):
+        constant = ast.literal_eval(text)
+    if not isinstance(constant, kind) or isinstance(constant, (list, dict, tuple, set, bytes)):
         raise ValueError(f"{text!r} is no constant")
-    return made
+    return constant

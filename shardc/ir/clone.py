@@ -62,19 +62,19 @@ def subclass(module: nn.Module, front: type, behind: type, methods: Mapping[str,
 
 def _shown_as(function: Any, signature: inspect.Signature) -> Any:
     """Return a copy of ``function`` that shows another signature."""
-    made = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
-    made.__signature__ = signature
-    return made
+    copy = _remade(function, function.__closure__, function.__defaults__, function.__kwdefaults__, vars(function))
+    copy.__signature__ = signature
+    return copy
 
 
 def _remade(function: Any, closure: Any, defaults: Any, keywords: Any, attributes: dict[str, Any]) -> Any:
     """Return a copy of ``function`` with other cells, defaults and attributes."""
-    made: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
-    update_wrapper(made, function, updated=())
-    del made.__wrapped__
-    made.__dict__.update(attributes)
-    made.__kwdefaults__ = keywords
-    return made
+    copy: Any = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+    update_wrapper(copy, function, updated=())
+    del copy.__wrapped__
+    copy.__dict__.update(attributes)
+    copy.__kwdefaults__ = keywords
+    return copy
 
 
 def unsharded(module: nn.Module) -> nn.Module:
@@ -93,33 +93,33 @@ class _Cloner:
         self._originals: list[nn.Module] = []
 
     def clone(self, module: nn.Module) -> nn.Module:
-        made = self._module(module, "")
+        root = self._module(module, "")
         copied = self._held if self._in_place else self._copy
         for original in self._originals:
-            own = {key: copied(value) for key, value in vars(original).items() if key not in _HELD}
-            self._attributes.append((self._made[id(vars(original))], own))
+            attributes = {key: copied(value) for key, value in vars(original).items() if key not in _HELD}
+            self._attributes.append((self._made[id(vars(original))], attributes))
         for clone, attributes in self._attributes:
             vars(clone).update(attributes)
-        return made
+        return root
 
     def _module(self, module: nn.Module, prefix: str) -> nn.Module:
         # By its attributes: an `unsharded` module is the one that it is a view of.
         if id(vars(module)) in self._made:
-            known: nn.Module = self._made[id(vars(module))]
-            return known
+            present: nn.Module = self._made[id(vars(module))]
+            return present
         # `object`'s: that of a GraphModule makes another class.
         clone: nn.Module = module if self._in_place else object.__new__(type(module))
         self._made[id(vars(module))] = clone
         self._originals.append(module)
-        held: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
         for kind in ("_parameters", "_buffers"):
             entries = getattr(module, kind).items()
-            held[kind] = {name: self._tensor(tensor, prefix + name) for name, tensor in entries}
-        held["_modules"] = {
+            attributes[kind] = {name: self._tensor(tensor, prefix + name) for name, tensor in entries}
+        attributes["_modules"] = {
             name: None if child is None else self._module(child, f"{prefix}{name}.")
             for name, child in module._modules.items()
         }
-        self._attributes.append((clone, held))
+        self._attributes.append((clone, attributes))
         return clone
 
     def _tensor(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
@@ -129,8 +129,8 @@ class _Cloner:
             self._made[id(tensor)] = self._tensor_fn(name, tensor)
             if self._made[id(tensor)] is not tensor:
                 note_attributes(self._made[id(tensor)], tensor)
-        made: torch.Tensor = self._made[id(tensor)]
-        return made
+        replacement: torch.Tensor = self._made[id(tensor)]
+        return replacement
 
     def _copy(self, value: Any) -> Any:
         """Return the copy's own of what an attribute holds."""
@@ -155,12 +155,12 @@ class _Cloner:
         if not isinstance(value, (dict, set, list)):
             return value
         if id(value) not in self._made:
-            made: Any = value.copy() if type(value) in _COPIED else copy.copy(value)
-            self._made[id(value)] = made
+            copied: Any = value.copy() if type(value) in _COPIED else copy.copy(value)
+            self._made[id(value)] = copied
             if type(value) is list:
-                made[:] = map(self._copy, value)
+                copied[:] = map(self._copy, value)
             elif type(value) in (dict, OrderedDict, defaultdict):
-                made.update([(key, self._copy(item)) for key, item in made.items()])
+                copied.update([(key, self._copy(item)) for key, item in copied.items()])
         return self._made[id(value)]
 
     def _function(self, function: FunctionType) -> Any:
@@ -168,19 +168,19 @@ class _Cloner:
             self._made[id(function)] = function  # it may hold itself
             cells = function.__closure__ and tuple(map(self._cell, function.__closure__))
             parts = function.__defaults__, function.__kwdefaults__, vars(function)
-            own = tuple(map(self._held, parts))
-            if not _same((*(cells or ()), *own), (*(function.__closure__ or ()), *parts)):
-                self._made[id(function)] = _remade(function, cells, *own)
+            copies = tuple(map(self._held, parts))
+            if not _same((*(cells or ()), *copies), (*(function.__closure__ or ()), *parts)):
+                self._made[id(function)] = _remade(function, cells, *copies)
         return self._made[id(function)]
 
     def _partial(self, value: Any) -> Any:
         parts = value.func, value.args, value.keywords, vars(value)
-        func, args, keywords, attributes = own = tuple(map(self._held, parts))
-        if _same(own, parts):
+        func, args, keywords, attributes = copies = tuple(map(self._held, parts))
+        if _same(copies, parts):
             return value
-        made: Any = partial(func, *args, **keywords)
-        vars(made).update(attributes)
-        return made
+        copied: Any = partial(func, *args, **keywords)
+        vars(copied).update(attributes)
+        return copied
 
     def _hook(self, value: WrappedHook) -> WrappedHook:
         """Return a hook of state dicts, which holds its module weakly: the copy's gets the copy."""
@@ -191,14 +191,14 @@ class _Cloner:
     def _cell(self, cell: CellType) -> CellType:
         """Return a cell with the copy's own; the very cell if it holds nothing of the tree, as others may change it."""
         try:
-            held = cell.cell_contents
+            content = cell.cell_contents
         except ValueError:  # it is empty
             return cell
         if id(cell) not in self._made:
-            own = self._held(held)
-            self._made[id(cell)] = cell if own is held else CellType(own)
-        made: CellType = self._made[id(cell)]
-        return made
+            copied = self._held(content)
+            self._made[id(cell)] = cell if copied is content else CellType(copied)
+        twin: CellType = self._made[id(cell)]
+        return twin
 
     def _held(self, value: Any) -> Any:
         """Return the copy's own of what a function holds; a container that holds nothing of the tree stays the

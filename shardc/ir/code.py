@@ -54,15 +54,15 @@ def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """What ``code`` names, and its constants that may be names of attributes."""
     names: set[str] = set()
     texts: set[str] = set()
-    for each in codes_in(code):
-        names.update(each.co_names)
-        texts.update(x for x in _flat(each.co_consts) if isinstance(x, str) and x.isidentifier())
+    for part in codes_in(code):
+        names.update(part.co_names)
+        texts.update(x for x in _flat(part.co_consts) if isinstance(x, str) and x.isidentifier())
     return frozenset(names), frozenset(texts)
 
 
 @cache
 def imports(code: types.CodeType) -> bool:
-    return any(_IMPORT in each.co_code[::2] for each in codes_in(code))
+    return any(_IMPORT in part.co_code[::2] for part in codes_in(code))
 
 
 def _flat(constants: Iterable[Any]) -> Iterator[Any]:

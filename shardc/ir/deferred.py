@@ -32,12 +32,12 @@ class Deferred:
     def __bool__(self) -> bool:
         return bool(self.names)
 
-    def layout(self, name: str, stored: Layout, given: Layout) -> Layout | None:
-        """Return how the gradient of ``name``, which comes in ``given``, leaves a backward; None where it is
+    def layout(self, name: str, stored: Layout, incoming: Layout) -> Layout | None:
+        """Return how the gradient of ``name``, which comes in ``incoming``, leaves a backward; None where it is
         reduced."""
         if name in self.whole:
-            return given
-        return pending_beside(stored, given) if name in self.scattered else None
+            return incoming
+        return pending_beside(stored, incoming) if name in self.scattered else None
 
 
 NOTHING = Deferred()
@@ -45,15 +45,15 @@ NOTHING = Deferred()
 
 def replicated(storages: Mapping[str, Layout], batch: Sequence[str]) -> dict[str, Layout]:
     """Return the storages of parameters whose gradients are summed over axes of ``batch`` that do not split them."""
-    found = {}
+    out = {}
     for name, stored in storages.items():
         if pending_beside(stored, Layout.whole(stored.mesh, stored.shape).with_partial(batch)).partial:
-            found[name] = stored
-    return found
+            out[name] = stored
+    return out
 
 
-def pending_beside(stored: Layout, given: Layout) -> Layout:
-    """Return ``stored``, with the reductions of ``given`` over axes that do not split it still pending.
+def pending_beside(stored: Layout, incoming: Layout) -> Layout:
+    """Return ``stored``, with the reductions of ``incoming`` over axes that do not split it still pending.
 
     >>> from shardc.ir.mesh import Mesh
     >>> mesh = Mesh(rep=2, dp=4)
@@ -63,6 +63,6 @@ def pending_beside(stored: Layout, given: Layout) -> Layout:
     '[8@dp:2x2]{sum:dp:1x2}'
     """
     mesh = stored.mesh
-    edges = mesh.edges((*stored.bound, *(axis for axis, _ in given.partial)))
-    parts = [(part, op) for axis, op in given.partial for part in mesh.parts(axis, edges)]
+    edges = mesh.edges((*stored.bound, *(axis for axis, _ in incoming.partial)))
+    parts = [(part, op) for axis, op in incoming.partial for part in mesh.parts(axis, edges)]
     return stored.replace(partial=[(p, op) for p, op in parts if not any(mesh.overlap(p, b) for b in stored.bound)])

@@ -28,21 +28,21 @@ _SLOTS = re.compile(r"torch\.ops\.shardc\.\w+_coalesced\.default\(\[[^\]]*\].*\[
 
 def of_graph(graph: fx.Graph) -> list[str]:
     """Return the collectives of a local graph in order: each one's op, with the group that it is over."""
-    found = []
+    out = []
     for node in graph.nodes:
         if collective_kind(node) is not None:
             target: object = node.target
-            found.append(f"{_plain(target._opname)}({arguments_of(node)['group_name']})")  # type: ignore[attr-defined]
-    return found
+            out.append(f"{_plain(target._opname)}({arguments_of(node)['group_name']})")  # type: ignore[attr-defined]
+    return out
 
 
 def of_source(source: str) -> list[str]:
     """Return the same of the Python code of a compiled graph, whose collectives may be the in-place ones."""
-    found = []
+    out = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES):
-            found.append(f"{_plain(name)}({_NAME.findall(arguments)[-1]})")
-    return found
+            out.append(f"{_plain(name)}({_NAME.findall(arguments)[-1]})")
+    return out
 
 
 def check_order(graph: fx.Graph, source: str) -> None:
@@ -51,10 +51,10 @@ def check_order(graph: fx.Graph, source: str) -> None:
     Raises:
         VerifyError: names the first that differs.
     """
-    for at, (asked, made) in enumerate(zip_longest(of_graph(graph), of_source(source), fillvalue="nothing more")):
-        if asked != made:
+    for at, (expected, actual) in enumerate(zip_longest(of_graph(graph), of_source(source), fillvalue="nothing more")):
+        if expected != actual:
             raise VerifyError(
-                f"the compiled code starts {made} as collective {at}, where the schedule has {asked}; "
+                f"the compiled code starts {actual} as collective {at}, where the schedule has {expected}; "
                 "ranks whose orders differ would wait for each other",
                 fix='compile with backend="eager", or switch off the Inductor pass that reorders or rewrites it',
             )
@@ -72,20 +72,20 @@ def collective_at(lines: Sequence[str], number: int) -> int | None:
     count, behind = 0, dict[str, int]()
     for line in lines[:number]:
         call, assigned = _CALL.search(line), _ASSIGNED.match(line.strip())
-        here = None
+        position = None
         if line.rstrip().endswith(" = args"):
-            given = re.findall(r"\w+", line.rstrip().removesuffix(" = args"))
-            behind = {argument: -1 - at for at, argument in enumerate(given)}
+            arguments = re.findall(r"\w+", line.rstrip().removesuffix(" = args"))
+            behind = {argument: -1 - at for at, argument in enumerate(arguments)}
         if call and call[1] == "wait_tensor":
-            here = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
+            position = next((behind[name] for name in re.findall(r"\w+", call[2]) if name in behind), None)
         elif call and call[1] not in MOVES:
-            here, count = count, count + 1
+            position, count = count, count + 1
             # One in place has its results where its operands were.
             names = [assigned[1]] if assigned else re.findall(r"\bbuf\d+|\b\w+_\d+", call[2])
-            behind.update(dict.fromkeys(names, here))
+            behind.update(dict.fromkeys(names, position))
         elif assigned and (source := re.match(r"\w+", assigned[2])) and source[0] in behind:
             behind[assigned[1]] = behind[source[0]]
-    return here if lines else None
+    return position if lines else None
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Uses:
 
     Args:
         spans: by slot, its first and last line.
-        given: of each argument, the last line at which its memory is in use.
+        argument_ends: of each argument, the last line at which its memory is in use.
         results: of each result, the slots that it may lie in; -1 - k stands for the argument k.
         waits: the lines at which arguments are waited for, by argument.
         wires: of each result, what its collective uses until the wait, where that comes later; as in ``results``.
@@ -102,7 +102,7 @@ class Uses:
     """
 
     spans: dict[int, tuple[int, int]]
-    given: list[int]
+    argument_ends: list[int]
     results: list[set[int]]
     waits: dict[int, int]
     wires: list[set[int]]
@@ -111,7 +111,7 @@ class Uses:
     @property
     def leaving(self) -> set[int]:
         """The slots that are returned."""
-        return {slot for found in self.results for slot in found if slot >= 0}
+        return {slot for result in self.results for slot in result if slot >= 0}
 
 
 def uses_of(source: str) -> Uses:
@@ -129,13 +129,13 @@ def uses_of(source: str) -> Uses:
     waits: dict[int, int] = {}
     body = _body(source)
     for at, line in enumerate(body):
-        assigned, made = _ASSIGNED.match(line), _SLOTS.search(line)
+        assigned, started = _ASSIGNED.match(line), _SLOTS.search(line)
         name, value = (assigned[1], assigned[2].strip()) if assigned else ("", "")
         if line.endswith(" = args"):
             for number, argument in enumerate(re.findall(r"\w+", line.removesuffix(" = args"))):
                 behind[argument] = {-1 - number}
-        if made:
-            made_by[name] = [int(k) for k in made[1].split(",")]
+        if started:
+            made_by[name] = [int(k) for k in started[1].split(",")]
             unnamed[made_by[name][0]] = {*made_by[name], *_behind(behind, value)}
             spans.update({slot: (at, at) for slot in made_by[name]})
         elif (item := _ITEM.match(value)) and item[1] in made_by:
@@ -153,27 +153,31 @@ def uses_of(source: str) -> Uses:
                 unnamed.get(slot, set()).clear()
         if line.startswith("return"):
             returned = split_top(line.removeprefix("return").strip().removeprefix("(").removesuffix(")"))
-            results = [_behind(behind, each) for each in returned if each]
+            results = [_behind(behind, result) for result in returned if result]
         for gone in _DELETED.findall(line):
             for slot in behind.pop(gone, ()):
                 spans[slot] = spans.get(slot, (0, 0))[0], at
-        spans.update({slot: (spans.get(slot, (0, 0))[0], at) for held in behind.values() for slot in held})
+        spans.update({slot: (spans.get(slot, (0, 0))[0], at) for lent in behind.values() for slot in lent})
     count = sum(slot < 0 for slot in spans)
-    given = [spans.pop(-1 - number)[1] for number in range(count)]
-    wires = [set().union(*(unnamed.get(slot, set()) for slot in found)) for found in results]
-    return Uses(spans, given, results, waits, wires, len(body))
+    argument_ends = [spans.pop(-1 - number)[1] for number in range(count)]
+    wires = [set().union(*(unnamed.get(slot, set()) for slot in result)) for result in results]
+    return Uses(spans, argument_ends, results, waits, wires, len(body))
 
 
-def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[str], returned: Sequence[Any]) -> Uses:
+def joined(
+    uses: Sequence[Uses], segments: Sequence[Segment], arguments: Sequence[str], returned: Sequence[Any]
+) -> Uses:
     """Return the uses of a half whose segments run one after the other.
 
     Args:
         uses: of each segment's code.
-        taken: the names of the half's placeholders.
+        arguments: the names of the half's placeholders.
         returned: what it returns: names of values, or constants.
     """
     spans: dict[int, tuple[int, int]] = {}
-    held = {name: {-1 - at} for at, name in enumerate(taken)}  # by value, the slots and arguments that it may lie in
+    memory = {
+        name: {-1 - at} for at, name in enumerate(arguments)
+    }  # by value, the slots and arguments that it may lie in
     wires: dict[str, set[int]] = {}
     base = 0
 
@@ -181,21 +185,21 @@ def joined(uses: Sequence[Uses], segments: Sequence[Segment], taken: Sequence[st
         spans.update({slot: (spans.get(slot, (0, 0))[0], max(spans.get(slot, (0, 0))[1], at)) for slot in slots})
 
     for use, segment in zip(uses, segments, strict=True):
-        given = [held.get(name, set()) for name in segment.takes]
-        for slots, at in zip(given, use.given, strict=True):
+        operands = [memory.get(name, set()) for name in segment.takes]
+        for slots, at in zip(operands, use.argument_ends, strict=True):
             last(slots, base + at)
         spans |= {segment.slot + slot: (base + first, base + end) for slot, (first, end) in use.spans.items()}
         for argument, at in use.waits.items():
             last(wires.pop(segment.takes[argument], ()), base + at)
-        for name, found, waiting in zip(segment.gives, use.results, use.wires, strict=True):
-            held[name] = set().union(*({segment.slot + x} if x >= 0 else given[-1 - x] for x in found))
-            wires[name] = set().union(*({segment.slot + x} if x >= 0 else given[-1 - x] for x in waiting))
+        for name, result, waiting in zip(segment.gives, use.results, use.wires, strict=True):
+            memory[name] = set().union(*({segment.slot + x} if x >= 0 else operands[-1 - x] for x in result))
+            wires[name] = set().union(*({segment.slot + x} if x >= 0 else operands[-1 - x] for x in waiting))
         base += use.lines
-    results = [held.get(x, set()) if isinstance(x, str) else set() for x in returned]
+    results = [memory.get(x, set()) if isinstance(x, str) else set() for x in returned]
     for slots in results:
         last(slots, base)
-    given_until = [spans.pop(-1 - at, (0, 0))[1] for at in range(len(taken))]
-    return Uses(spans, given_until, results, {}, [set() for _ in results], base)
+    argument_ends = [spans.pop(-1 - at, (0, 0))[1] for at in range(len(arguments))]
+    return Uses(spans, argument_ends, results, {}, [set() for _ in results], base)
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:

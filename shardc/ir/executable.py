@@ -81,14 +81,14 @@ def certify(mesh: Mesh, halves: Sequence[tuple[str, fx.Graph]]) -> Certificate:
 
 def _next_ops(graph: fx.Graph) -> dict[fx.Node, tuple[int, str]]:
     """Return the first op behind each wait that is no wait, with a number by which waits are in order."""
-    found: dict[fx.Node, tuple[int, str]] = {}
-    here = "the outputs"
+    out: dict[fx.Node, tuple[int, str]] = {}
+    next_op = "the outputs"
     for node in reversed(graph.nodes):
         if node.target is WAIT:
-            found[node] = -len(found), here
+            out[node] = -len(out), next_op
         elif node.op == "call_function" and node.target is not getitem:
-            here = f"%{ir.info(node).name}"
-    return found
+            next_op = f"%{ir.info(node).name}"
+    return out
 
 
 FORWARD, BACKWARD, INFERENCE, REDUCTION = "forward", "backward", "inference", "reduction"
@@ -153,14 +153,14 @@ class Half:
     @cached_property
     def reads(self) -> Mapping[str, Role]:
         """By name of what a backward takes, the parameters, buffers and inputs that it reads as they are."""
-        known = ir.output_node(self.graph).meta.get(ir.READS, {})
-        return {port.name: known[port.name] for port in self.takes if port.name in known}
+        roles = ir.output_node(self.graph).meta.get(ir.READS, {})
+        return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
     @property
     def plan(self) -> MemoryPlan:
         """Where the results of its collectives lie."""
-        found: MemoryPlan = ir.output_node(self.graph).meta.get(PLAN, MemoryPlan())
-        return found
+        plan: MemoryPlan = ir.output_node(self.graph).meta.get(PLAN, MemoryPlan())
+        return plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +189,8 @@ class Compiled:
         inputs.clear()
         for segment, code in zip(self.segments, self.codes, strict=True):
             enter(segment)
-            given = [values.pop(name) if name in segment.done else values[name] for name in segment.takes]
-            values.update(zip(segment.gives, code(given), strict=True))
+            operands = [values.pop(name) if name in segment.done else values[name] for name in segment.takes]
+            values.update(zip(segment.gives, code(operands), strict=True))
         return [values[x] if isinstance(x, str) else x for x in self.gives]
 
     @cached_property
@@ -206,8 +206,8 @@ class Compiled:
     @cached_property
     def _constants(self) -> dict[str, Any]:
         """The tensors that the half holds, by name."""
-        held = self.half.graph.find_nodes(op="get_attr")
-        return {node.name: attrgetter(str(node.target))(self.half.gm) for node in held}
+        nodes = self.half.graph.find_nodes(op="get_attr")
+        return {node.name: attrgetter(str(node.target))(self.half.gm) for node in nodes}
 
 
 class Executable(ABC):
@@ -271,9 +271,9 @@ class Executable(ABC):
 
     def half(self, phase: Phase) -> Half:
         """Return the half of a phase, which this step has."""
-        found = self.find(phase)
-        assert found is not None, f"there is no {phase}: nothing needs a gradient"
-        return found
+        half = self.find(phase)
+        assert half is not None, f"there is no {phase}: nothing needs a gradient"
+        return half
 
     def step(self, training: bool = True) -> tuple[Half, ...]:
         """Return the halves of a training step in the order in which they run, or that of an evaluation."""
@@ -289,14 +289,14 @@ class Executable(ABC):
     @property
     def forward(self) -> fx.GraphModule | None:
         """The graph that runs first in training, or None where nothing needs a gradient."""
-        found = self.find(FORWARD)
-        return None if found is None else found.gm
+        half = self.find(FORWARD)
+        return None if half is None else half.gm
 
     @property
     def backward(self) -> fx.GraphModule | None:
         """The graph that computes the gradients, or None where nothing needs one."""
-        found = self.find(BACKWARD)
-        return None if found is None else found.gm
+        half = self.find(BACKWARD)
+        return None if half is None else half.gm
 
     @property
     def inference(self) -> fx.GraphModule:

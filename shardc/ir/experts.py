@@ -104,11 +104,11 @@ def _arrived(came: Tensor, ranks: int, rows: int) -> list[Tensor]:
     Returns:
         the order, the place of each row in it, and where each expert's end.
     """
-    own = came.numel() // ranks
+    experts = came.numel() // ranks
     run = torch.searchsorted(came.cumsum(0), torch.arange(rows, device=came.device), right=True)
-    key = torch.where(run < came.numel(), run % own, own)
+    key = torch.where(run < came.numel(), run % experts, experts)
     order = key.argsort(stable=True)
-    return [order, _inverse(order), came.view(ranks, own).sum(0).cumsum(0)]
+    return [order, _inverse(order), came.view(ranks, experts).sum(0).cumsum(0)]
 
 
 def _within(sends: Tensor, most: Tensor, rows: int) -> Tensor:
@@ -188,24 +188,24 @@ def _run(
         [m, o], and each of the body's saved values, [r, ...].
     """
     it, start = body_of(body), 0
-    saved = [x.new_empty(take.shape[0], *one.shape, dtype=one.dtype) for one in it.saved]
-    made = x.new_zeros(x.shape[0], *it.result.shape, dtype=_wide(it.result.dtype))
+    saved = [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in it.saved]
+    total = x.new_zeros(x.shape[0], *it.result.shape, dtype=_wide(it.result.dtype))
     if it.grouped_forward is not None and suits(x, params):
         at, live = _live(take, ends, expected)
         n = at.shape[0]
-        out, *kept = it.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
-        for place, one in zip(saved, kept, strict=True):
-            place[:n] = one
-        made.index_add_(0, at, torch.where(live, out, 0).to(made.dtype))
-        return [made.to(it.result.dtype), *saved]
+        out, *values = it.grouped_forward(ends.to(torch.int32), n, x[at], scale[:n], *params)
+        for place, value in zip(saved, values, strict=True):
+            place[:n] = value
+        total.index_add_(0, at, torch.where(live, out, 0).to(total.dtype))
+        return [total.to(it.result.dtype), *saved]
     for expert, end in enumerate(ends.tolist()):
         if end > start:
             at = take[start:end]
-            keep = [one[start:end] for one in saved]
+            keep = [value[start:end] for value in saved]
             out = it.run_forward(end - start, x[at], scale[start:end], *(p[expert] for p in params), *keep)
-            made.index_add_(0, at, out.to(made.dtype))
+            total.index_add_(0, at, out.to(total.dtype))
             start = end
-    return [made.to(it.result.dtype), *saved]
+    return [total.to(it.result.dtype), *saved]
 
 
 def _run_gradient(
@@ -215,40 +215,40 @@ def _run_gradient(
     """Return the gradients of ``x``, ``scale`` and ``params``; ``grad`` is that of `run`'s first result."""
     it, start = body_of(body), 0
     dx = x.new_zeros(x.shape, dtype=_wide(x.dtype))
-    dscale, made = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
+    dscale, grads = torch.zeros_like(scale), [torch.empty_like(p) for p in params]
     if it.grouped_backward is not None and suits(x, params):
         at, live = _live(take, ends, expected)
         n = at.shape[0]
-        values = (grad[at], x[at], scale[:n], *params, *(one[:n] for one in saved))
+        values = (grad[at], x[at], scale[:n], *params, *(value[:n] for value in saved))
         drows, ds, *rest = it.grouped_backward(ends.to(torch.int32), n, *values)
         if drows is not None:
             dx.index_add_(0, at, torch.where(live, drows, 0).to(dx.dtype))
         if ds is not None:
             dscale[:n] = torch.where(live, ds, 0)
         some = _counts(ends) > 0  # a kernel may leave the gradient of an expert without rows as it is
-        made = [torch.zeros_like(p) if one is None else torch.where(some.view(-1, *[1] * (p.dim() - 1)), one, 0)
-                for p, one in zip(params, rest, strict=True)]  # fmt: skip
-        return [dx.to(x.dtype), dscale, *made]
+        grads = [torch.zeros_like(p) if dp is None else torch.where(some.view(-1, *[1] * (p.dim() - 1)), dp, 0)
+                for p, dp in zip(params, rest, strict=True)]  # fmt: skip
+        return [dx.to(x.dtype), dscale, *grads]
     for expert, end in enumerate(ends.tolist()):
         if end == start:
-            for one in made:
-                one[expert].zero_()
+            for dp in grads:
+                dp[expert].zero_()
             continue
-        at, own = take[start:end], [p[expert] for p in params]
-        keep = [one[start:end] for one in saved]
-        into = [one[expert] for one in made]
-        drows, ds, *rest = it.run_backward(end - start, grad[at], x[at], scale[start:end], *own, *keep, *into)
+        at, weights = take[start:end], [p[expert] for p in params]
+        keep = [value[start:end] for value in saved]
+        into = [dp[expert] for dp in grads]
+        drows, ds, *rest = it.run_backward(end - start, grad[at], x[at], scale[start:end], *weights, *keep, *into)
         if drows is not None:
             dx.index_add_(0, at, drows.to(dx.dtype))
         if ds is not None:
             dscale[start:end] = ds
-        for place, one in zip(into, rest, strict=True):
-            if one is None:
+        for place, dp in zip(into, rest, strict=True):
+            if dp is None:
                 place.zero_()
-            elif one.data_ptr() != place.data_ptr():
-                place.copy_(one)
+            elif dp.data_ptr() != place.data_ptr():
+                place.copy_(dp)
         start = end
-    return [dx.to(x.dtype), dscale, *made]
+    return [dx.to(x.dtype), dscale, *grads]
 
 
 def _fake_order(key: Tensor, count: int) -> list[Tensor]:
@@ -274,8 +274,8 @@ def _fake_run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
 ) -> list[Tensor]:
     it = body_of(body)
-    made = [x.new_empty(x.shape[0], *it.result.shape, dtype=it.result.dtype)]
-    return made + [x.new_empty(take.shape[0], *one.shape, dtype=one.dtype) for one in it.saved]
+    results = [x.new_empty(x.shape[0], *it.result.shape, dtype=it.result.dtype)]
+    return results + [x.new_empty(take.shape[0], *value.shape, dtype=value.dtype) for value in it.saved]
 
 
 def _fake_run_gradient(

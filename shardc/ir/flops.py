@@ -67,13 +67,13 @@ def is_attention(target: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def flops(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], made: Any) -> int:
+def flops(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], result: Any) -> int:
     """Operations of a dense op.
 
     Args:
         args, kwargs: the call's, with shapes in the place of tensors.
-        made: the shape of its result, or those of its results.
+        result: the shape of its result, or those of its results.
     """
     if target in _OTHERS:
         return int(_OTHERS[target](*args))
-    return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=made))
+    return int(flop_registry[target.overloadpacket](*args, **dict(kwargs), out_val=result))

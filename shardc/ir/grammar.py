@@ -120,8 +120,8 @@ def op_of(text: str) -> Any | None:
 def _overload(namespace: str, packet: str, overload: str) -> Any | None:
     if namespace.startswith("__") or not all(WORD.fullmatch(part) for part in (namespace, packet, overload)):
         return None
-    found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-    return found if is_torch_op(found) else None
+    op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+    return op if is_torch_op(op) else None
 
 
 @lru_cache(maxsize=4096)
@@ -130,8 +130,8 @@ def defaults(op: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
     if not is_torch_op(op):
         return {"op": "sum", "to": ""}, ("x",)
     arguments = op._schema.arguments
-    known = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return known, tuple(a.name for a in arguments if not a.kwarg_only)
+    values = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return values, tuple(a.name for a in arguments if not a.kwarg_only)
 
 
 def argument_order(op: Any) -> Callable[[str], int]:
@@ -178,7 +178,7 @@ def constant_text(value: Any) -> str:
     raise VerifyError(f"an argument {value!r} of type {type(value).__name__} has no text form")
 
 
-def held(tensor: object) -> list[Any] | None:
+def small_values(tensor: object) -> list[Any] | None:
     """What a small real tensor holds, in a row; None of a large one, or of one without data."""
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.is_complex() or tensor.numel() > SMALL:
         return None

@@ -154,7 +154,7 @@ class Info:
         """Return the same at ``layout`` (a tuple for several results)."""
         if isinstance(self.value, tuple):
             layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
-            values = tuple(v and replace(v, layout=one) for v, one in zip(self.value, layouts, strict=True))
+            values = tuple(v and replace(v, layout=new) for v, new in zip(self.value, layouts, strict=True))
             return replace(self, value=values)
         assert self.value is not None and not isinstance(layout, tuple)
         return replace(self, value=replace(self.value, layout=layout))
@@ -178,9 +178,9 @@ def update(node: fx.Node, **fields: Any) -> fx.Node:
 
 def value(node: fx.Node) -> Value:
     """Return the one tensor that ``node`` makes."""
-    made = node.meta[KEY].value
-    assert isinstance(made, Value), f"{node} makes {made}, not one tensor"
-    return made
+    tensor = node.meta[KEY].value
+    assert isinstance(tensor, Value), f"{node} makes {tensor}, not one tensor"
+    return tensor
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -197,16 +197,16 @@ def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
 
 def role(node: fx.Node) -> Role:
     """What the placeholder ``node`` is."""
-    found = info(node).role
-    assert found is not None, f"{node} has no role"
-    return found
+    node_role = info(node).role
+    assert node_role is not None, f"{node} has no role"
+    return node_role
 
 
 def layout(node: fx.Node) -> Layout:
     """Return the layout of the one tensor that ``node`` makes."""
-    found = value(node).layout
-    assert found is not None, f"{node} has no layout yet"
-    return found
+    result = value(node).layout
+    assert result is not None, f"{node} has no layout yet"
+    return result
 
 
 def placeholders(graph: fx.Graph, kind: str | None = None) -> list[fx.Node]:
@@ -227,16 +227,16 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
 
 def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:
     """Puts what ``change`` makes of each output that is a node in its place."""
-    made = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
-    output_node(graph).args = (tuple(made),)
+    results = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
+    output_node(graph).args = (tuple(results),)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
     """Return a copy of ``graph`` with records and roles, that later changes of it leave as it is."""
     copy = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    made = copy.output(copy.graph_copy(graph, env))
-    for node, twin in [*env.items(), (output_node(graph), made)]:
+    output = copy.output(copy.graph_copy(graph, env))
+    for node, twin in [*env.items(), (output_node(graph), output)]:
         twin.meta = dict(node.meta)
     return copy
 

@@ -26,8 +26,8 @@ _AT = {  # where an op of one row says along which dim
 
 def suits(x: Tensor, params: list[Tensor]) -> bool:
     """Return whether grouped kernels take these: on a GPU in bf16, in steps of 16 bytes."""
-    even = all(size % 8 == 0 for one in params for size in one.shape[1:])
-    return x.is_cuda and even and {x.dtype, *(one.dtype for one in params)} == {torch.bfloat16}
+    even = all(size % 8 == 0 for param in params for size in param.shape[1:])
+    return x.is_cuda and even and {x.dtype, *(param.dtype for param in params)} == {torch.bfloat16}
 
 
 def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
@@ -40,19 +40,19 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
         A function of where each expert's rows end (int32 [e]), then as ``graph``; weights and their gradients have a
         first dim of experts.
     """
-    made = fx.Graph()
+    out = fx.Graph()
     env: dict[fx.Node, Any] = {}
     kinds: dict[fx.Node, str] = {}
-    ends = made.placeholder("ends")
+    ends = out.placeholder("ends")
     for node in graph.nodes:
         if node.op == "output":
             results: Any = node.args[0]
-            wanted = [_ROWS if at < experts_from else _EXPERTS for at in range(len(results))]
-            if any(x is not None and kinds[x] != kind for x, kind in zip(results, wanted, strict=True)):
+            expected = [_ROWS if at < experts_from else _EXPERTS for at in range(len(results))]
+            if any(x is not None and kinds[x] != kind for x, kind in zip(results, expected, strict=True)):
                 return None
-            made.output(fx.map_arg(results, lambda x: env[x]))
+            out.output(fx.map_arg(results, lambda x: env[x]))
         elif node.op == "placeholder":
-            env[node] = made.placeholder(node.name)
+            env[node] = out.placeholder(node.name)
             kinds[node] = _ONCE if node.name == "n" else _EXPERTS if node.name[1:].isdigit() else _ROWS
         elif (kind := _kind(node, kinds)) is None:
             return None
@@ -60,25 +60,25 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
             kinds[node] = kind
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda x: env[x])
             if node.target is aten.mm.default:
-                env[node] = made.call_function(_compat.grouped_mm, (*args, ends))
+                env[node] = out.call_function(_compat.grouped_mm, (*args, ends))
             elif node.target is aten.t.default and kind == _EXPERTS:
-                env[node] = made.call_function(aten.transpose.int, (*args, 1, 2))
+                env[node] = out.call_function(aten.transpose.int, (*args, 1, 2))
             else:
-                env[node] = made.call_function(node.target, args, kwargs)
-    forward: Callable[..., Any] = fx.GraphModule({}, made).forward
+                env[node] = out.call_function(node.target, args, kwargs)
+    forward: Callable[..., Any] = fx.GraphModule({}, out).forward
     return forward
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
     """What the result of ``node`` is about; None where it is no product and looks at more than one row."""
-    given = [kinds[x] for x in node.all_input_nodes]
+    operands = [kinds[x] for x in node.all_input_nodes]
     if node.target is aten.mm.default:
-        return {(_ROWS, _EXPERTS): _ROWS, (_TURNED, _ROWS): _EXPERTS}.get((given[0], given[-1]))
+        return {(_ROWS, _EXPERTS): _ROWS, (_TURNED, _ROWS): _EXPERTS}.get((operands[0], operands[-1]))
     if node.target is aten.t.default:
-        return {_ROWS: _TURNED, _TURNED: _ROWS, _EXPERTS: _EXPERTS}.get(given[0])
+        return {_ROWS: _TURNED, _TURNED: _ROWS, _EXPERTS: _EXPERTS}.get(operands[0])
     if node.target in _SAME:
-        return given[0]
-    if not set(given) <= {_ROWS, _ONCE}:
+        return operands[0]
+    if not set(operands) <= {_ROWS, _ONCE}:
         return None
     if node.target in _AT:
         dim = node.args[_AT[node.target]] if len(node.args) > _AT[node.target] else 0
@@ -89,5 +89,5 @@ def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
     elif node.target is aten.sum.dim_IntList:
         alone = list(node.args[1:]) in ([[1], True], [[-1], True])
     else:
-        alone = node.target is getitem or _ROWS not in given or torch.Tag.pointwise in node.target.tags
-    return (_ROWS if _ROWS in given else _ONCE) if alone else None
+        alone = node.target is getitem or _ROWS not in operands or torch.Tag.pointwise in node.target.tags
+    return (_ROWS if _ROWS in operands else _ONCE) if alone else None

@@ -52,9 +52,9 @@ class InnerTensors(nn.Module):
                 self._buffers[key] = inner
                 self._non_persistent_buffers_set |= set() if persistent else {key}
         self.names, self.attributes = tuple(names), {}
-        again = self.outer()
-        self.attributes = {key: value for key, value in vars(x).items() if key not in {*vars(again), CLASS}}
-        if (type(again), again.shape, again.dtype) != (type(x), x.shape, x.dtype):
+        restored = self.outer()
+        self.attributes = {key: value for key, value in vars(x).items() if key not in {*vars(restored), CLASS}}
+        if (type(restored), restored.shape, restored.dtype) != (type(x), x.shape, x.dtype):
             raise InputError(
                 f"{name!r} is a {self.cls.__name__} whose __tensor_unflatten__ makes another tensor of what "
                 "__tensor_flatten__ gave",
@@ -65,19 +65,19 @@ class InnerTensors(nn.Module):
         """Return the tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to
         ``dtype``."""
         inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._held.items()}
-        made: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+        tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         for key, value in self.attributes.items():
-            setattr(made, key, value)
-        if dtype is not None and made.is_floating_point():
-            made = made.to(dtype)
-        return nn.Parameter(made, requires_grad=False) if self.is_param else made
+            setattr(tensor, key, value)
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        return nn.Parameter(tensor, requires_grad=False) if self.is_param else tensor
 
     @property
     def _held(self) -> dict[str, Any]:
-        held = {**self._parameters, **self._buffers, **self._modules}
-        return {key: held[key] for key in self.names}
+        entries = {**self._parameters, **self._buffers, **self._modules}
+        return {key: entries[key] for key in self.names}
 
-    def taken(self, x: Any, prefix: str) -> dict[str, Tensor]:
+    def inner_tensors_of(self, x: Any, prefix: str) -> dict[str, Tensor]:
         """Return the inner tensors of ``x``, by their names behind ``prefix``.
 
         Raises:
@@ -91,7 +91,7 @@ class InnerTensors(nn.Module):
         for key in names:
             mine, value = self._held[key], getattr(x, key)
             if isinstance(mine, InnerTensors):
-                out |= mine.taken(value, f"{prefix}{key}.")
+                out |= mine.inner_tensors_of(value, f"{prefix}{key}.")
             else:  # who loads into a template only looks at shapes
                 shapes_only = mine.is_meta and not isinstance(mine, DTensor)
                 out[prefix + key] = value.to("meta") if shapes_only else value
@@ -136,7 +136,7 @@ class _Holder(nn.Module):
         for key, inner in self._modules.items():
             if isinstance(inner, InnerTensors) and prefix + key in state_dict:
                 try:
-                    state_dict.update(inner.taken(state_dict.pop(prefix + key), f"{prefix}{key}."))
+                    state_dict.update(inner.inner_tensors_of(state_dict.pop(prefix + key), f"{prefix}{key}."))
                 except ValueError as error:
                     state_dict.update(inner.state_dict(prefix=f"{prefix}{key}.", keep_vars=True))
                     args[-1].append(str(error))
@@ -156,15 +156,15 @@ def flattened(model: nn.Module) -> nn.Module:
     volatile = {
         id(module._buffers[key]) for module in model.modules() for key in module._non_persistent_buffers_set
     }  # fmt: skip
-    made = {id(x): InnerTensors(name, x, id(x) not in volatile) for name, x in wrappers.items()}
+    inner_of = {id(x): InnerTensors(name, x, id(x) not in volatile) for name, x in wrappers.items()}
     copy = clone_tree(model, lambda _, x: x)
     for module in list(copy.modules()):
-        found = {
-            key: made[id(x)] for kind in _KINDS for key, x in getattr(module, kind).items() if id(x) in made
+        inner_tensors = {
+            key: inner_of[id(x)] for kind in _KINDS for key, x in getattr(module, kind).items() if id(x) in inner_of
         }  # fmt: skip
-        if not found:
+        if not inner_tensors:
             continue
-        for key, inner in found.items():
+        for key, inner in inner_tensors.items():
             for kind in _KINDS:
                 getattr(module, kind).pop(key, None)
             module._non_persistent_buffers_set.discard(key)
@@ -187,13 +187,13 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
     Raises:
         CaptureError: an inner tensor is to be trained.
     """
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for path, module in list(model.named_modules()):
-        found = {key: inner for key, inner in module._modules.items() if isinstance(inner, InnerTensors)}
-        if not found or isinstance(module, InnerTensors):
+        inner_tensors = {key: inner for key, inner in module._modules.items() if isinstance(inner, InnerTensors)}
+        if not inner_tensors or isinstance(module, InnerTensors):
             continue
         module.__class__ = type(module).__mro__[2]
-        for key, inner in found.items():
+        for key, inner in inner_tensors.items():
             for name, x in inner.named_parameters():
                 if x.requires_grad:
                     raise CaptureError(
@@ -202,8 +202,8 @@ def unflatten(model: nn.Module, of: Callable[[str, InnerTensors], Tensor]) -> No
                         fix="freeze it again: requires_grad_(False)",
                     )
             del module._modules[key]
-            made.setdefault(id(inner), of(path, inner))
-            (module._parameters if inner.is_param else module._buffers)[key] = made[id(inner)]
+            tensors.setdefault(id(inner), of(path, inner))
+            (module._parameters if inner.is_param else module._buffers)[key] = tensors[id(inner)]
 
 
 @contextmanager
@@ -214,13 +214,13 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
         LayoutError: at the end, one was replaced.
     """
     places = [(part, dict(part._modules)) for part in module.modules() if isinstance(part, _Holder)]
-    made: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for part, before in places:
         for key, inner in before.items():
             if isinstance(inner, InnerTensors):
                 del part._modules[key]
-                held: Any = part._parameters if inner.is_param else part._buffers
-                held[key] = made.setdefault(id(inner), inner.outer())
+                entries: Any = part._parameters if inner.is_param else part._buffers
+                entries[key] = tensors.setdefault(id(inner), inner.outer())
     try:
         yield
     finally:
@@ -229,7 +229,7 @@ def outer_tensors(module: nn.Module) -> Iterator[None]:
             for key, inner in before.items():
                 if isinstance(inner, InnerTensors):
                     left = (part._parameters if inner.is_param else part._buffers).pop(key, None)
-                    replaced += [] if left is made[id(inner)] else [(key, inner.cls.__name__)]
+                    replaced += [] if left is tensors[id(inner)] else [(key, inner.cls.__name__)]
             part._modules.clear()
             part._modules.update(before)
         for key, name in replaced:
@@ -243,11 +243,11 @@ def rebuilt(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict of whole tensors with the tensors that inner ones make up, under the names of the model."""
     out = dict(state)
     for path, inner in _outermost(module):
-        held = {id(x): f"{path}.{name}" for name, x in inner.state_dict(keep_vars=True).items()}
-        if held and all(name in out for name in held.values()):
-            value = inner.outer(lambda x, held=held: state[held[id(x)]])  # type: ignore[misc]
-            at = list(out).index(next(iter(held.values())))
-            rest = [(key, x) for key, x in out.items() if key not in held.values()]
+        names = {id(x): f"{path}.{name}" for name, x in inner.state_dict(keep_vars=True).items()}
+        if names and all(name in out for name in names.values()):
+            value = inner.outer(lambda x, names=names: state[names[id(x)]])  # type: ignore[misc]
+            at = list(out).index(next(iter(names.values())))
+            rest = [(key, x) for key, x in out.items() if key not in names.values()]
             out = dict([*rest[:at], (path, value.detach()), *rest[at:]])
     return out
 
@@ -262,11 +262,11 @@ def first_places(module: nn.Module) -> dict[str, str]:
 def outer_names(module: nn.Module) -> dict[str, str]:
     """Return the name of each parameter of a wrapper subclass -> the inner tensor of its shape, which plans split for
     it."""
-    found: dict[str, str] = {}
+    out: dict[str, str] = {}
     for path, inner in _outermost(module):
         shaped = [name for name, x in inner.named_parameters() if x.shape == inner.shape]
-        found |= {path: f"{path}.{shaped[0]}"} if shaped else {}
-    return found
+        out |= {path: f"{path}.{shaped[0]}"} if shaped else {}
+    return out
 
 
 def with_inner(x: Any) -> Iterator[Tensor]:
@@ -278,13 +278,13 @@ def with_inner(x: Any) -> Iterator[Tensor]:
 
 def metadata(x: Any) -> list[Any]:
     """All that ``x`` is besides values: of itself, of its inner tensors and of theirs."""
-    found: list[Any] = []
-    for each in with_inner(x):
-        found.append((type(each), each.shape, each.stride(), each.dtype, each.requires_grad))
-        if is_wrapper(each):
-            constants = {key: repr(value) for key, value in vars(each).items() if not isinstance(value, Tensor)}
-            found.append((repr(each.__tensor_flatten__()[1]), constants))  # type: ignore[attr-defined]
-    return found
+    out: list[Any] = []
+    for part in with_inner(x):
+        out.append((type(part), part.shape, part.stride(), part.dtype, part.requires_grad))
+        if is_wrapper(part):
+            constants = {key: repr(value) for key, value in vars(part).items() if not isinstance(value, Tensor)}
+            out.append((repr(part.__tensor_flatten__()[1]), constants))  # type: ignore[attr-defined]
+    return out
 
 
 def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
@@ -300,9 +300,9 @@ def check_conversion(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, InnerTensors]]:
-    found: set[str] = set()
-    for path, each in module.named_modules(remove_duplicate=False):  # a module comes before those in it
-        if isinstance(each, InnerTensors):
-            found.add(path)
-            if not path or path.rpartition(".")[0] not in found:
-                yield path, each
+    paths: set[str] = set()
+    for path, part in module.named_modules(remove_duplicate=False):  # a module comes before those in it
+        if isinstance(part, InnerTensors):
+            paths.add(path)
+            if not path or path.rpartition(".")[0] not in paths:
+                yield path, part

@@ -61,10 +61,10 @@ class InnerCode:
 
     def _now(self) -> Iterator[Any]:
         for owner in self._mappings.values():
-            held = owner if isinstance(owner, _MAPPINGS) else vars(owner)
-            yield len(held)
-            yield from held
-            yield from held.values()
+            entries = owner if isinstance(owner, _MAPPINGS) else vars(owner)
+            yield len(entries)
+            yield from entries
+            yield from entries.values()
         for scope, name in self._names.values():
             yield scope.get(name, _ABSENT)
         for function in self._functions.values():
@@ -123,13 +123,13 @@ class InnerCode:
         for name in names:
             self._name(function.__globals__, name, names)
 
-    def _name(self, scope: dict[str, Any], name: str, names: frozenset[str], told: bool = False) -> None:
+    def _name(self, scope: dict[str, Any], name: str, names: frozenset[str], versioned: bool = False) -> None:
         """Notes a global, or an attribute of a module; of a module that it is, those of ``names`` that this has."""
         self._names[id(scope), name] = scope, name
         value = scope.get(name, _ABSENT)
         if type(value) is not types.ModuleType:
             # Registries of torch and Python grow with imports.
-            self._todo += [] if told and isinstance(value, (*_MAPPINGS, *_SEQUENCES)) else [value]
+            self._todo += [] if versioned and isinstance(value, (*_MAPPINGS, *_SEQUENCES)) else [value]
         elif (id(value), names) not in self._seen:
             self._seen[id(value), names] = value
             for attribute in names & vars(value).keys():

@@ -24,13 +24,13 @@ CLASS = "_shardc_class"
 _UNWRAPPED = ("torchvision.tv_tensors",)
 
 
-def why_refused(x: Tensor, held: bool = False) -> tuple[str, str] | None:
+def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
     """What ``x`` is besides a dense tensor of values, and what to take for ``{}`` instead; None for nothing else.
 
     Classes pass by an allow-list: torch's own, and those derived from them that override nothing of theirs.
 
     Args:
-        held: it is a parameter or buffer, which may be of a wrapper subclass; see `shardc.ir.inner`.
+        stored: it is a parameter or buffer, which may be of a wrapper subclass; see `shardc.ir.inner`.
     """
     if x.is_nested:
         return "a nested tensor", "torch.nested.to_padded_tensor({}, 0.0), and a mask"
@@ -45,10 +45,10 @@ def why_refused(x: Tensor, held: bool = False) -> tuple[str, str] | None:
     if isinstance(x, DTensor):
         return why_refused(x._local_tensor)
     if overridden := _overridden(type(x)):
-        if held and is_wrapper(x) and not x.requires_grad:
-            inner = (why_refused(getattr(x, name), held) for name in x.__tensor_flatten__()[0])  # type: ignore[attr-defined]
+        if stored and is_wrapper(x) and not x.requires_grad:
+            inner = (why_refused(getattr(x, name), stored) for name in x.__tensor_flatten__()[0])  # type: ignore[attr-defined]
             return next(filter(None, inner), None)
-        if held and is_wrapper(x):
+        if stored and is_wrapper(x):
             return f"a {type(x).__name__} that is trained, and of its inner tensors no optimizer would make the same", (
                 "a frozen one ({}.requires_grad_(False)), with adapters to train, or a plain tensor of its values"
             )
@@ -101,8 +101,10 @@ def _overridden(cls: type) -> list[str]:
     for base in cls.__mro__:
         if base in _PLAIN or base.__module__.startswith(("shardc.", *_UNWRAPPED)):
             break
-        own = vars(base)
-        names += [name for name in own if name not in _HARMLESS and hasattr(Tensor, name) and not _is_off(own[name])]
+        members = vars(base)
+        names += [
+            name for name in members if name not in _HARMLESS and hasattr(Tensor, name) and not _is_off(members[name])
+        ]
     return names
 
 

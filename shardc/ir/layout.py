@@ -81,10 +81,10 @@ class Layout:
                 raise LayoutError(
                     f"unknown reduce op {op!r} on axis {axis!r} in {self}", fix=f"use one of {REDUCE_OPS}"
                 )
-        for (axis, op), (other_axis, other) in pairwise(self.partial):
-            if op != other and {op, other} != {"sum", "avg"}:
+        for (axis, op), (other_axis, other_op) in pairwise(self.partial):
+            if op != other_op and {op, other_op} != {"sum", "avg"}:
                 raise LayoutError(
-                    f"in {self} the {op} over {axis!r} and the {other} over {other_axis!r} are both pending,"
+                    f"in {self} the {op} over {axis!r} and the {other_op} over {other_axis!r} are both pending,"
                     " and do not commute",
                     fix="reduce over one of the axes first",
                 )
@@ -93,9 +93,11 @@ class Layout:
                 if bound is not None and radix != self.mesh.size(bound):
                     size = self.mesh.size(bound)
                     raise LayoutError(f"axis {bound!r} of size {size} bound to a digit of radix {radix}")
-        for one, other in combinations(self.axes, 2):
-            if self.mesh.overlap(one, other):
-                raise LayoutError(f"layout {self} uses axis {one!r} twice", fix="split or reduce over each axis once")
+        for axis_a, axis_b in combinations(self.axes, 2):
+            if self.mesh.overlap(axis_a, axis_b):
+                raise LayoutError(
+                    f"layout {self} uses axis {axis_a!r} twice", fix="split or reduce over each axis once"
+                )
 
     def __hash__(self) -> int:
         return self._hash
@@ -299,8 +301,8 @@ def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> D
 def canonical_partial(mesh: Mesh, pairs: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     """(axis, reduce op) in mesh order, without axes of size 1, joinable parts of one axis merged."""
     out: list[tuple[str, str]] = []
-    kept = [(axis, op) for axis, op in pairs if mesh.size(axis) > 1]
-    for axis, op in sorted(kept, key=lambda pair: mesh.order(pair[0])):
+    split = [(axis, op) for axis, op in pairs if mesh.size(axis) > 1]
+    for axis, op in sorted(split, key=lambda pair: mesh.order(pair[0])):
         joined = mesh.join(out[-1][0], axis) if out and out[-1][1] == op else None
         if joined is None:
             out.append((axis, op))

@@ -25,18 +25,18 @@ def size(axis: str) -> int:
     Raises:
         MeshError: the mesh has no such axis.
     """
-    here = ranks()
-    if here is None:
+    region = ranks()
+    if region is None:
         return 1
-    if axis not in here.mesh.axes:
-        raise MeshError(f"a local_map function uses the axis {axis!r}, and the mesh is {here.mesh}")
-    return here.mesh.size(axis)
+    if axis not in region.mesh.axes:
+        raise MeshError(f"a local_map function uses the axis {axis!r}, and the mesh is {region.mesh}")
+    return region.mesh.size(axis)
 
 
 def index(axis: str) -> Tensor:
     """int64 [1]: this rank's index along ``axis``."""
-    here = ranks()
-    return torch.zeros(1, dtype=torch.int64) if size(axis) == 1 or here is None else here.indices[axis]
+    region = ranks()
+    return torch.zeros(1, dtype=torch.int64) if size(axis) == 1 or region is None else region.indices[axis]
 
 
 def all_reduce(x: Tensor, axis: str) -> Tensor:
@@ -66,9 +66,9 @@ def all_to_all(x: Tensor, axis: str, split: int, join: int) -> Tensor:
 Collective = Callable[[Tensor, int, str], Tensor]
 
 
-def _apply(there: Collective, back: Collective, x: Tensor, axis: str) -> Tensor:
+def _apply(forward_op: Collective, backward_op: Collective, x: Tensor, axis: str) -> Tensor:
     apply: Callable[..., Tensor] = _Differentiable.apply
-    return apply(x.contiguous(), there, back, size(axis), group_name([axis]))
+    return apply(x.contiguous(), forward_op, backward_op, size(axis), group_name([axis]))
 
 
 def _wait(started: Tensor) -> Tensor:
@@ -97,9 +97,9 @@ class _Differentiable(torch.autograd.Function):
     """A collective whose gradient is another one."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Collective, back: Collective, n: int, group: str) -> Tensor:
-        ctx.back, ctx.n, ctx.group = back, n, group
-        return there(x, n, group)
+    def forward(ctx: Any, x: Tensor, forward_op: Collective, backward_op: Collective, n: int, group: str) -> Tensor:
+        ctx.back, ctx.n, ctx.group = backward_op, n, group
+        return forward_op(x, n, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

@@ -109,15 +109,15 @@ def experts(function: Function) -> Function:
 
     @wraps(function)
     def of_all(x: Tensor, index: Tensor, weight: Tensor, *weights: Tensor) -> Tensor:
-        shapes = [tuple(one.shape) for one in (x, index, weight, *weights)]
+        shapes = [tuple(tensor.shape) for tensor in (x, index, weight, *weights)]
         tokens = len(shapes[0]) == 2 and len(shapes[1]) == 2 and shapes[1] == shapes[2] and shapes[0][0] == shapes[1][0]
-        if not tokens or not weights or any(len(one) < 2 or one[0] != shapes[3][0] for one in shapes[3:]):
+        if not tokens or not weights or any(len(shape) < 2 or shape[0] != shapes[3][0] for shape in shapes[3:]):
             raise InputError(
                 f"experts get tensors of the shapes {shapes}",
                 fix="pass tokens [t, d], index [t, k], weight [t, k], and weights whose first dim is the experts",
             )
-        made: Tensor = apply(function, x, index, weight, weights)
-        return made
+        result: Tensor = apply(function, x, index, weight, weights)
+        return result
 
     return of_all
 
@@ -132,12 +132,12 @@ def one_by_one(
     """
     order, ends = sort(index, params[0].shape[0])
     take, scale = order // index.shape[1], weight.flatten()[order].unsqueeze(1)
-    made, start = [], 0
+    results, start = [], 0
     for expert, end in enumerate(ends.tolist()):
-        rows, by, own = x[take[start:end]], scale[start:end], [p[expert] for p in params]
-        made.append(function(rows, by, *own) if scaled else function(rows, *own) * by)
+        rows, by, weights = x[take[start:end]], scale[start:end], [p[expert] for p in params]
+        results.append(function(rows, by, *weights) if scaled else function(rows, *weights) * by)
         start = end
-    rows = torch.cat(made)
+    rows = torch.cat(results)
     return rows.new_zeros(x.shape[0], *rows.shape[1:]).index_add(0, take, rows).to(x.dtype)
 
 
@@ -146,9 +146,9 @@ def marked(
 ) -> Tensor:
     """Experts in a trace: ``function`` is traced once, for one expert, between marks; otherwise as `one_by_one`."""
     index = index.clone()  # of this call alone
-    rows, scale, *one = ENTER([x, weight, *params], index)
-    made = function(rows, scale, *one) if scaled else function(rows, *one) * scale
-    out: Tensor = EXIT(made.to(x.dtype), index)
+    rows, scale, *weights = ENTER([x, weight, *params], index)
+    result = function(rows, scale, *weights) if scaled else function(rows, *weights) * scale
+    out: Tensor = EXIT(result.to(x.dtype), index)
     return out
 
 

@@ -29,8 +29,8 @@ class Mesh:
     shape: tuple[tuple[str, int], ...]
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]] | None = None, **named: int) -> None:
-        given = axes.items() if isinstance(axes, Mapping) else () if axes is None else axes
-        listed = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+        entries = axes.items() if isinstance(axes, Mapping) else () if axes is None else axes
+        listed = tuple(entries) if isinstance(entries, Iterable) and not isinstance(entries, str) else (entries,)
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in listed):
             raise MeshError(f"{axes!r} are no axes of a mesh", fix="write shardc.Mesh(dp=2, tp=4)")
         pairs = tuple((name, size) for name, size in (*listed, *named.items()))
@@ -104,11 +104,11 @@ class Mesh:
 
     def edges(self, axes: Iterable[str]) -> dict[str, set[int]]:
         """By the name of each axis, the prefix sizes at which one of ``axes``, which may be parts, begins or ends."""
-        found: dict[str, set[int]] = {}
+        out: dict[str, set[int]] = {}
         for axis in axes:
             name, pre, _ = split_part(axis)
-            found.setdefault(name, set()).update((pre, pre * self.size(axis)))
-        return found
+            out.setdefault(name, set()).update((pre, pre * self.size(axis)))
+        return out
 
     def parts(self, axis: str, edges: Mapping[str, Iterable[int]]) -> list[str]:
         """Return ``axis`` cut at ``edges`` (as `edges` gives them), major to minor; none of an axis of size 1."""
@@ -116,12 +116,12 @@ class Mesh:
         inside = sorted(edge for edge in edges[name] if pre <= edge <= pre * self.size(axis))
         return [self.part(name, low, high // low) for low, high in pairwise(inside)]
 
-    def overlap(self, one: str, other: str) -> bool:
+    def overlap(self, first: str, second: str) -> bool:
         """Return whether two axes or parts share ranks' coordinates."""
-        (name, pre, _), (other_name, other_pre, _) = split_part(one), split_part(other)
+        (name, pre, _), (other_name, other_pre, _) = split_part(first), split_part(second)
         if name != other_name:
             return False
-        return pre < other_pre * self.size(other) and other_pre < pre * self.size(one)
+        return pre < other_pre * self.size(second) and other_pre < pre * self.size(first)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Return the coordinates of ``rank``, axis by axis."""

@@ -27,7 +27,7 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return out
 
 
-def reorder(graph: fx.Graph, wished: Mapping[fx.Node, float]) -> None:
+def reorder(graph: fx.Graph, priority: Mapping[fx.Node, float]) -> None:
     """Moves every node as near to its wished place as its inputs allow; ties keep the present order.
 
     Placeholders stay in front and the output at the end. Nodes are taken smallest wish first among those whose
@@ -39,7 +39,7 @@ def reorder(graph: fx.Graph, wished: Mapping[fx.Node, float]) -> None:
     ready: list[tuple[bool, float, int, fx.Node]] = []
 
     def push(node: fx.Node) -> None:
-        heappush(ready, (node.op != "placeholder", wished[node], present[node], node))
+        heappush(ready, (node.op != "placeholder", priority[node], present[node], node))
 
     for node, count in missing.items():
         if count == 0 and node is not output:

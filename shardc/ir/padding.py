@@ -76,20 +76,20 @@ def share_out(runs: Runs, sizes: Sequence[int]) -> list[Runs] | None:
     """
     out, left = [], [run for run in runs if run != Run(1, 1)]
     for size in sizes:
-        taken: list[Run] = []
+        factors: list[Run] = []
         while size > 1:
             if not left:
                 return None
             run = left.pop(0)
             if size % run.true == 0:
-                taken.append(run)
+                factors.append(run)
                 size //= run.true
                 continue
             below = run.true // size
             if run.true % size or run.size % below:
                 return None
-            taken.append(Run(run.size // below, size, run.axes))
+            factors.append(Run(run.size // below, size, run.axes))
             left.insert(0, Run(below, below))
             size = 1
-        out.append(canonical(taken))
+        out.append(canonical(factors))
     return None if left else out

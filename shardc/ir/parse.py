@@ -53,7 +53,7 @@ def parse_mesh(text: str) -> Mesh:
     return _Parser(text).mesh
 
 
-Made = Value | tuple[Value | None, ...] | None
+NodeValue = Value | tuple[Value | None, ...] | None
 
 
 class _Parser:
@@ -77,8 +77,8 @@ class _Parser:
     def _mesh(self, reader: Reader) -> Mesh:
         reader.expect("mesh")
         axes: list[tuple[str, int]] = []
-        while found := reader.match(re.compile(r"(\w+)=(\d+)")):
-            axes.append((found[1], int(found[2])))
+        while axis := reader.match(re.compile(r"(\w+)=(\d+)")):
+            axes.append((axis[1], int(axis[2])))
         reader.end()
         try:
             return Mesh(axes)
@@ -94,7 +94,7 @@ class _Parser:
                 if isinstance(error, TextError):
                     raise
                 reader.fail(f"what can be read ({getattr(error, 'what', error)})")
-        last = self.graph.output(tuple(made for _, made in self.outputs))
+        last = self.graph.output(tuple(node for _, node in self.outputs))
         last.meta[ROLES] = tuple(role for role, _ in self.outputs)
         gm = LazyGraphModule(self.constants, self.graph)
         self._check_comm(gm)
@@ -136,11 +136,11 @@ class _Parser:
     def _output(self, reader: Reader) -> None:
         kind, name, index = self._role(reader)
         reader.expect("=")
-        made = self._argument(reader)
+        node = self._argument(reader)
         reader.end()
         (want,) = (layout for _, layout in self.wants) if self.wants else (None,)
         self.wants.clear()
-        self.outputs.append((Role(kind, name or "", index, want), made))
+        self.outputs.append((Role(kind, name or "", index, want), node))
 
     def _line(self, reader: Reader, phase: str) -> None:
         reader.expect("%")
@@ -165,29 +165,29 @@ class _Parser:
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name=_identifier(name))
         self._define(node, self._info(reader, name, value, phase, needs=needs))
 
-    def _constant(self, reader: Reader, name: str, value: Made, phase: str) -> None:
+    def _constant(self, reader: Reader, name: str, value: NodeValue, phase: str) -> None:
         start = reader.at
         target = reader.word() or ""
         # It becomes source code, in fx: nothing but a name of its own may stand there.
         if not grammar.ATTRIBUTE.fullmatch(target) or any(map(iskeyword, target.split("."))) or _is_taken(target):
             reader.at = start
             reader.fail("the name of the constant")
-        held = self._argument(reader) if reader.take(",") else None
+        content = self._argument(reader) if reader.take(",") else None
         reader.expect(")")
         if not isinstance(value, Value):
             reader.fail("a constant to be one tensor")
         # A large constant is not in the text: on ``meta`` it has its type, and nothing runs by mistake.
         tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        if held is not None:
+        if content is not None:
             try:
-                tensor = torch.tensor(held, dtype=value.dtype).reshape(value.shape)
+                tensor = torch.tensor(content, dtype=value.dtype).reshape(value.shape)
             except (RuntimeError, TypeError, ValueError, OverflowError) as error:
                 reader.fail(f"the values of a {value} ({error})")
         self.constants[target] = tensor
         node = self.graph.create_node("get_attr", target, name=_identifier(name))
         self._define(node, self._info(reader, name, value, phase))
 
-    def _info(self, reader: Reader, name: str, value: Made, phase: str, **fields: Any) -> Info:
+    def _info(self, reader: Reader, name: str, value: NodeValue, phase: str, **fields: Any) -> Info:
         """Return the record of a node whose line has been read up to its comment."""
         reader.end()
         return Info(name, value, **reader.provenance(phase), **fields)
@@ -208,10 +208,10 @@ class _Parser:
 
     def _role(self, reader: Reader) -> tuple[str, str | None, int]:
         """(kind, name or None, index)."""
-        found = reader.match(ROLE)
-        if not found:
+        match = reader.match(ROLE)
+        if not match:
             reader.fail("a kind such as 'param', 'input' or 'output'")
-        kind, index, name = found.groups()
+        kind, index, name = match.groups()
         if name is not None and name.startswith('"'):
             name = json.loads(name)
         return kind, name, int(index or 0)
@@ -236,10 +236,10 @@ class _Parser:
     def _use(self, reader: Reader) -> fx.Node:
         """Return a value as an argument, and the layout that is wanted of it, if the line says one."""
         node = self._known(reader)
-        made = info(node).value
-        if isinstance(made, Value):
+        tensor = info(node).value
+        if isinstance(tensor, Value):
             wanted = reader.take("as ")
-            self.wants.append((made, self._layout(reader, reader.match(LAYOUT), 0) if wanted else None))
+            self.wants.append((tensor, self._layout(reader, reader.match(LAYOUT), 0) if wanted else None))
         return node
 
     def _needs(self, reader: Reader) -> tuple[Layout, ...] | None:
@@ -248,42 +248,42 @@ class _Parser:
         wants, self.wants = self.wants, []
         if all(want is None for _, want in wants):
             return None
-        needs = [made.layout if want is None else want for made, want in wants]
+        needs = [tensor.layout if want is None else want for tensor, want in wants]
         if None in needs:
             reader.fail("'as' and a layout for every tensor that has none")
         return tuple(layout for layout in needs if layout is not None)
 
-    def _layout(self, reader: Reader, found: re.Match[str] | None, group: int) -> Layout:
+    def _layout(self, reader: Reader, match: re.Match[str] | None, group: int) -> Layout:
         """Return the layout that ``group`` of what was just read says."""
-        if found is None:
+        if match is None:
             reader.fail("a layout such as [16@dp,8]")
         try:
-            if found[group] not in self.layouts:
-                self.layouts[found[group]] = Layout.parse(found[group], self.mesh)
-            return self.layouts[found[group]]
+            if match[group] not in self.layouts:
+                self.layouts[match[group]] = Layout.parse(match[group], self.mesh)
+            return self.layouts[match[group]]
         except (LayoutError, MeshError, ValueError) as error:
-            reader.at = found.start()
+            reader.at = match.start()
             reader.fail(f"a layout on the mesh {self.mesh} ({getattr(error, 'what', error)})")
 
-    def _type(self, reader: Reader) -> Made:
+    def _type(self, reader: Reader) -> NodeValue:
         if reader.take("("):
             return tuple(reader.listed(")", lambda: self._type(reader)))
         if reader.take("None"):
             return None
         start = reader.at
-        found = reader.match(TENSOR)
-        dtype = grammar.dtype_of(found[1]) if found else None
-        if found is None or dtype is None:
+        match = reader.match(TENSOR)
+        dtype = grammar.dtype_of(match[1]) if match else None
+        if match is None or dtype is None:
             reader.at = start
             reader.fail("a type such as f32[16@dp,8]")
-        layout = self._layout(reader, found, 3)
-        placed = self.placed and found[4] is None
-        return Value(dtype, layout.shape, layout if placed else None, host=found[2] is not None)
+        layout = self._layout(reader, match, 3)
+        placed = self.placed and match[4] is None
+        return Value(dtype, layout.shape, layout if placed else None, host=match[2] is not None)
 
     def _op(self, reader: Reader) -> Any:
         start = reader.at
-        found = reader.match(WORD)
-        target = grammar.op_of(found[0]) if found else None
+        match = reader.match(WORD)
+        target = grammar.op_of(match[0]) if match else None
         if target is None:
             reader.at = start
             reader.fail("an op such as mm, sum.dim_IntList or all_gather")
@@ -293,7 +293,7 @@ class _Parser:
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
 
-        def one() -> None:
+        def read_argument() -> None:
             keyword = reader.match(KEYWORD)
             if keyword is None:
                 if kwargs:
@@ -305,19 +305,19 @@ class _Parser:
                 kwargs[keyword[1]] = self._argument(reader)
 
         reader.expect("(")
-        reader.listed(")", one)
+        reader.listed(")", read_argument)
         return args, kwargs
 
     def _axes(self, reader: Reader) -> str:
-        def one() -> str:
+        def read_axis() -> str:
             start = reader.at
-            found = reader.match(AXIS)
-            if found is None or found[0] not in self.mesh:
+            match = reader.match(AXIS)
+            if match is None or match[0] not in self.mesh:
                 reader.at = start
                 reader.fail(f"an axis of the mesh {self.mesh}")
-            return found[0]
+            return match[0]
 
-        return ",".join(reader.listed(")", one)) if reader.take("(") else one()
+        return ",".join(reader.listed(")", read_axis)) if reader.take("(") else read_axis()
 
     def _argument(self, reader: Reader) -> Any:
         if reader.take("%"):

@@ -48,17 +48,17 @@ class Cut:
 Operands = dict[fx.Node, Cut | None]  # None: all pieces take it whole
 
 
-def viewed(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
-    """Return ``cut`` of a tensor of ``shape``, as it is once that is seen as ``made``; None where it spans dims
+def viewed(cut: Cut, shape: Sequence[int], new_shape: Sequence[int]) -> Cut | None:
+    """Return ``cut`` of a tensor of ``shape``, as it is once that is seen as ``new_shape``; None where it spans dims
     there."""
     inside = cut.inner * prod(shape[cut.dim + 1 :])
     behind = 1
-    for dim in reversed(range(len(made))):
-        outer, rest = divmod(made[dim] * behind, inside * cut.count)
-        if behind * made[dim] > inside:
+    for dim in reversed(range(len(new_shape))):
+        outer, rest = divmod(new_shape[dim] * behind, inside * cut.count)
+        if behind * new_shape[dim] > inside:
             inner, odd = divmod(inside, behind)
             return Cut(dim, outer, cut.count, inner) if not rest and not odd and outer else None
-        behind *= made[dim]
+        behind *= new_shape[dim]
     return None
 
 
@@ -74,7 +74,7 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
     first = node.all_input_nodes[0] if node.all_input_nodes else None
     if first is None:
         return None
-    given = value(first).shape
+    source_shape = value(first).shape
     kind = collective_kind(node)
     if kind is not None:
         ranks = arguments_of(node).get("group_size", 1) if cut.dim == 0 else 1
@@ -87,19 +87,19 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
     if target is WAIT:
         return {first: cut}
     if target in RESHAPES:
-        seen = viewed(cut, shape, given)
+        seen = viewed(cut, shape, source_shape)
         return None if seen is None else {first: seen}
     if target in PRODUCTS:
         return _of_product(node, cut)
     if target is aten.permute.default:
-        return {first: replace(cut, dim=node.args[1][cut.dim] % len(given))}
+        return {first: replace(cut, dim=node.args[1][cut.dim] % len(source_shape))}
     if target in (aten.t.default, aten.transpose.int):
-        swapped = [dim % len(given) for dim in node.args[1:]] or [0, len(given) - 1]
+        swapped = [dim % len(source_shape) for dim in node.args[1:]] or [0, len(source_shape) - 1]
         return {first: replace(cut, dim=sum(swapped) - cut.dim if cut.dim in swapped else cut.dim)}
     if target in _SUMS:
-        gone = {dim % len(given) for dim in node.args[1] or range(len(given))}
-        kept = len(given) == len(shape)
-        dim = cut.dim if kept else [dim for dim in range(len(given)) if dim not in gone][cut.dim]
+        gone = {dim % len(source_shape) for dim in node.args[1] or range(len(source_shape))}
+        keepdim = len(source_shape) == len(shape)
+        dim = cut.dim if keepdim else [dim for dim in range(len(source_shape)) if dim not in gone][cut.dim]
         return None if dim in gone else {first: replace(cut, dim=dim)}
     if target is aten.expand.default or target is aten._to_copy.default or is_pointwise(target):
         return {x: _broadcast(cut, value(x).shape, shape) for x in node.all_input_nodes}
@@ -123,28 +123,28 @@ def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
     """Return how the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of
     pieces."""
     x, cut = next(iter(read.items()))
-    for made in results(node, x, cut):
-        need = operands(node, made)
+    for result in results(node, x, cut):
+        need = operands(node, result)
         if need is not None and all(need.get(x) == cut for x, cut in read.items()):
-            return made
+            return result
     return None
 
 
-def _broadcast(cut: Cut, shape: Sequence[int], made: Sequence[int]) -> Cut | None:
-    dim = cut.dim + len(shape) - len(made)
-    return replace(cut, dim=dim) if dim >= 0 and shape[dim] == made[cut.dim] else None
+def _broadcast(cut: Cut, shape: Sequence[int], result_shape: Sequence[int]) -> Cut | None:
+    dim = cut.dim + len(shape) - len(result_shape)
+    return replace(cut, dim=dim) if dim >= 0 and shape[dim] == result_shape[cut.dim] else None
 
 
 def _of_product(node: fx.Node, cut: Cut) -> Operands | None:
     *bias, x, weight = node.args
     if cut.dim != 0 or x is weight:
         return None
-    found: Operands = {x: cut, weight: cut if node.target is aten.bmm.default else None}
-    for one in bias:
-        if one in found:
+    out: Operands = {x: cut, weight: cut if node.target is aten.bmm.default else None}
+    for operand in bias:
+        if operand in out:
             return None
-        found[one] = _broadcast(cut, value(one).shape, value(node).shape)
-    return found
+        out[operand] = _broadcast(cut, value(operand).shape, value(node).shape)
+    return out
 
 
 def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
@@ -221,10 +221,10 @@ class _Rewritten:
             if not x.meta["val"].is_contiguous():
                 x = self._emit(before, node, aten.clone.default, x, memory_format=torch.contiguous_format)
             args = (x, *rest)
-        made = self._emit(before, node, target, *args, **kwargs)
+        piece = self._emit(before, node, target, *args, **kwargs)
         if collective_kind(node):
-            update(made, piece=number)
-        return made
+            update(piece, piece=number)
+        return piece
 
     def _operand(self, x: fx.Node, cut: Cut | None, number: int, before: fx.Node) -> fx.Node:
         if cut is not None and self.cuts.get(x) == cut:
@@ -237,10 +237,10 @@ class _Rewritten:
             shape = value(x).shape
             if cut.outer > 1:
                 whole, dim = self._emit(before, x, aten.reshape.default, whole, cut.split(shape)), dim + 1
-            made = self._emit(before, x, aten.slice.Tensor, whole, dim, low, low + cut.inner)
+            part = self._emit(before, x, aten.slice.Tensor, whole, dim, low, low + cut.inner)
             if cut.outer > 1:
-                made = self._emit(before, x, aten.reshape.default, made, cut.shape(shape))
-            self.parts[x, cut, number] = made
+                part = self._emit(before, x, aten.reshape.default, part, cut.shape(shape))
+            self.parts[x, cut, number] = part
         return self.parts[x, cut, number]
 
     def _join(self, x: fx.Node, before: fx.Node) -> fx.Node:
@@ -248,12 +248,12 @@ class _Rewritten:
         if x not in self.joined:
             cut, pieces = self.cuts[x], self.pieces[x]
             if cut.outer > 1:
-                each = cut.split(value(pieces[0]).shape)
-                pieces = [self._emit(before, x, aten.reshape.default, piece, each) for piece in pieces]
-            made = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
+                shape = cut.split(value(pieces[0]).shape)
+                pieces = [self._emit(before, x, aten.reshape.default, piece, shape) for piece in pieces]
+            joined = self._emit(before, x, aten.cat.default, pieces, cut.dim + (cut.outer > 1))
             if cut.outer > 1:
-                made = self._emit(before, x, aten.reshape.default, made, list(value(x).shape))
-            self.joined[x] = update(made, name=info(x).name)  # it takes the place of x
+                joined = self._emit(before, x, aten.reshape.default, joined, list(value(x).shape))
+            self.joined[x] = update(joined, name=info(x).name)  # it takes the place of x
         return self.joined[x]
 
     def _emit(self, before: fx.Node, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

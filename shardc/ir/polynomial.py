@@ -35,20 +35,20 @@ class Polynomial:
         """Return the polynomial in u, for size = a u + b and ``scale`` = {size: (a, b)}."""
         out: dict[Powers, Fraction] = {}
         for c, powers in self.terms:
-            made: dict[Powers, Fraction] = {(0,) * len(powers): c}
+            product: dict[Powers, Fraction] = {(0,) * len(powers): c}
             for at, (name, power) in enumerate(zip(self.names, powers, strict=True)):
                 a, b = scale[name]
                 for _ in range(power):
                     grown: dict[Powers, Fraction] = {}
-                    for p, k in made.items():
+                    for p, k in product.items():
                         up = (*p[:at], p[at] + 1, *p[at + 1 :])
                         grown[up] = grown.get(up, Fraction(0)) + k * a
                         grown[p] = grown.get(p, Fraction(0)) + k * b
-                    made = grown
-            for p, k in made.items():
+                    product = grown
+            for p, k in product.items():
                 out[p] = out.get(p, Fraction(0)) + k
-        kept = sorted(((k, p) for p, k in out.items() if k), key=lambda term: (-sum(term[1]), term[1][::-1]))
-        return Polynomial(self.names, tuple(kept))
+        terms = sorted(((k, p) for p, k in out.items() if k), key=lambda term: (-sum(term[1]), term[1][::-1]))
+        return Polynomial(self.names, tuple(terms))
 
     @property
     def denominator(self) -> int:

@@ -55,12 +55,12 @@ def uniform_at(call: Call, key: Any, stream: int, index: Any, numel: int, dtype:
     first = _word(call, key, 2 * stream, index, numel)
     if dtype != torch.float64:
         bits = BITS[dtype]
-        kept = call(aten.bitwise_right_shift.Tensor_Scalar, first, 32 - bits)
-        return call(aten.mul.Tensor, call(aten._to_copy.default, kept, dtype=dtype), 2.0**-bits)
+        mantissa = call(aten.bitwise_right_shift.Tensor_Scalar, first, 32 - bits)
+        return call(aten.mul.Tensor, call(aten._to_copy.default, mantissa, dtype=dtype), 2.0**-bits)
     second = _word(call, key, 2 * stream + 1, index, numel)
     major = call(aten.mul.Tensor, call(aten.bitwise_right_shift.Tensor_Scalar, first, 5), 1 << 26)
-    kept = call(aten.add.Tensor, major, call(aten.bitwise_right_shift.Tensor_Scalar, second, 6))
-    return call(aten.mul.Tensor, call(aten._to_copy.default, kept, dtype=dtype), 2.0**-53)
+    mantissa = call(aten.add.Tensor, major, call(aten.bitwise_right_shift.Tensor_Scalar, second, 6))
+    return call(aten.mul.Tensor, call(aten._to_copy.default, mantissa, dtype=dtype), 2.0**-53)
 
 
 def _word(call: Call, key: Any, lane: int, index: Any, numel: int) -> Any:

@@ -37,7 +37,7 @@ class Reach:
     Args:
         code: thing -> what it is: functions, and what is bound to names, but for plain values.
         values: the same for plain values: globals, attributes of classes, defaults, cells.
-        known: the hashes of all code that was met and is not told by a version.
+        code_hashes: the hashes of all code that was met and is not told by a version.
         constants: functions that a trace calls instead of tracing them, to keep what they return.
         bound: (class, name, what it has there) of what may have been traced.
         functions: (function, its code) of what may have been traced.
@@ -47,7 +47,7 @@ class Reach:
 
     code: Mapping[str, str]
     values: Mapping[str, str]
-    known: frozenset[str]
+    code_hashes: frozenset[str]
     constants: tuple[str, ...]
     bound: tuple[tuple[type, str, Any], ...]
     functions: tuple[tuple[types.FunctionType, types.CodeType], ...]
@@ -68,10 +68,10 @@ class Reach:
     @staticmethod
     def of_all(several: Sequence[Reach]) -> Reach:
         """One that holds where all of ``several`` do."""
-        bound = {(cls, name): value for each in several for cls, name, value in each.bound}
-        functions = {id(function): (function, code) for each in several for function, code in each.functions}
+        bound = {(cls, name): value for reach in several for cls, name, value in reach.bound}
+        functions = {id(function): (function, code) for reach in several for function, code in reach.functions}
         places = tuple((cls, name, value) for (cls, name), value in bound.items())
-        ops = {op: parts for each in several for op, parts in each.ops.items()}
+        ops = {op: parts for reach in several for op, parts in reach.ops.items()}
         inner = several[-1].inner if several else None  # they are of one model
         return Reach({}, {}, frozenset(), (), places, tuple(functions.values()), ops, inner)
 
@@ -107,10 +107,10 @@ def reach(model: nn.Module, loss: Callable[..., Any] | None, traced: Iterable[st
     inner = InnerCode(model) or None
     if inner is not None:
         walk.code["the classes of wrapper subclasses"] = inner.text
-    known, constants = frozenset(walk.known), tuple(walk.constants)
-    found = Reach(walk.code, walk.values, known, constants, bound, functions, walk.ops, inner)
-    _last[model] = key, found
-    return found
+    hashes, constants = frozenset(walk.code_hashes), tuple(walk.constants)
+    reached = Reach(walk.code, walk.values, hashes, constants, bound, functions, walk.ops, inner)
+    _last[model] = key, reached
+    return reached
 
 
 _last: WeakKeyDictionary[nn.Module, tuple[Any, Reach]] = WeakKeyDictionary()

@@ -39,9 +39,9 @@ class Reader:
         line, at = self.line, self.at
         while line.startswith(" ", at):
             at += 1
-        found = line.startswith(literal, at)
-        self.at = at + len(literal) * found
-        return found
+        matches = line.startswith(literal, at)
+        self.at = at + len(literal) * matches
+        return matches
 
     def expect(self, literal: str) -> None:
         if not self.take(literal):
@@ -49,9 +49,9 @@ class Reader:
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         self.skip()
-        found = pattern.match(self.line, self.at)
-        self.at = found.end() if found else self.at
-        return found
+        match = pattern.match(self.line, self.at)
+        self.at = match.end() if match else self.at
+        return match
 
     def end(self) -> None:
         """The line ends here, or in a comment."""
@@ -59,13 +59,13 @@ class Reader:
         if self.at < len(self.line) and self.line[self.at] != "#":
             self.fail("the end of the line")
 
-    def listed(self, close: str, one: Callable[[], Any]) -> list[Any]:
-        """What ``one`` reads, separated by commas, up to ``close``."""
+    def listed(self, close: str, read_item: Callable[[], Any]) -> list[Any]:
+        """What ``read_item`` reads, separated by commas, up to ``close``."""
         out: list[Any] = []
         while not self.take(close):
             if out:
                 self.expect(",")
-            out.append(one())
+            out.append(read_item())
         return out
 
     def word(self) -> str | None:
@@ -76,8 +76,8 @@ class Reader:
         return bare[0] if bare else None
 
     def integer(self, what: str) -> int:
-        found = self.match(INTEGER)
-        return int(found[0]) if found else self.fail(what)
+        match = self.match(INTEGER)
+        return int(match[0]) if match else self.fail(what)
 
     def provenance(self, phase: str) -> dict[str, Any]:
         """Return the fields of `Info` that the comment at the end gives, if there is one
@@ -85,10 +85,10 @@ class Reader:
         parts = self.line[self.at :].strip().removeprefix("# ").split(" | ", 2)
         if len(parts) != 3:
             return {"origin": Origin(phase=phase)}
-        found = TAGS.fullmatch(parts[2])
-        assert found is not None
-        reason, region, kept, regathers = found.groups()
+        match = TAGS.fullmatch(parts[2])
+        assert match is not None
+        reason, region, is_kept, regathers = match.groups()
         module, source, reason = ("" if part == "-" else part for part in (*parts[:2], reason))
         consumer = reason.removeprefix(NEEDED_BY) if reason.startswith(NEEDED_BY) else ""
         origin = Origin(module, source, phase, "" if consumer else reason, int(region or 0), consumer)
-        return {"origin": origin, "kept": bool(kept), "regathers": regathers or ""}
+        return {"origin": origin, "kept": bool(is_kept), "regathers": regathers or ""}

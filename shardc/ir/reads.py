@@ -97,9 +97,9 @@ class Reads:
         """What both looked at; None where a name of globals is of others there."""
         if any(other.scopes.get(name, scope) is not scope for name, scope in self.scopes.items()):
             return None
-        found = sorted({*self.found, *other.found}, key=lambda read: (read.expression, read.what, repr(read.key)))
+        reads = sorted({*self.found, *other.found}, key=lambda read: (read.expression, read.what, repr(read.key)))
         traced = tuple(sorted({*self.traced, *other.traced}))
-        return replace(self, found=tuple(found), scopes={**other.scopes, **self.scopes}, traced=traced)
+        return replace(self, found=tuple(reads), scopes={**other.scopes, **self.scopes}, traced=traced)
 
 
 class Lookup:
@@ -195,13 +195,13 @@ def _row(x: Any) -> list[Any]:
 
 def hooks_of(model: nn.Module) -> list[str]:
     """Return the hooks of all modules of ``model``, then those of all modules that there are."""
-    own = [
+    of_modules = [
         f"{path}.{kind} {text_of(hook)}{' with kwargs' * (key in getattr(module, f'{kind}_with_kwargs', ()))}"
         for path, module in model.named_modules()
         for kind in HOOKS
         for key, hook in getattr(module, kind).items()
     ]
-    return own + [text_of(hook) for held in global_hooks() for hook in held.values()]
+    return of_modules + [text_of(hook) for hooks in global_hooks() for hook in hooks.values()]
 
 
 def global_hooks() -> list[dict[int, Any]]:

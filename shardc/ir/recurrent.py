@@ -26,7 +26,7 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
         cell: "lstm", "gru", "tanh" or "relu".
     """
     size = weight.shape[1]
-    states, kept = gates.new_empty(*gates.shape[:2], state.shape[1]), torch.empty_like(gates)
+    states, activations = gates.new_empty(*gates.shape[:2], state.shape[1]), torch.empty_like(gates)
     for at, x in enumerate(gates):
         h, y = state[:, :size], state[:, :size] @ weight.t()
         if cell == "lstm":
@@ -44,22 +44,22 @@ def _steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Ten
             state = (x + y).tanh() if cell == "tanh" else (x + y).relu()
             keep = [1 - state.square() if cell == "tanh" else (state > 0).to(state.dtype)]
         states[at] = state
-        torch.cat(keep, 1, out=kept[at])
-    return states, kept
+        torch.cat(keep, 1, out=activations[at])
+    return states, activations
 
 
 def _steps_backward(
-    grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, kept: Tensor, cell: str
+    grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the gates and of the first state, from that of the states."""
     size = weight.shape[1]
-    made, d = torch.empty_like(kept), torch.zeros_like(state)
-    for at in reversed(range(len(kept))):
+    grads, d = torch.empty_like(activations), torch.zeros_like(state)
+    for at in reversed(range(len(activations))):
         before = states[at - 1] if at else state
         d = d + grad[at]
         dh = d[:, :size]
         if cell == "lstm":
-            i, f, g, o = kept[at].split(size, 1)
+            i, f, g, o = activations[at].split(size, 1)
             t = states[at, :, size:].tanh()
             dc = d[:, size:] + dh * o * (1 - t * t)
             parts = [
@@ -71,15 +71,15 @@ def _steps_backward(
             of_state = torch.cat(parts, 1)
             d = torch.cat([of_state @ weight, dc * f], 1)
         elif cell == "gru":
-            r, z, n, m = kept[at].split(size, 1)
+            r, z, n, m = activations[at].split(size, 1)
             dn = dh * (1 - z) * (1 - n * n)
             parts = [dn * m * r * (1 - r), dh * (before - n) * z * (1 - z), dn, dn * r]
             d = dh * z + torch.cat([*parts[:2], parts[3]], 1) @ weight
         else:
-            parts = [dh * kept[at]]
+            parts = [dh * activations[at]]
             d = parts[0] @ weight
-        torch.cat(parts, 1, out=made[at])
-    return made, d
+        torch.cat(parts, 1, out=grads[at])
+    return grads, d
 
 
 def _fake_steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tuple[Tensor, Tensor]:
@@ -87,9 +87,9 @@ def _fake_steps(gates: Tensor, state: Tensor, weight: Tensor, cell: str) -> tupl
 
 
 def _fake_backward(
-    grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, kept: Tensor, cell: str
+    grad: Tensor, state: Tensor, weight: Tensor, states: Tensor, activations: Tensor, cell: str
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(kept), torch.empty_like(state)
+    return torch.empty_like(activations), torch.empty_like(state)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[Tensor, Tensor]) -> None:
@@ -99,8 +99,8 @@ def _setup(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, str], output: tuple[T
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, Tensor, Tensor, None]:
-    state, weight, states, kept = ctx.saved_tensors
-    gates, first = torch.ops.shardc_recurrent.steps_backward(grad, state, weight, states, kept, ctx.cell)
+    state, weight, states, activations = ctx.saved_tensors
+    gates, first = torch.ops.shardc_recurrent.steps_backward(grad, state, weight, states, activations, ctx.cell)
     size = weight.shape[1]
     before = torch.cat([state[None], states[:-1]])[..., :size]
     of_state = torch.cat([gates[..., : 2 * size], gates[..., 3 * size :]], -1) if ctx.cell == "gru" else gates

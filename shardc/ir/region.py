@@ -86,25 +86,25 @@ class Region:
             )
         if not torch.compiler.is_compiling():
             return self.function(*tensors)
-        made = torch.ops.shardc_region.call.default(list(tensors), self.number)
-        return tuple(made) if self.many else made[0]
+        results = torch.ops.shardc_region.call.default(list(tensors), self.number)
+        return tuple(results) if self.many else results[0]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the function's results as a list, in memory of their own."""
-        made = self.function(*tensors)
-        given = {id(x) for x in tensors}
-        return [x.clone() if id(x) in given else x.contiguous() for x in (made if self.many else (made,))]
+        results = self.function(*tensors)
+        argument_ids = {id(x) for x in tensors}
+        return [x.clone() if id(x) in argument_ids else x.contiguous() for x in (results if self.many else (results,))]
 
     def gradients(self, tensors: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradient of each floating-point tensor of ``tensors``, given one for each result."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
-            wanted = [x for x in leaves if x.requires_grad]
+            inputs = [x for x in leaves if x.requires_grad]
             pairs = [(x, t) for x, t in zip(self.run(leaves), tangents, strict=True) if x.requires_grad]
             if not pairs:
-                return [torch.zeros_like(x) for x in wanted]
-            found = torch.autograd.grad([x for x, _ in pairs], wanted, [t for _, t in pairs], allow_unused=True)
-        zipped = zip(wanted, found, strict=True)
+                return [torch.zeros_like(x) for x in inputs]
+            grads = torch.autograd.grad([x for x, _ in pairs], inputs, [t for _, t in pairs], allow_unused=True)
+        zipped = zip(inputs, grads, strict=True)
         return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in zipped]
 
 
@@ -143,11 +143,11 @@ def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Calla
     torch.Size([2, 3])
     """
     checked(function, Callable[..., Any], "local_map: function")
-    for what, given in (("in_layouts", in_layouts), ("out_layouts", out_layouts)):
+    for what, layouts in (("in_layouts", in_layouts), ("out_layouts", out_layouts)):
         fix = f'write {what}=("_, @tp", "@tp, _")'
-        checked(given, str | Layout | tuple[Any, ...], f"local_map: {what}", PlanError, fix=fix)
+        checked(layouts, str | Layout | tuple[Any, ...], f"local_map: {what}", PlanError, fix=fix)
     frame = sys._getframe(1)
-    made = Region(
+    new_region = Region(
         function,
         tuple(in_layouts) if isinstance(in_layouts, (tuple, list)) else (in_layouts,),
         tuple(out_layouts) if isinstance(out_layouts, (tuple, list)) else (out_layouts,),
@@ -155,8 +155,8 @@ def local_map(function: Function, *, in_layouts: Any, out_layouts: Any) -> Calla
         f"{frame.f_code.co_filename}:{frame.f_lineno}",
         len(_regions),
     )
-    _regions.append(made)
-    return made
+    _regions.append(new_region)
+    return new_region
 
 
 # --- the ops
@@ -187,8 +187,8 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None]
         torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
         for grad, (shape, dtype, device) in zip(grads, ctx.results, strict=True)
     ]
-    found = iter(torch.ops.shardc_region.gradient.default(tensors, tangents, ctx.number))
-    return [next(found) if x.is_floating_point() else None for x in tensors], None
+    gradients = iter(torch.ops.shardc_region.gradient.default(tensors, tangents, ctx.number))
+    return [next(gradients) if x.is_floating_point() else None for x in tensors], None
 
 
 _library.impl("call", _call, "CompositeExplicitAutograd")

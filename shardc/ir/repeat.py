@@ -43,11 +43,11 @@ def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
     >>> [short_name(f"layers.{n}.w", blocks, 4) for n in (0, 2, 3, 6, 7, 8)]
     ['layers.0.w', 'layers.2.w', None, None, 'layers.3.w', 'layers.4.w']
     """
-    for each in repeats:
-        number, dot, rest = name.removeprefix(each.prefix).partition(".")
-        if not name.startswith(each.prefix) or not number.isdecimal() or int(number) < each.first + keep - 1:
+    for repeat in repeats:
+        number, dot, rest = name.removeprefix(repeat.prefix).partition(".")
+        if not name.startswith(repeat.prefix) or not number.isdecimal() or int(number) < repeat.first + keep - 1:
             continue
-        if int(number) < each.first + each.count - 1:
+        if int(number) < repeat.first + repeat.count - 1:
             return None
-        name = f"{each.prefix}{int(number) - each.count + keep}{dot}{rest}"
+        name = f"{repeat.prefix}{int(number) - repeat.count + keep}{dot}{rest}"
     return name

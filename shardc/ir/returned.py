@@ -55,30 +55,30 @@ def returned(graph: fx.Graph, memories: Sequence[int], owners: Mapping[int, str]
         owners: the names of the parameters, buffers and inputs in these memories.
     """
     outputs = sorted((role.index, x) for role, x in ir.outputs(graph) if role.kind == "output")
-    again: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
+    repeated: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
     tensors = [index for index, x in outputs if _memory(x) is not None]
     memory_of = dict(zip(tensors, memories, strict=True))
     read = dict(_reads(graph))
     made_of = _made_of([(index, x) for index, x in outputs if index in read])
-    found: list[Returned] = []
+    out: list[Returned] = []
     firsts: dict[int, int] = {}
     of_node: dict[fx.Node, int] = {}  # the first output that is a node
     same: dict[int, int] = {}
     for index, x in outputs:
         if _memory(x) is not None:
             # What is returned again was detached, to have no gradient of its own.
-            node = x.all_input_nodes[0] if index in again and x.target is torch.ops.aten.detach.default else x
+            node = x.all_input_nodes[0] if index in repeated and x.target is torch.ops.aten.detach.default else x
             if of_node.setdefault(node, index) != index:
                 same[index] = of_node[node]
     chains = {index: [x, *_viewed(x)] for index, x in outputs if _memory(x) is not None}
     for index, x in outputs:
         if index not in memory_of:
-            found.append(Returned(index))
+            out.append(Returned(index))
             continue
         memory = memory_of[index]
         above = chains[index][1:]
         others = [at for at in chains.keys() - same.keys() - {same.get(index, index)} if at != index]
-        found.append(
+        out.append(
             Returned(
                 firsts.setdefault(memory, index),
                 same.get(index),
@@ -89,16 +89,16 @@ def returned(graph: fx.Graph, memories: Sequence[int], owners: Mapping[int, str]
                 _is_part(chains[index]),
                 memory in owners
                 or any(memory_of[at] == memory and not _disjoint(chains[index], chains[at]) for at in others),
-                tuple(at for at, kept in read.items() if _memory(x) in kept),
+                tuple(at for at, memories_read in read.items() if _memory(x) in memories_read),
                 tuple(at for at, nodes in made_of.items() if index in made_of and at != index and x in nodes),
             )
         )
-    return tuple(found)
+    return tuple(out)
 
 
 def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
     """By index of an output, the nodes that gradients from it flow through."""
-    found: dict[int, set[fx.Node]] = {}
+    out: dict[int, set[fx.Node]] = {}
     for index, x in outputs:
         work, seen = [x] if isinstance(x, fx.Node) else [], set()
         while work:
@@ -106,8 +106,8 @@ def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
             if node not in seen:
                 seen.add(node)
                 work += [] if node.target is torch.ops.aten.detach.default else node.all_input_nodes
-        found[index] = seen
-    return found
+        out[index] = seen
+    return out
 
 
 def _memory(x: Any) -> int | None:
@@ -172,7 +172,7 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
 def _kept(node: fx.Node) -> set[int]:
     """Return the memory that autograd keeps so that backward has ``node``: in a checkpoint region, of what that
     takes."""
-    work, seen, found = [node], set(), set()
+    work, seen, memories = [node], set(), set()
     while work:
         x = work.pop()
         if x in seen:
@@ -181,5 +181,5 @@ def _kept(node: fx.Node) -> set[int]:
         if x.op == "call_function" and ir.info(x).origin.region:
             work += x.all_input_nodes
         elif (memory := _memory(x)) is not None:
-            found.add(memory)
-    return found
+            memories.add(memory)
+    return memories

@@ -64,16 +64,16 @@ def cut(gm: fx.GraphModule, least: int = LEAST) -> tuple[Segment, ...]:
     edges = {at for row in rows for at in row} - {0, len(half.nodes)}
     borders = sorted(edges.union(at for at in borders if not any(start < at < stop for start, stop in rows)))
     ends = [*borders, len(half.nodes)]
-    alike = [half.key(start, stop) for start, stop in zip([0, *borders], ends, strict=True)]
-    counts = Counter(alike)
+    keys = [half.key(start, stop) for start, stop in zip([0, *borders], ends, strict=True)]
+    counts = Counter(keys)
     if max(counts.values()) < least:
         return whole(gm)
     # What is like nothing else is not cut from its neighbour, if that is like nothing else too.
-    pairs = zip(borders, alike, alike[1:], strict=False)
-    kept = [at for at, before, behind in pairs if at in edges or counts[before] > 1 or counts[behind] > 1]
+    pairs = zip(borders, keys, keys[1:], strict=False)
+    cuts = [at for at, before, behind in pairs if at in edges or counts[before] > 1 or counts[behind] > 1]
     modules: dict[Any, fx.GraphModule] = {}
     out = []
-    for start, stop in zip([0, *kept], [*kept, len(half.nodes)], strict=True):
+    for start, stop in zip([0, *cuts], [*cuts, len(half.nodes)], strict=True):
         if (key := half.key(start, stop)) not in modules:
             modules[key] = LazyGraphModule({}, half.graph(start, stop))
         out.append(Segment(modules[key], *half.ports(start, stop), *half.before[start]))
@@ -115,27 +115,27 @@ class _Half:
             else:
                 barred[at + 1] += 1
                 barred[until + 1] -= 1
-        out, held, bars = [], 0.0, 0
+        out, live_bytes, bars = [], 0.0, 0
         for more, bar in zip(change, barred, strict=True):
-            held, bars = held + more, bars + bar
-            out.append(float("inf") if bars else held)
+            live_bytes, bars = live_bytes + more, bars + bar
+            out.append(float("inf") if bars else live_bytes)
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
         """Where to cut between two places: around each period of what repeats the most, and so on beside that."""
-        found = _longest([self.mark(node) for node in self.nodes[start:stop]], least)
-        if found is None:
+        repeat = _longest([self.mark(node) for node in self.nodes[start:stop]], least)
+        if repeat is None:
             return []
-        first, period, length = found
+        first, period, length = repeat
         first += start
         # Where the least goes over the border in the middle of it, so that little is kept apart that would be fused.
         middle = first + length // period // 2 * period
         offset = min(range(period), key=lambda at: (self.crossing[middle + at], at))
-        own = list(range(first + offset, first + length + 1, period))
-        if any(self.crossing[at] == float("inf") for at in own):
+        cuts = list(range(first + offset, first + length + 1, period))
+        if any(self.crossing[at] == float("inf") for at in cuts):
             return []
-        left, right = self.borders(start, own[0], least), self.borders(own[-1], stop, least)
-        return sorted({*left, *own, *right} - {0, len(self.nodes)})
+        left, right = self.borders(start, cuts[0], least), self.borders(cuts[-1], stop, least)
+        return sorted({*left, *cuts, *right} - {0, len(self.nodes)})
 
     def rows_of_calls(self) -> list[tuple[int, int]]:
         """Return the long stretches that only start collectives and wait, each as the places of its first node and its
@@ -155,8 +155,8 @@ class _Half:
 
     def _ports(self, start: int, stop: int) -> tuple[list[fx.Node], list[fx.Node]]:
         inside = self.nodes[start:stop]
-        own = set(inside)
-        takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in own)
+        inside_set = set(inside)
+        takes = dict.fromkeys(x for node in inside for x in node.all_input_nodes if x not in inside_set)
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
     def key(self, start: int, stop: int) -> Any:
@@ -182,20 +182,20 @@ class _Half:
             env[node].meta = dict(node.meta)
         first, _ = self.before[start]
         for at, node in enumerate(self.nodes[start:stop]):
-            env[node] = made = graph.node_copy(node, env.__getitem__)
-            made.name = f"x{at}"
+            env[node] = copy = graph.node_copy(node, env.__getitem__)
+            copy.name = f"x{at}"
             if node.target in IN_MESSAGES:
                 numbers: Any = node.args[-1]
-                made.args = (*made.args[:-1], [number - first for number in numbers])
+                copy.args = (*copy.args[:-1], [number - first for number in numbers])
         graph.output(tuple(env[node] for node in gives))
         return graph
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """What ``node`` takes, in order, each as often as it does."""
         if node not in self._operands:
-            found: list[fx.Node] = []
-            self._operands[node] = found
-            fx.node.map_arg((node.args, node.kwargs), found.append)
+            nodes: list[fx.Node] = []
+            self._operands[node] = nodes
+            fx.node.map_arg((node.args, node.kwargs), nodes.append)
         return self._operands[node]
 
     def kind(self, node: fx.Node) -> int:
@@ -212,9 +212,9 @@ class _Half:
             self._marks[node] = self._id((node.target, repr(written), self.kind(node)))
         return self._marks[node]
 
-    def _id(self, thing: Any) -> int:
+    def _id(self, key: Any) -> int:
         """Return a number that equal things have, and no others."""
-        return self._ids.setdefault(thing, len(self._ids))
+        return self._ids.setdefault(key, len(self._ids))
 
 
 def _in_order(graph: fx.Graph) -> list[fx.Node]:
@@ -235,8 +235,8 @@ def _in_order(graph: fx.Graph) -> list[fx.Node]:
 
 def _on_its_way(node: fx.Node) -> bool:
     """Return whether ``node`` is what a collective makes, before the wait."""
-    made: Any = node.args[0] if node.target is getitem else node
-    return isinstance(made, fx.Node) and collective_kind(made) is not None
+    source: Any = node.args[0] if node.target is getitem else node
+    return isinstance(source, fx.Node) and collective_kind(source) is not None
 
 
 def is_call(node: fx.Node) -> bool:
@@ -261,11 +261,14 @@ def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
     places: dict[int, list[int]] = {}
     for at, mark in enumerate(marks):
         places.setdefault(mark, []).append(at)
-    apart = Counter(
-        b - a for found in places.values() if len(found) >= least for a, b in zip(found, found[1:], strict=False)
+    distances = Counter(
+        b - a
+        for positions in places.values()
+        if len(positions) >= least
+        for a, b in zip(positions, positions[1:], strict=False)
     )
     best, most = None, 0
-    for period, _ in apart.most_common(64):
+    for period, _ in distances.most_common(64):
         for start, stop in _runs(marks, period):
             saved = (stop - start) // period * period
             if stop - start >= (least - 1) * period and saved > most:

@@ -79,35 +79,35 @@ class SizedGraph:
 
     def at(self, sizes: Mapping[str, int]) -> fx.GraphModule:
         """Return the graph at ``sizes``, at which all polynomials are whole."""
-        known: dict[Polynomial, int] = {}
+        values: dict[Polynomial, int] = {}
 
         def number(x: Any) -> Any:
             if isinstance(x, Polynomial):
-                if x not in known:
-                    known[x] = _whole(x.at(sizes))
-                return known[x]
+                if x not in values:
+                    values[x] = _whole(x.at(sizes))
+                return values[x]
             return number(x.numerator) / number(x.denominator) if isinstance(x, Quotient) else x
 
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for position, node in enumerate(self.base.graph.nodes):
             copy = env[node] = graph.node_copy(node, lambda n: env[n])
-            found = self.numbers.get(position)
-            if found is None:
+            entry = self.numbers.get(position)
+            if entry is None:
                 continue
-            args, kwargs = fx.node.map_aggregate((found.args, found.kwargs), number)
+            args, kwargs = fx.node.map_aggregate((entry.args, entry.kwargs), number)
             copy.args, copy.kwargs = fx.map_arg(args, lambda n: env[n]), fx.map_arg(kwargs, lambda n: env[n])
-            copy.meta["val"] = _made(found.val, node.meta.get("val"), number)
+            copy.meta["val"] = _made(entry.val, node.meta.get("val"), number)
             record = ir.info(node)
-            ir.set_info(copy, replace(record, value=_value(record, found.shapes, number)))
-        output, own = ir.output_node(graph), ir.output_node(self.base.graph)
+            ir.set_info(copy, replace(record, value=_value(record, entry.shapes, number)))
+        output, base_output = ir.output_node(graph), ir.output_node(self.base.graph)
         output.meta[ir.ROLES] = tuple(
             replace(role, layout=None if dims is None else _layout(role.layout, dims, number))
-            for role, dims in zip(own.meta[ir.ROLES], self.layouts, strict=True)
+            for role, dims in zip(base_output.meta[ir.ROLES], self.layouts, strict=True)
         )
-        made = fx.GraphModule(self.base, graph)
-        made.meta[SIZED] = At(self, dict(sizes))
-        return made
+        gm = fx.GraphModule(self.base, graph)
+        gm.meta[SIZED] = At(self, dict(sizes))
+        return gm
 
     def symbolic(self, like: fx.GraphModule) -> fx.GraphModule:
         """Return the graph with a placeholder for the u of each size, in front of the others; values have no
@@ -117,8 +117,8 @@ class SizedGraph:
             like: the graph `at` some sizes; words, as the names of groups, are taken from it.
         """
         words: dict[str, str] = {}
-        for own, node in zip(self.base.graph.nodes, like.graph.nodes, strict=True):
-            words.update(zip(_words(own), _words(node), strict=True))
+        for base_node, node in zip(self.base.graph.nodes, like.graph.nodes, strict=True):
+            words.update(zip(_words(base_node), _words(node), strict=True))
         graph = fx.Graph()
         spelled = _Spelled(graph, self.scale)
         env: dict[fx.Node, fx.Node] = {}
@@ -128,11 +128,13 @@ class SizedGraph:
                 return env[x]
             return words[x] if isinstance(x, str) else spelled(x)
 
-        for position, own in enumerate(self.base.graph.nodes):
-            found = self.numbers.get(position, own)
-            args, kwargs = fx.node.map_aggregate((found.args, found.kwargs), leaf)
-            made = env[own] = graph.create_node(own.op, own.target, args, kwargs, own.name, own.type)
-            made.meta = {key: x for key, x in own.meta.items() if key != "val"}
+        for position, base_node in enumerate(self.base.graph.nodes):
+            entry = self.numbers.get(position, base_node)
+            args, kwargs = fx.node.map_aggregate((entry.args, entry.kwargs), leaf)
+            copy = env[base_node] = graph.create_node(
+                base_node.op, base_node.target, args, kwargs, base_node.name, base_node.type
+            )
+            copy.meta = {key: x for key, x in base_node.meta.items() if key != "val"}
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
@@ -146,15 +148,15 @@ class SizedGraph:
                 total = total + _whole(c) * prod(units[n] ** p for n, p in zip(x.names, powers, strict=True) if p)
             return total
 
-        made = []
+        tensors = []
         for position, node in enumerate(self.base.graph.nodes):
             if node.op == "placeholder":
-                found = self.numbers.get(position)
+                entry = self.numbers.get(position)
                 val = node.meta["val"]
-                shape = Shape(tuple(val.shape), val.stride()) if found is None else found.val
-                sizes, strides = [[number(n) for n in each] for each in (shape.sizes, shape.strides)]
-                made.append(torch.empty_strided(sizes, strides, dtype=val.dtype, device=val.device))
-        return [*(units[name] for name in self.scale), *made]
+                shape = Shape(tuple(val.shape), val.stride()) if entry is None else entry.val
+                sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
+                tensors.append(torch.empty_strided(sizes, strides, dtype=val.dtype, device=val.device))
+        return [*(units[name] for name in self.scale), *tensors]
 
 
 @dataclass(frozen=True)
@@ -201,28 +203,28 @@ class _Spelled:
 
 def _words(node: fx.Node) -> Iterator[str]:
     """Return the strings among the arguments, in order."""
-    found: list[str] = []
-    fx.node.map_aggregate((node.args, node.kwargs), lambda x: found.append(x) if isinstance(x, str) else None)
-    return iter(found)
+    strings: list[str] = []
+    fx.node.map_aggregate((node.args, node.kwargs), lambda x: strings.append(x) if isinstance(x, str) else None)
+    return iter(strings)
 
 
 def _made(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
     """Return ``like`` with tensors of ``shape`` in the place of its own."""
     if isinstance(shape, Shape):
-        sizes, strides = [[number(n) for n in each] for each in (shape.sizes, shape.strides)]
+        sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``
     if isinstance(shape, tuple):
-        return tuple(_made(one, x, number) for one, x in zip(shape, like, strict=True))
+        return tuple(_made(part, x, number) for part, x in zip(shape, like, strict=True))
     return like
 
 
 def _value(record: Info, shapes: tuple[Any, ...], number: Callable[[Any], Any]) -> Any:
     """Return the value of ``record`` at other sizes."""
-    made = tuple(
+    values = tuple(
         replace(value, shape=tuple(map(number, shape))) if isinstance(value, Value) and shape is not None else value
         for value, shape in zip(record.values, shapes, strict=True)
     )
-    return made if isinstance(record.value, tuple) else made[0]
+    return values if isinstance(record.value, tuple) else values[0]
 
 
 def _layout(layout: Layout | None, dims: Any, number: Callable[[Any], Any]) -> Layout:

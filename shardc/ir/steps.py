@@ -11,13 +11,13 @@ from shardc.ir.layout import Digit, Digits, Layout, cut_digits
 
 
 def broken_step(
-    op: Callable[..., object], source: Layout, made: Layout, axes: Sequence[str], reduce_op: str
+    op: Callable[..., object], source: Layout, result: Layout, axes: Sequence[str], reduce_op: str
 ) -> str | None:
-    """Return why ``op`` over ``axes`` cannot make ``made`` of ``source``, or None where it does.
+    """Return why ``op`` over ``axes`` cannot make ``result`` of ``source``, or None where it does.
 
     Args:
         op: one of `ops.COLLECTIVES` or `ops.LOCAL_MOVES`.
-        source, made: layouts of the operand and of the result, of one global shape.
+        source, result: layouts of the operand and of the result, of one global shape.
         axes: the mesh axes (or parts) that it works over.
         reduce_op: the reduction that it does or leaves pending.
     """
@@ -27,33 +27,33 @@ def broken_step(
         return f"axis {unknown[0]!r} is not on the mesh {mesh}"
     if source.numel == 0:
         return None
-    return _Step(source, made, axes, reduce_op).broken(op)
+    return _Step(source, result, axes, reduce_op).broken(op)
 
 
 class _Step:
     """A step with every axis cut into *atoms*: the parts that its layouts and its axes have in common."""
 
-    def __init__(self, source: Layout, made: Layout, axes: Sequence[str], reduce_op: str) -> None:
-        self.mesh, self.source, self.made = source.mesh, source, made
-        self.edges = self.mesh.edges((*source.axes, *made.axes, *axes))
+    def __init__(self, source: Layout, result: Layout, axes: Sequence[str], reduce_op: str) -> None:
+        self.mesh, self.source, self.result = source.mesh, source, result
+        self.edges = self.mesh.edges((*source.axes, *result.axes, *axes))
         self.axes, self.op = ",".join(axes), reduce_op
         self.over = [atom for axis in axes for atom in self.atoms(axis)]
 
     def broken(self, op: Callable[..., object]) -> str | None:
         """Return why ``op`` does not make the result."""
-        source, made = self.source, self.made
+        source, result = self.source, self.result
         if op in (ops.all_gather, ops.shard):
-            split, whole = (source, made) if op is ops.all_gather else (made, source)
+            split, whole = (source, result) if op is ops.all_gather else (result, source)
             return self.unbinds(split, whole) or self.same_pending()
         if op is ops.reduce_scatter:
-            return self.unbinds(made, source) or self.reduces(source, made)
+            return self.unbinds(result, source) or self.reduces(source, result)
         if op in (ops.all_reduce, ops.to_partial):
-            pending, done = (source, made) if op is ops.all_reduce else (made, source)
+            pending, done = (source, result) if op is ops.all_reduce else (result, source)
             return self.same_dims() or self.reduces(pending, done)
         if op is ops.permute_ranks:  # one axis may take another's place
-            used = self.missing(self.bound(source) | self.bound(made), f"neither {source} nor {made}")
+            used = self.missing(self.bound(source) | self.bound(result), f"neither {source} nor {result}")
             return used or self.moves() or self.whole_shards() or self.same_pending()
-        return self.splits(source) or self.splits(made) or self.moves() or self.same_pending()
+        return self.splits(source) or self.splits(result) or self.moves() or self.same_pending()
 
     # --- what a step may do
 
@@ -76,18 +76,18 @@ class _Step:
 
     def moves(self) -> str | None:
         """Return why the axes do not only stand elsewhere in the result."""
-        if self.source.dims == self.made.dims:
+        if self.source.dims == self.result.dims:
             return "nothing moves"
-        one, other = self.without(self.source), self.without(self.made)
-        if one.dims == other.dims:
+        before, after = self.without(self.source), self.without(self.result)
+        if before.dims == after.dims:
             return None
-        return f"without {self.axes}, [{one.dims_text()}] becomes [{other.dims_text()}]"
+        return f"without {self.axes}, [{before.dims_text()}] becomes [{after.dims_text()}]"
 
     def whole_shards(self) -> str | None:
         """Return why the shards, as they are, are not the shards of the result on other ranks."""
-        if _cuts(self.source) == _cuts(self.made):
+        if _cuts(self.source) == _cuts(self.result):
             return None
-        return f"the shards of {self.source} are not those of {self.made}"
+        return f"the shards of {self.source} are not those of {self.result}"
 
     def reduces(self, pending: Layout, done: Layout) -> str | None:
         """Return why ``done`` is not ``pending`` with the reductions over the axes gone."""
@@ -98,14 +98,14 @@ class _Step:
         return f"a {self.op} over {self.axes} does not stand between {before} pending and {after} pending"
 
     def same_dims(self) -> str | None:
-        if self.source.dims == self.made.dims:
+        if self.source.dims == self.result.dims:
             return None
-        return f"the dims change from [{self.source.dims_text()}] to [{self.made.dims_text()}]"
+        return f"the dims change from [{self.source.dims_text()}] to [{self.result.dims_text()}]"
 
     def same_pending(self) -> str | None:
-        if self.pending(self.source) == self.pending(self.made):
+        if self.pending(self.source) == self.pending(self.result):
             return None
-        return f"{_pending_text(self.source)} pending becomes {_pending_text(self.made)} pending"
+        return f"{_pending_text(self.source)} pending becomes {_pending_text(self.result)} pending"
 
     # --- layouts in atoms
 

@@ -79,14 +79,14 @@ def tally(gm: fx.GraphModule, mesh: Mesh) -> list[Row]:
     return sorted(rows, key=lambda row: (row.kind, [mesh.order(a) for a in row.axis.split(",")]))
 
 
-def wire_elements(kind: str, ranks: int, held: int) -> int:
-    """Return the elements that each of ``ranks`` ranks sends, holding ``held`` of them before the collective."""
+def wire_elements(kind: str, ranks: int, local_elements: int) -> int:
+    """Return the elements that each of ``ranks`` ranks sends, for ``local_elements`` before the collective."""
     if kind == "all_gather":
-        return (ranks - 1) * held
+        return (ranks - 1) * local_elements
     if kind == "permute_ranks" or kind == "broadcast":
-        return held if ranks > 1 else 0
+        return local_elements if ranks > 1 else 0
     passes = 2 if kind == "all_reduce" else 1
-    return -(-passes * (ranks - 1) * held // ranks)
+    return -(-passes * (ranks - 1) * local_elements // ranks)
 
 
 def group_axes(group: str, mesh: Mesh) -> tuple[str, ...] | None:
@@ -144,10 +144,10 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
     rows = None if node.target in ops.COLLECTIVES else arguments_of(node).get("rows")
     total = 0
     for x in _moved(node):
-        held, shape = _held(x), value(x).shape
+        local_elements, shape = _held(x), value(x).shape
         if rows is not None and rows < shape[0]:  # there is room for more than there are
-            held = rows * prod(shape[1:])
-        total += wire_elements(kind, ranks, held) * value(x).itemsize
+            local_elements = rows * prod(shape[1:])
+        total += wire_elements(kind, ranks, local_elements) * value(x).itemsize
     return total
 
 
@@ -159,5 +159,5 @@ def _moved(node: fx.Node) -> list[fx.Node]:
 
 def _held(node: fx.Node) -> int:
     """Return the elements of a tensor that each rank holds, by its layout or by its local shape."""
-    made = value(node)
-    return prod(made.shape) if made.layout is None else made.layout.local_numel
+    tensor = value(node)
+    return prod(tensor.shape) if tensor.layout is None else tensor.layout.local_numel

@@ -44,7 +44,7 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
     for node in nodes:
         if node.op != "output" and KEY not in node.meta:
             raise VerifyError(f"the node {node.name!r} carries no Info", program=node.format_node())
-    placed = any(made.layout is not None for node in nodes[:-1] for made in info(node).tensors)
+    placed = any(result.layout is not None for node in nodes[:-1] for result in info(node).tensors)
     unplaced = "?" if placed else ""
     out: list[Line] = [(f"mesh {mesh}".rstrip(), None)]
     if not placed:
@@ -65,8 +65,8 @@ def lines(gm: fx.GraphModule, mesh: Mesh, *, origins: bool = False) -> list[Line
     roles, results = nodes[-1].meta.get(ROLES, ()), nodes[-1].args[0]
     if len(roles) != len(results):
         raise VerifyError(f"{len(results)} outputs have {len(roles)} roles", program=nodes[-1].format_node())
-    for role, made in zip(roles, results, strict=True):
-        out.append((f"  {role_text(role, '')} = {argument_text(made, iter((role.layout,)))}", nodes[-1]))
+    for role, result in zip(roles, results, strict=True):
+        out.append((f"  {role_text(role, '')} = {argument_text(result, iter((role.layout,)))}", nodes[-1]))
     return out
 
 
@@ -76,10 +76,10 @@ def placeholder_text(record: Info, unplaced: str) -> str:
     return shown if record.role is None else f"{role_text(record.role, record.name)} {shown}"
 
 
-def role_text(role: Role, known: str) -> str:
-    """Return ``KIND [#INDEX] [ROLE]``, without an index of 0 and without the name that is ``known``."""
+def role_text(role: Role, shown_name: str) -> str:
+    """Return ``KIND [#INDEX] [ROLE]``, without an index of 0 and without the name that is ``shown_name``."""
     index = [f"#{role.index}"] if role.index else []
-    name = [grammar.word_text(role.name)] if role.name != known else []
+    name = [grammar.word_text(role.name)] if role.name != shown_name else []
     return " ".join([role.kind, *index, *name])
 
 
@@ -98,28 +98,30 @@ def op_line(gm: fx.GraphModule, node: fx.Node, unplaced: str = "") -> str:
 
 def constant_text(gm: fx.GraphModule, name: str) -> str:
     """Return the name of an attribute of ``gm`` and, where it is small, what it holds."""
-    held = grammar.held(operator.attrgetter(name)(gm))
-    return argument_text(name) if held is None else f"{argument_text(name)}, {argument_text(held)}"
+    content = grammar.small_values(operator.attrgetter(name)(gm))
+    return argument_text(name) if content is None else f"{argument_text(name)}, {argument_text(content)}"
 
 
 def shown_arguments(node: fx.Node) -> list[str]:
     """Return the arguments as text, in the order of the schema, without those that only repeat the op's default."""
-    known, positional = grammar.defaults(node.target)
+    defaults, positional = grammar.defaults(node.target)
     wants = iter(info(node).needs or ())
     args = list(node.args)
-    while args and len(args) <= len(positional) and is_default(known, positional[len(args) - 1], args[-1]):
+    while args and len(args) <= len(positional) and is_default(defaults, positional[len(args) - 1], args[-1]):
         args.pop()
     shown = [argument_text(arg, wants) for arg in args]
     for key in sorted(node.kwargs, key=grammar.argument_order(node.target)):
         arg = node.kwargs[key]
-        if not is_default(known, key, arg):
+        if not is_default(defaults, key, arg):
             bare = key == "axis" and node.target in ops.MARKERS.values()
             shown.append(f"{key}={grammar.axes_text(str(arg)) if bare else argument_text(arg, wants)}")
     return shown
 
 
-def is_default(known: dict[str, Any], name: str, arg: Any) -> bool:
-    return name in known and type(arg) is type(known[name]) and repr(arg) == repr(known[name])  # -0.0 is not 0.0
+def is_default(defaults: dict[str, Any], name: str, arg: Any) -> bool:
+    return (
+        name in defaults and type(arg) is type(defaults[name]) and repr(arg) == repr(defaults[name])
+    )  # -0.0 is not 0.0
 
 
 def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str:
@@ -133,7 +135,7 @@ def argument_text(arg: Any, wants: Iterator[Layout | None] = NONE_WANTED) -> str
         other = want is not None and want != value(arg).layout
         return f"{grammar.name_text(record.name)} as {want}" if other else grammar.name_text(record.name)
     if isinstance(arg, list | tuple):
-        return f"[{', '.join(argument_text(one, wants) for one in arg)}]"
+        return f"[{', '.join(argument_text(element, wants) for element in arg)}]"
     return grammar.constant_text(arg)
 
 

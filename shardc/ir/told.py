@@ -42,6 +42,6 @@ def is_told_module(module: types.ModuleType) -> bool:
 @cache
 def _is_told_name(module: str) -> bool:
     """Return whether a module is of torch, shardc or Python, and not the user's under the name of one of Python's."""
-    found = sys.modules.get(module.partition(".")[0])
-    file, origin = getattr(found, "__file__", None), getattr(getattr(found, "__spec__", None), "origin", None)
+    root = sys.modules.get(module.partition(".")[0])
+    file, origin = getattr(root, "__file__", None), getattr(getattr(root, "__spec__", None), "origin", None)
     return origin in ("built-in", "frozen") or file is not None and told_place(file) is not None

@@ -72,8 +72,8 @@ def module_name(name: str) -> str:
     return MAIN if name == "__main__" else name
 
 
-def qualified_name(thing: Any) -> str:
+def qualified_name(obj: Any) -> str:
     """Return the name of a class or a function, with its module's; a builtin's is bare."""
-    owner = getattr(thing, "__objclass__", thing)  # a method of a builtin class has no module
+    owner = getattr(obj, "__objclass__", obj)  # a method of a builtin class has no module
     module = getattr(owner, "__module__", "builtins")
-    return f"{module_name(str(module))}.{thing.__qualname__}".removeprefix("builtins.")
+    return f"{module_name(str(module))}.{obj.__qualname__}".removeprefix("builtins.")

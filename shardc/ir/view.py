@@ -23,8 +23,8 @@ def parts_of(mesh: Mesh, layouts: Iterable[Layout]) -> tuple[str, ...]:
     edges: dict[str, set[int]] = {name: {1, size} for name, size in mesh.shape}
     for name, used in mesh.edges({axis for layout in layouts for axis in layout.axes}).items():
         edges[name] |= used
-    for name, found in edges.items():
-        for low, high in pairwise(sorted(found)):
+    for name, boundaries in edges.items():
+        for low, high in pairwise(sorted(boundaries)):
             if high % low:
                 raise LayoutError(
                     f"axis {name!r} of size {mesh.size(name)} is cut before {low} and before {high} of its ranks, "
@@ -56,12 +56,12 @@ def seen_on(layout: Layout, view: Mesh) -> Layout:
     def parts(axis: str) -> list[str]:
         name, start, _ = split_part(axis)
         end = start * mesh.size(axis)
-        found = [place for place in places.get(name, ()) if start <= place[0] and place[1] <= end and place[0] < end]
-        if not found or found[0][0] != start or found[-1][1] != end:
+        covering = [place for place in places.get(name, ()) if start <= place[0] and place[1] <= end and place[0] < end]
+        if not covering or covering[0][0] != start or covering[-1][1] != end:
             raise LayoutError(
                 f"layout {layout} uses {axis!r}, which the view {view} of the mesh {mesh} does not cut off"
             )
-        return [seen for *_, seen in found]
+        return [seen for *_, seen in covering]
 
     dims = [cut_digits(view, digits, parts) for digits in layout.dims]
     return Layout(view, dims, [(seen, op) for axis, op in layout.partial for seen in parts(axis)])

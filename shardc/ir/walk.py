@@ -47,7 +47,7 @@ class _Holder:
     """What attributes are looked up in: those that traced code names."""
 
     label: str
-    held: Mapping[str, Any]
+    attributes: Mapping[str, Any]
     done: set[str] = field(default_factory=set)
     cls: type | None = None
 
@@ -59,7 +59,7 @@ class Walk:
         traced: see `shardc.ir.reach.reach`.
 
     Attributes:
-        code, values, known, constants: as `shardc.ir.reach.Reach` has them.
+        code, values, code_hashes, constants: as `shardc.ir.reach.Reach` has them.
         functions: those that may have been traced.
         ops: the user's ops of `torch.library.custom_op`, and their functions.
     """
@@ -67,7 +67,7 @@ class Walk:
     def __init__(self, model: nn.Module, traced: Container[str]) -> None:
         self.code: dict[str, str] = {}
         self.values: dict[str, str] = {}
-        self.known: set[str] = set()
+        self.code_hashes: set[str] = set()
         self.constants: list[str] = []
         self.functions: list[types.FunctionType] = []
         self.ops: dict[str, Mapping[str, Any]] = {}
@@ -182,7 +182,7 @@ class Walk:
         # What others register in one, as imports go, counts where it is code that was traced.
         if isinstance(value, (dict, types.MappingProxyType)):
             items = [(text_of(key), key, item) for key, item in list(value.items()) if self._counts_in(item)]
-            ordered = sorted(items, key=lambda each: each[0])
+            ordered = sorted(items, key=lambda item: item[0])
             inside = [f"{self.ref(key)}: {self.ref(item)}" for _, key, item in ordered]
         elif isinstance(value, (set, frozenset)):
             inside = list(map(self.ref, sorted(filter(is_plain, value), key=text_of)))
@@ -209,13 +209,13 @@ class Walk:
 
     def _function(self, function: types.FunctionType) -> str:
         code = function.__code__
-        told, does = told_place(code.co_filename), code_hash(code)
-        place = f"{told}:{code.co_firstlineno}:{code.co_name}" if told else qualified_name(function)
+        location, does = told_place(code.co_filename), code_hash(code)
+        place = f"{location}:{code.co_firstlineno}:{code.co_name}" if location else qualified_name(function)
         name = self._named(function, place)
-        runs = told is not None or does in self._traced or id(function) in self._native or _is_native(function)
-        if told is None:
+        runs = location is not None or does in self._traced or id(function) in self._native or _is_native(function)
+        if location is None:
             self.code[f"code of {name}"] = f"sha256 {does}"
-            self.known.update(map(code_hash, codes_in(code)))
+            self.code_hashes.update(map(code_hash, codes_in(code)))
             if getattr(function, "_dynamo_marked_constant", False):
                 self.constants.append(name)
         if not runs:
@@ -224,13 +224,13 @@ class Walk:
         parts = [
             (f"cell {name}", cell) for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
         ]
-        if told is None:
+        if location is None:
             parts += [(f"default {at}", value) for at, value in enumerate(function.__defaults__ or ())]
             parts += [(f"default {key}", value) for key, value in (function.__kwdefaults__ or {}).items()]
         parts += [(key, value) for key, value in sorted(vars(function).items()) if not key.startswith("_torchdynamo")]
         for part, value in parts:
             self.bind(name, part, value)
-        if told is None or told.startswith(_LAYERS):
+        if location is None or location.startswith(_LAYERS):
             self._queue.append((function, name))
         return name
 
@@ -286,15 +286,15 @@ class Walk:
 
     def _look(self, holder: _Holder, names: set[str]) -> None:
         """Binds what ``holder`` has under ``names``, and of a class what is called without being named."""
-        found = {name for name in holder.held.keys() & names if name not in _INERT}
+        names_here = {name for name in holder.attributes.keys() & names if name not in _INERT}
         if holder.cls is not None and not holder.done:
             holder.done.add("")
-            found |= {name for name, value in holder.held.items() if self._without_name(name, value)}
+            names_here |= {name for name, value in holder.attributes.items() if self._without_name(name, value)}
         if holder.cls is not None and issubclass(holder.cls, nn.Module):
-            found -= {"__init__", "__new__"}  # of modules that are there
-        for name in sorted(found - holder.done):
+            names_here -= {"__init__", "__new__"}  # of modules that are there
+        for name in sorted(names_here - holder.done):
             holder.done.add(name)
-            self.bind(holder.label, name, holder.held[name])
+            self.bind(holder.label, name, holder.attributes[name])
             if holder.cls is not None:
                 self._bound[holder.cls].add(name)
 
@@ -313,8 +313,8 @@ class Walk:
         """Return whether an attribute of a class is used where no code names it: by Python, or by a name that is
         computed."""
         if name.startswith("__"):
-            told = isinstance(value, types.FunctionType) and is_told(value.__code__)
-            return name not in _INERT and (not told or name == "__call__")
+            versioned = isinstance(value, types.FunctionType) and is_told(value.__code__)
+            return name not in _INERT and (not versioned or name == "__call__")
         return self._was_traced(value)
 
     def _expand(self, function: types.FunctionType, name: str) -> None:
@@ -324,19 +324,19 @@ class Walk:
             self._new |= names
         scope, native = function.__globals__, id(function) in self._native or _is_native(function)
         module = f"module {module_name(str(scope.get('__name__')))}"
-        for each in sorted(names):
-            if each in scope:
-                value = scope[each]
+        for name in sorted(names):
+            if name in scope:
+                value = scope[name]
                 if isinstance(value, types.ModuleType) and is_told_module(value):
                     self._attributes(value, names, set())
                 else:
                     if native and isinstance(value, types.FunctionType):
                         self._native.add(id(value))
-                    self.bind(module, each, value)
-            elif isinstance(built := vars(_builtins).get(each), types.FunctionType):  # none of Python's own
-                self.bind("module builtins", each, built)
+                    self.bind(module, name, value)
+            elif isinstance(built := vars(_builtins).get(name), types.FunctionType):  # none of Python's own
+                self.bind("module builtins", name, built)
             elif imports(function.__code__):
-                for path in (each, f"{scope.get('__package__')}.{each}"):
+                for path in (name, f"{scope.get('__package__')}.{name}"):
                     if path in sys.modules:
                         self._attributes(sys.modules[path], names, set())
         if "environ" in names:  # what a trace reads of it is noted, too
@@ -350,12 +350,12 @@ class Walk:
         seen.add(id(module))
         label = f"module {module_name(module.__name__)}"
         self._distributed |= module.__name__.startswith("torch.distributed")
-        for each in sorted(vars(module).keys() & names):
-            value = vars(module)[each]
+        for name in sorted(vars(module).keys() & names):
+            value = vars(module)[name]
             if isinstance(value, types.ModuleType) and is_told_module(value):
                 self._attributes(value, names, seen)
             else:
-                self.bind(label, each, value)
+                self.bind(label, name, value)
 
 
 def _contents(cell: types.CellType) -> Any:
@@ -375,12 +375,12 @@ _builtins: Any = sys.modules["builtins"]
 
 def _attributes(value: Any) -> Mapping[str, Any]:
     """Return the attributes of an object, those in slots too."""
-    found = dict(getattr(value, "__dict__", {}))
+    out = dict(getattr(value, "__dict__", {}))
     for cls in type(value).__mro__:
         for name, slot in vars(cls).items():
             if isinstance(slot, types.MemberDescriptorType):
                 try:
-                    found.setdefault(name, slot.__get__(value))
+                    out.setdefault(name, slot.__get__(value))
                 except AttributeError:
                     continue
-    return found
+    return out

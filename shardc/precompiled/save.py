@@ -149,7 +149,7 @@ def _large_constants(gm: fx.GraphModule) -> tuple[list[dict[str, Any]], bytes]:
     out, data = [], b""
     for name in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         tensor = gm.get_buffer(name) if name in dict(gm.named_buffers()) else getattr(gm, name)
-        if grammar.held(tensor) is not None:
+        if grammar.small_values(tensor) is not None:
             continue
         if not isinstance(tensor, Tensor) or tensor.is_meta:
             raise PrecompiledError(f"the constant {name!r} of the program has no values that could be saved")

@@ -216,7 +216,7 @@ def _unknown(program: Executable, reached: Reach, ops: Iterable[object]) -> str 
         return f"it calls {foreign[0]}, an op of the user's or with a rule of the user's, whose code is not known"
     if reached.constants:
         return f"it keeps what {reached.constants[0]} returned as a constant"
-    unnamed = [where for does, where in program.reads.traced if does not in reached.known]
+    unnamed = [where for does, where in program.reads.traced if does not in reached.code_hashes]
     return f"it runs {unnamed[0]}, which nothing that a start can look at names" if unnamed else None
 
 

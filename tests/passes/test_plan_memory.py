@@ -144,9 +144,9 @@ def test_lifetimes_in_compiled_code() -> None:
     }
     assert uses.leaving == {1, 2}
     # What is sent is in use until the wait, whatever name for it goes before.
-    assert uses.given == [last, line("torch.ops._c10d_functional.wait_tensor.default(buf1)"), last]
+    assert uses.argument_ends == [last, line("torch.ops._c10d_functional.wait_tensor.default(buf1)"), last]
     slots = (Slot("a", 64, 0, 1), Slot("b", 64, 0, 1), Slot("c", 64, 2, 9, OUTSIDE), Slot("c.wire", 64, 2, 3))
-    moved = MemoryPlan(slots, (("x", 1), ("y", 1), ("z", 1))).moved(uses.spans, uses.leaving, uses.given)
+    moved = MemoryPlan(slots, (("x", 1), ("y", 1), ("z", 1))).moved(uses.spans, uses.leaving, uses.argument_ends)
     assert [slot.region for slot in moved.slots] == [INSIDE, OUTSIDE, OUTSIDE, INSIDE]
     assert moved.slots[0].offset != moved.slots[3].offset, "both are in use when the second collective starts"
 

@@ -73,7 +73,7 @@ def is_found(program: Program, model: nn.Module, loss: Any) -> bool:
 
 def test_all_that_was_traced_is_named(program: Program) -> None:
     reached = program.reads.reach(*model_of(SOURCE))
-    assert [where for does, where in program.reads.traced if does not in reached.known] == []
+    assert [where for does, where in program.reads.traced if does not in reached.code_hashes] == []
 
 
 @pytest.mark.usefixtures("as_it_was")

@@ -226,7 +226,7 @@ def is_found(program: Program, module: Any) -> bool:
 def test_the_key_names_code_and_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     program = compiled(adapted()).lower(*batch())
     reached = program.reads.reach(compiled(adapted()).shardc.present(), loss)
-    assert [where for does, where in program.reads.traced if does not in reached.known] == []
+    assert [where for does, where in program.reads.traced if does not in reached.code_hashes] == []
     assert is_found(program, compiled(adapted()))
     assert not is_found(program, compiled(adapted(KINDS["with metadata"])))
     with monkeypatch.context() as patch:

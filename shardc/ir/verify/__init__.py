@@ -73,8 +73,8 @@ def check(gm: fx.GraphModule, mesh: Mesh, stage: str, checks: Iterable[Check], a
 
 def check_all(subject: Subject, stage: str, checks: Iterable[Check]) -> None:
     """Raises VerifyError, as `verify` does, for the first thing that ``checks`` find broken in ``subject``."""
-    for one in checks:
-        for node, reason in one(subject):
+    for run_check in checks:
+        for node, reason in run_check(subject):
             raise broken(subject, stage, node, reason)
 
 
@@ -101,10 +101,10 @@ def verify_halves(
     verify_half(forward, mesh, "partition")
     if backward is not None:
         verify_half(backward, mesh, "partition")
-        for node, reason in halves.kept(forward, backward):
+        for node, reason in halves.rerun(forward, backward):
             raise broken(Subject(backward, mesh, no_rules), "partition", node, reason)
-        if joint is not None and (found := halves.cut(joint, forward.graph, backward.graph)) is not None:
-            raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), found)
+        if joint is not None and (lost := halves.cut(joint, forward.graph, backward.graph)) is not None:
+            raise broken(Subject(backward, mesh, no_rules), "partition", output_node(backward.graph), lost)
 
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:

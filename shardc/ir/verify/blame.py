@@ -35,15 +35,15 @@ def entry_of(node: fx.Node, causes: Mapping[str, str]) -> str | None:
     group = node.kwargs.get("axis", "") if node.target in ops.COLLECTIVES else arguments_of(node)["group_name"]
     axes = str(group).removeprefix(GROUP_PREFIX).split(",")
     beside = [entry for param, entry in causes.items() if param.rpartition(".")[0] == origin.module]
-    found = [stored.get(origin.consumer, ""), *beside]
-    return next((x for x in found if any(f'"{axis.partition(":")[0]}"' in x for axis in axes)), None)
+    candidates = [stored.get(origin.consumer, ""), *beside]
+    return next((x for x in candidates if any(f'"{axis.partition(":")[0]}"' in x for axis in axes)), None)
 
 
 def source_of(node: fx.Node) -> str | None:
     """Return the line of the user's code that the collective ``node``, or what first uses its result, was made for."""
     seen = [node]
-    for here in seen:
-        if here.op != "output" and (source := info(here).origin.source):
+    for user_node in seen:
+        if user_node.op != "output" and (source := info(user_node).origin.source):
             return source
-        seen += [user for user in here.users if user not in seen][: _FAR - len(seen)]
+        seen += [user for user in user_node.users if user not in seen][: _FAR - len(seen)]
     return None

@@ -23,8 +23,8 @@ def cut(joint: fx.Graph, forward: fx.Graph, backward: fx.Graph) -> str | None:
     """Return which result of ``joint`` the halves together do not give, or None."""
     first = computed(forward)
     handed = {name: value for (kind, name, _), value in first.items() if kind == "saved"}
-    own = {role: value for role, value in first.items() if role[0] != "saved"}
-    return same(computed(joint), own | computed(backward, handed))
+    of_forward = {role: value for role, value in first.items() if role[0] != "saved"}
+    return same(computed(joint), of_forward | computed(backward, handed))
 
 
 def order(graph: fx.Graph) -> list[str]:
@@ -79,9 +79,9 @@ def slots(subject: Subject) -> Broken:
     inside = [
         number for number, slot in enumerate(plan.slots) if slot.region == INSIDE and slot.size and number in used
     ]
-    for one, other in _sharing(plan.slots, used, inside):
-        shared = grammar.name_text(plan.slots[other].name)
-        yield maker[one], f"its result lies where {shared} does, at the same time"
+    for first, second in _sharing(plan.slots, used, inside):
+        shared = grammar.name_text(plan.slots[second].name)
+        yield maker[first], f"its result lies where {shared} does, at the same time"
 
 
 def _sharing(
@@ -125,15 +125,15 @@ def once(subject: Subject) -> Broken:
                 yield node, f"it brings what {_name(first)} has brought, of {_name(value)}"
 
 
-def kept(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
+def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
     """The collectives of ``backward`` that run again though ``forward`` has kept what they bring."""
-    held = {
+    saved_names = {
         info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
     }
     for node in backward.graph.nodes:
         if collective_kind(node) is not None:
             for wait in waits_of(node):
-                if info(wait).name in held:
+                if info(wait).name in saved_names:
                     yield node, f"forward keeps what it brings, {_name(wait)}"
 
 
@@ -141,20 +141,20 @@ def _sent(node: fx.Node) -> list[tuple[fx.Node, Any]]:
     """Each value that a collective sends, with what else says what becomes of it."""
     if collective_kind(node) is None:
         return []
-    given = arguments_of(node)
-    (first, values), *rest = given.items()
-    said = tuple((name, repr(one)) for name, one in rest if name != "slots")
-    return [(value, said) for value in (values if isinstance(values, list | tuple) else [values])]
+    arguments = arguments_of(node)
+    (first, values), *rest = arguments.items()
+    attributes = tuple((name, repr(argument)) for name, argument in rest if name != "slots")
+    return [(value, attributes) for value in (values if isinstance(values, list | tuple) else [values])]
 
 
 def _brought(x: fx.Node) -> fx.Node:
     """Return the wait that ``x`` is a view of, or ``x``."""
-    here = x
-    while here.op == "call_function" and here.target is not WAIT:
-        if not is_view(here.target) and here.target not in RESHAPES:
+    source = x
+    while source.op == "call_function" and source.target is not WAIT:
+        if not is_view(source.target) and source.target not in RESHAPES:
             return x
-        here = here.all_input_nodes[0]
-    return here if here.target is WAIT else x
+        source = source.all_input_nodes[0]
+    return source if source.target is WAIT else x
 
 
 def _name(node: fx.Node) -> str:

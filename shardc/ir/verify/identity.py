@@ -38,28 +38,28 @@ class Program:
     results: Computed
 
 
-def program(gm: fx.GraphModule, found: Mapping[fx.Node, Any] | None = None) -> Program:
+def program(gm: fx.GraphModule, prints: Mapping[fx.Node, Any] | None = None) -> Program:
     """What ``gm``, a graph at global shapes, computes, data movement left out.
 
     Args:
-        found: its `fingerprints`, where there are some already.
+        prints: its `fingerprints`, where there are some already.
     """
-    found = found or fingerprints(gm.graph)
-    return Program(frozenset(found.values()), of_outputs(gm.graph, found))
+    prints = prints or fingerprints(gm.graph)
+    return Program(frozenset(prints.values()), of_outputs(gm.graph, prints))
 
 
-def changed(before: Program, gm: fx.GraphModule, found: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
+def changed(before: Program, gm: fx.GraphModule, prints: Mapping[fx.Node, Any]) -> tuple[fx.Node, str] | None:
     """Return the first node of ``gm`` that computes what ``before`` did not, and what it takes; None where all is the
     same.
 
     Args:
-        found: the `fingerprints` of ``gm``.
+        prints: the `fingerprints` of ``gm``.
     """
     for node in gm.graph.nodes:
-        if node.op != "output" and found[node] not in before.values:
-            taken = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
-            return node, f"no op took {taken or 'these arguments'} this way before the pass"
-    other = same(before.results, of_outputs(gm.graph, found))
+        if node.op != "output" and prints[node] not in before.values:
+            operands = ", ".join(dict.fromkeys(grammar.name_text(info(_moved(x)).name) for x in node.all_input_nodes))
+            return node, f"no op took {operands or 'these arguments'} this way before the pass"
+    other = same(before.results, of_outputs(gm.graph, prints))
     return None if other is None else (output_node(gm.graph), other)
 
 
@@ -72,10 +72,10 @@ def computed(graph: fx.Graph, saved: Mapping[str, bytes] | None = None) -> Compu
     return of_outputs(graph, fingerprints(graph, saved))
 
 
-def of_outputs(graph: fx.Graph, found: Mapping[fx.Node, Any]) -> Computed:
+def of_outputs(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> Computed:
     """Return the fingerprint of each output, of those of the nodes."""
     return {
-        (role.kind, role.name, role.index): found[made] for role, made in outputs(graph) if isinstance(made, fx.Node)
+        (role.kind, role.name, role.index): prints[node] for role, node in outputs(graph) if isinstance(node, fx.Node)
     }
 
 
@@ -105,8 +105,8 @@ def fingerprints(
     for node in graph.nodes:
         if node.op == "placeholder":
             role = info(node).role or Role("", info(node).name)
-            own = digest("placeholder", role.kind, role.name, role.index)
-            out[node] = (saved or {}).get(role.name, own) if role.kind == "saved" else own
+            fingerprint = digest("placeholder", role.kind, role.name, role.index)
+            out[node] = (saved or {}).get(role.name, fingerprint) if role.kind == "saved" else fingerprint
         elif node.op == "get_attr":
             out[node] = digest("constant", node.target)
         elif node.op == "call_function":
@@ -118,32 +118,34 @@ def fingerprints(
 
 
 def respelled(
-    graph: fx.Graph, found: Mapping[fx.Node, Any], replaced: Mapping[str, Collective]
+    graph: fx.Graph, prints: Mapping[fx.Node, Any], replaced: Mapping[str, Collective]
 ) -> dict[str, Collective]:
     """Those of ``replaced`` for which other ops stand in ``graph``."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
-    return {name: old for name, old in replaced.items() if name in named and _made(named[name], found) != old.value}
+    return {name: old for name, old in replaced.items() if name in named and _made(named[name], prints) != old.value}
 
 
-def _made(node: fx.Node, found: Mapping[fx.Node, Any]) -> Any:
+def _made(node: fx.Node, prints: Mapping[fx.Node, Any]) -> Any:
     if node.target is WAIT or node.target in ops.MARKERS.values():
-        return found[node.args[0]]
-    if node.target is getitem and isinstance(made := found[node.args[0]], list):
-        return made[node.args[1]]
+        return prints[node.args[0]]
+    if node.target is getitem and isinstance(several := prints[node.args[0]], list):
+        return several[node.args[1]]
     if (kind := collective_kind(node)) is None:
-        return digest(node.target, known(node.args, found), known(sorted(node.kwargs.items()), found))
-    (_, given), *rest = arguments_of(node).items()
-    said = [(name, value) for name, value in rest if name not in ("slots", "group_size")]
-    if isinstance(given, list | tuple):
-        return [digest(kind, found[x], known(said, found)) for x in given]
-    return digest(kind, found[given], known(said, found))
+        return digest(
+            node.target, with_fingerprints(node.args, prints), with_fingerprints(sorted(node.kwargs.items()), prints)
+        )
+    (_, operand), *rest = arguments_of(node).items()
+    attributes = [(name, value) for name, value in rest if name not in ("slots", "group_size")]
+    if isinstance(operand, list | tuple):
+        return [digest(kind, prints[x], with_fingerprints(attributes, prints)) for x in operand]
+    return digest(kind, prints[operand], with_fingerprints(attributes, prints))
 
 
-def known(argument: Any, found: Mapping[fx.Node, Any]) -> Any:
+def with_fingerprints(argument: Any, prints: Mapping[fx.Node, Any]) -> Any:
     """Return ``argument`` with the fingerprints of values in their place."""
     if isinstance(argument, fx.Node):
-        return found[argument]
-    return [known(one, found) for one in argument] if isinstance(argument, list | tuple) else argument
+        return prints[argument]
+    return [with_fingerprints(part, prints) for part in argument] if isinstance(argument, list | tuple) else argument
 
 
 def digest(*parts: Any) -> bytes:

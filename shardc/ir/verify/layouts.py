@@ -68,56 +68,56 @@ def moves(subject: Subject) -> Broken:
     for node in subject.calls:
         if node.target not in ops.MARKERS.values():
             continue
-        source, made = info(node.args[0]).value, info(node).value
-        if not isinstance(source, Value) or not isinstance(made, Value):
+        source, result = info(node.args[0]).value, info(node).value
+        if not isinstance(source, Value) or not isinstance(result, Value):
             yield node, "it must take one tensor and make one"
-        elif (reason := _broken_move(node, source, made)) is not None:
+        elif (reason := _broken_move(node, source, result)) is not None:
             yield node, reason
 
 
-def _broken_move(node: fx.Node, source: Value, made: Value) -> str | None:
-    if made.dtype != source.dtype:
-        return f"the dtype changes from {source} to {made}"
+def _broken_move(node: fx.Node, source: Value, result: Value) -> str | None:
+    if result.dtype != source.dtype:
+        return f"the dtype changes from {source} to {result}"
     if node.target in (ops.pad, ops.unpad):
-        return _broken_pad(node, source, made)
-    if made.shape != source.shape:
-        return f"the global shape changes from {list(source.shape)} to {list(made.shape)}"
-    if node.target is ops.tag and source.layout != made.layout:
-        return f"the layout changes from {source} to {made}"
+        return _broken_pad(node, source, result)
+    if result.shape != source.shape:
+        return f"the global shape changes from {list(source.shape)} to {list(result.shape)}"
+    if node.target is ops.tag and source.layout != result.layout:
+        return f"the layout changes from {source} to {result}"
     if node.target not in (*ops.COLLECTIVES, *ops.LOCAL_MOVES):
         return None
-    assert source.layout is not None and made.layout is not None
+    assert source.layout is not None and result.layout is not None
     axes = [axis for axis in str(node.kwargs["axis"]).split(",") if axis]
-    return broken_step(node.target, source.layout, made.layout, axes, str(node.kwargs.get("op", "sum")))
+    return broken_step(node.target, source.layout, result.layout, axes, str(node.kwargs.get("op", "sum")))
 
 
-def _broken_pad(node: fx.Node, source: Value, made: Value) -> str | None:
+def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     assert isinstance(dim, int) and isinstance(size, int)
     expected = (*source.shape[:dim], size, *source.shape[dim + 1 :])
-    if made.shape != expected or (size < source.shape[dim]) == (node.target is ops.pad):
-        return f"{source} does not become {made} when dim {dim} gets {size} elements"
-    if source.layout is None or made.layout is None:
+    if result.shape != expected or (size < source.shape[dim]) == (node.target is ops.pad):
+        return f"{source} does not become {result} when dim {dim} gets {size} elements"
+    if source.layout is None or result.layout is None:
         return None
-    if source.layout.dim_axes(dim) or made.layout.dim_axes(dim):
-        return f"dim {dim} is split, from {source} to {made}, so its end is on one rank only"
-    kept = [at for at in range(len(expected)) if at != dim]
-    if [source.layout.dims[at] for at in kept] != [made.layout.dims[at] for at in kept]:
-        return f"the layout of another dim changes, from {source} to {made}"
-    if source.layout.partial != made.layout.partial:
-        return f"the pending reductions change, from {source} to {made}"
+    if source.layout.dim_axes(dim) or result.layout.dim_axes(dim):
+        return f"dim {dim} is split, from {source} to {result}, so its end is on one rank only"
+    other_dims = [at for at in range(len(expected)) if at != dim]
+    if [source.layout.dims[at] for at in other_dims] != [result.layout.dims[at] for at in other_dims]:
+        return f"the layout of another dim changes, from {source} to {result}"
+    if source.layout.partial != result.layout.partial:
+        return f"the pending reductions change, from {source} to {result}"
     return None
 
 
 def results(subject: Subject) -> Broken:
     """An output lies as the outside wants it; a gradient or an updated buffer, if nothing is said, as what it is of."""
     last = subject.nodes[-1]
-    for role, made in outputs(subject.gm.graph):
-        value = info(made).value if isinstance(made, fx.Node) else None
+    for role, node in outputs(subject.gm.graph):
+        value = info(node).value if isinstance(node, fx.Node) else None
         if not isinstance(value, Value) or value.layout is None:
             continue
-        kept = subject.kept(role.kind, role.name)
-        wanted = role.layout or (kept and kept.layout)
+        owner = subject.owner_value(role.kind, role.name)
+        wanted = role.layout or (owner and owner.layout)
         if value.layout.partial and role.layout is None:
             yield last, f"{role.kind} {role.name} has a pending reduction: {value}"
         elif wanted is not None and wanted != value.layout:

@@ -18,13 +18,13 @@ from shardc.ir.verify.subject import Broken, Subject
 def types(subject: Subject) -> Broken:
     """Shapes are local: no tensor has a layout, and what is stored and what comes back have one shape."""
     for node in subject.nodes[:-1]:
-        for one in info(node).tensors:
-            if one.layout is not None:
-                yield node, f"a local tensor has a layout: {one}"
-    for role, made in outputs(subject.gm.graph):
-        value = info(made).value if isinstance(made, fx.Node) else None
-        kept = subject.kept(role.kind, role.name)
-        wanted = role.layout.local_shape if role.layout is not None else kept.shape if kept is not None else None
+        for tensor in info(node).tensors:
+            if tensor.layout is not None:
+                yield node, f"a local tensor has a layout: {tensor}"
+    for role, node in outputs(subject.gm.graph):
+        value = info(node).value if isinstance(node, fx.Node) else None
+        owner = subject.owner_value(role.kind, role.name)
+        wanted = role.layout.local_shape if role.layout is not None else owner.shape if owner is not None else None
         if isinstance(value, Value) and wanted is not None and wanted != value.shape:
             yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, and is wanted as {list(wanted)}"
 
@@ -49,14 +49,14 @@ def places(subject: Subject) -> Broken:
                 yield node, "a wait moves nothing between host and device"
         elif True in reads | makes:
             yield node, "it computes with what lies on the host"
-    for role, made in outputs(subject.gm.graph):
-        value = info(made).value if isinstance(made, fx.Node) else None
-        kept = subject.kept(role.kind, role.name)
-        if role.kind == "saved" and isinstance(made, fx.Node) and made.op == "placeholder":
+    for role, node in outputs(subject.gm.graph):
+        value = info(node).value if isinstance(node, fx.Node) else None
+        owner = subject.owner_value(role.kind, role.name)
+        if role.kind == "saved" and isinstance(node, fx.Node) and node.op == "placeholder":
             continue  # a parameter, which backward moves again
-        if role.kind == "grad" and kept is None:
+        if role.kind == "grad" and owner is None:
             continue  # a backward alone does not take every parameter
-        if isinstance(value, Value) and value.host and (role.kind == "saved" or not (kept and kept.host)):
+        if isinstance(value, Value) and value.host and (role.kind == "saved" or not (owner and owner.host)):
             yield subject.nodes[-1], f"{role.kind} {role.name} is {value}, on the host"
 
 
@@ -71,9 +71,9 @@ def groups(subject: Subject) -> Broken:
             yield node, f"{group!r} is no group of the mesh {subject.mesh}"
             continue
         ranks = prod(subject.mesh.size(axis) for axis in axes)
-        said = arguments_of(node).get("group_size", ranks)
-        if said != ranks:
-            yield node, f"it says {said} ranks, the group {group!r} has {ranks}"
+        group_size = arguments_of(node).get("group_size", ranks)
+        if group_size != ranks:
+            yield node, f"it says {group_size} ranks, the group {group!r} has {ranks}"
 
 
 def waits(subject: Subject) -> Broken:

@@ -18,26 +18,26 @@ def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
     if len(segments) == 1:
         return  # the half itself
     end, values = subject.nodes[-1], {node.name: _value(node) for node in subject.nodes}
-    asked = (node for node in subject.calls if node.target is not getitem)
+    scheduled = (node for node in subject.calls if node.target is not getitem)
     for segment in segments:
-        given = iter(segment.takes)
-        known: dict[fx.Node, Any] = {}
+        operand_names = iter(segment.takes)
+        computed: dict[fx.Node, Any] = {}
         for x in segment.gm.graph.nodes:
             if x.op == "placeholder":
-                known[x] = values.get(next(given))
+                computed[x] = values.get(next(operand_names))
             elif x.target is getitem:
-                known[x] = known[x.args[0]], x.args[1]
+                computed[x] = computed[x.args[0]], x.args[1]
             elif x.op == "call_function":
-                node = next(asked, end)
+                node = next(scheduled, end)
                 operands = [values.get(y.name) for y in node.all_input_nodes]
-                if x.target is not node.target or [known[y] for y in x.all_input_nodes] != operands:
+                if x.target is not node.target or [computed[y] for y in x.all_input_nodes] != operands:
                     yield node, "the segments do not run it where it was scheduled"
                     return
-                known[x] = node
+                computed[x] = node
         returned: Any = output_node(segment.gm.graph).args[0]
-        if [known[x] for x in returned] != [values.get(name) for name in segment.gives]:
+        if [computed[x] for x in returned] != [values.get(name) for name in segment.gives]:
             yield end, "the segments hand on other values"
-    for node in asked:
+    for node in scheduled:
         yield node, "no segment runs it"
 
 

@@ -30,22 +30,22 @@ class Collective:
     """What a collective of one tensor gives.
 
     Args:
-        value, given: the fingerprints of its result and of what it takes.
+        value, operand: the fingerprints of its result and of what it takes.
         group: the name of its ranks' group.
         reduces: how it reduces, "" if it does not.
     """
 
     value: bytes
-    given: bytes
+    operand: bytes
     group: str
     reduces: str
 
-    def is_spelled_by(self, result: fx.Node, found: Mapping[fx.Node, Any]) -> bool:
+    def is_spelled_by(self, result: fx.Node, prints: Mapping[fx.Node, Any]) -> bool:
         """Return whether ``result`` is made of what it takes alone, by collectives of its group, and by a reduction
         like its.
 
         Args:
-            found: the fingerprints of the values above ``result``.
+            prints: the fingerprints of the values above ``result``.
         """
         sent, reduced = False, not self.reduces
         seen, todo = {result}, [result]
@@ -54,27 +54,29 @@ class Collective:
             if node.op != "call_function":
                 return False
             if collective_kind(node) is not None:
-                given = arguments_of(node)
-                if given["group_name"] != self.group or given.get("reduce_op", self.reduces) != self.reduces:
+                arguments = arguments_of(node)
+                if arguments["group_name"] != self.group or arguments.get("reduce_op", self.reduces) != self.reduces:
                     return False
-                sent, reduced = True, reduced or "reduce_op" in given
+                sent, reduced = True, reduced or "reduce_op" in arguments
             reduced |= node.target in _TOGETHER.get(self.reduces, ())
-            fresh = {x for x in node.all_input_nodes if found[x] != self.given} - seen
+            fresh = {x for x in node.all_input_nodes if prints[x] != self.operand} - seen
             seen |= fresh
             todo += fresh
         return sent and reduced
 
 
-def collectives(graph: fx.Graph, found: Mapping[fx.Node, Any]) -> dict[str, Collective]:
+def collectives(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> dict[str, Collective]:
     """Return the collectives of one tensor in ``graph``, by the names of what waits for them."""
     out = {}
     for wait in graph.nodes:
         start = wait.args[0] if wait.target is WAIT else None
         if start is None or start.target is getitem or collective_kind(start) is None:
             continue
-        (_, given), *rest = arguments_of(start).items()
-        said = dict(rest)
-        if isinstance(given, fx.Node):
-            record = Collective(found[wait], found[given], said["group_name"], said.get("reduce_op", ""))
+        (_, operand), *rest = arguments_of(start).items()
+        attributes = dict(rest)
+        if isinstance(operand, fx.Node):
+            record = Collective(
+                prints[wait], prints[operand], attributes["group_name"], attributes.get("reduce_op", "")
+            )
             out[info(wait).name] = record
     return out

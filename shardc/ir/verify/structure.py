@@ -64,12 +64,12 @@ def types(subject: Subject) -> Broken:
             yield node, f"its value is {grammar.value_text(record.value, '')}, the op makes {type(val).__name__}"
             continue
         vals = val if many else (val,)
-        for one, value in zip(vals, record.values, strict=True):
-            if isinstance(one, torch.Tensor) and (
-                value is None or (value.dtype, value.shape) != (one.dtype, one.shape)
+        for fake, value in zip(vals, record.values, strict=True):
+            if isinstance(fake, torch.Tensor) and (
+                value is None or (value.dtype, value.shape) != (fake.dtype, fake.shape)
             ):
-                made = Value(one.dtype, tuple(one.shape))
-                yield node, f"its value is {grammar.value_text(value, '')}, the op makes {made}"
+                actual = Value(fake.dtype, tuple(fake.shape))
+                yield node, f"its value is {grammar.value_text(value, '')}, the op makes {actual}"
 
 
 def results(subject: Subject) -> Broken:
@@ -77,11 +77,11 @@ def results(subject: Subject) -> Broken:
     for node in subject.calls:
         if node.target is operator.getitem:
             source, index = node.args
-            made = info(source).value
-            if not isinstance(made, tuple) or not isinstance(index, int) or not 0 <= index < len(made):
+            source_value = info(source).value
+            if not isinstance(source_value, tuple) or not isinstance(index, int) or not 0 <= index < len(source_value):
                 yield node, f"{grammar.name_text(info(source).name)} has no result {index}"
-            elif made[index] != info(node).value:
-                yield node, f"result {index} is {grammar.value_text(made[index], '')}"
+            elif source_value[index] != info(node).value:
+                yield node, f"result {index} is {grammar.value_text(source_value[index], '')}"
 
 
 def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:

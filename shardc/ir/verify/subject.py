@@ -51,10 +51,10 @@ class Subject:
     @cached_property
     def stored(self) -> dict[tuple[str, str], Value]:
         """The placeholders' tensors by kind and name."""
-        found = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
-        return {(role.kind, role.name): value for role, value in found if role is not None and isinstance(value, Value)}
+        pairs = ((info(node).role, info(node).value) for node in self.nodes if node.op == "placeholder")
+        return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
-    def kept(self, kind: str, name: str) -> Value | None:
+    def owner_value(self, kind: str, name: str) -> Value | None:
         """What an output of this role is the gradient of, or updates."""
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
