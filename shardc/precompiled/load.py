@@ -26,8 +26,8 @@ from shardc.ir.reads import Reads
 from shardc.ir.verify import check, verify
 from shardc.lower.inductor import fakes, load_artifacts
 from shardc.plan.value import Plan
-from shardc.precompiled.allowed import allowed, allowed_op
 from shardc.precompiled.identity import Identity, check_same, described, signature_of
+from shardc.precompiled.op_allowlist import allowed, allowed_op
 from shardc.precompiled.record import AGAIN, ARTIFACTS, RECORD, Held, Record, TensorType, constants, read, read_record
 from shardc.precompiled.tree_spec import spec_from_json
 from shardc.precompiled.unused import backward_for

@@ -24,8 +24,8 @@ from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.text import dump
 from shardc.ir.verify import check
 from shardc.plan.value import Plan
-from shardc.precompiled.allowed import allowed
 from shardc.precompiled.identity import Identity, reads_to_json, signature_to_json, value_to_json
+from shardc.precompiled.op_allowlist import allowed
 from shardc.precompiled.record import ARTIFACTS, RECORD, VERSION, constants
 from shardc.precompiled.tree_spec import spec_to_json
 

@@ -37,9 +37,9 @@ from shardc.ir.reads import Reads
 from shardc.ir.states import tracing
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
-from shardc.precompiled.allowed import is_own
 from shardc.precompiled.identity import Identity, described, signature_to_json
 from shardc.precompiled.load import Precompiled
+from shardc.precompiled.op_allowlist import is_own
 from shardc.precompiled.record import VERSION, Record, read_record
 from shardc.precompiled.save import save_program
 from shardc.rules import is_written_out, registered
