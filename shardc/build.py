@@ -25,8 +25,8 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.joint import Joint, Request, build_joint
 from shardc.lower import lower
+from shardc.lower.compile_lock import caches, program_folder
 from shardc.lower.inductor import artifacts
-from shardc.lower.shared import caches, program_folder
 from shardc.passes import in_pieces
 from shardc.passes.folded import Folded
 from shardc.passes.options import Options

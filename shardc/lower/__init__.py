@@ -17,9 +17,9 @@ from shardc.ir.verify import check_all
 from shardc.ir.verify.rows import in_order
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.lower.calls import called, only_calls
+from shardc.lower.compile_lock import in_turns
 from shardc.lower.inductor import lowered, settings
 from shardc.lower.kernels import at_end
-from shardc.lower.shared import in_turns
 from shardc.lower.sized import lowered_at_any_sizes
 from shardc.lower.values import give_values
 

@@ -32,8 +32,8 @@ import shardc.ir.host  # noqa: F401  (the ops of both are lowered here)
 from shardc.ir.emitted import check_order
 from shardc.ir.executable import BACKWARD, INFERENCE
 from shardc.ir.graph import output_node
+from shardc.lower.compile_lock import cache_folder, caches, name_of
 from shardc.lower.kernels import check_vectors, together
-from shardc.lower.shared import cache_folder, caches, name_of
 from shardc.lower.upcast_low_precision import slow_dtypes, widened
 
 

@@ -24,7 +24,7 @@ from torch._inductor import config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCache, write_atomic
 
-from shardc.lower.shared import cache_folder, caches
+from shardc.lower.compile_lock import cache_folder, caches
 
 AT_ONCE = 8  # kernels of a file; several files are compiled side by side
 _PLAIN = re.compile(r'\s*(#include [^\n]*)\s*extern "C"\s+void\s+kernel(\((?:(?!\n\s*#(?!pragma)|extern "C").)*)', re.S)

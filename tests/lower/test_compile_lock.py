@@ -15,16 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardc.ir.executable import FORWARD
-from shardc.lower import shared
+from shardc.lower import compile_lock
 
 
 @pytest.fixture
 def first_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first of two ranks, with an empty cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(shared.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(shared.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(shared.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(compile_lock.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(compile_lock.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(compile_lock.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(shared, "_POLL", 0.0)
     with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
         yield
@@ -36,8 +36,8 @@ def test_what_no_rank_has_made_comes_first() -> None:
     with FakeTensorMode():
         made, other, third = (make_fx(op)(torch.empty(4)) for op in (torch.sin, torch.cos, torch.tan))
     graphs, order = dict.fromkeys((made, other, third), FORWARD), list[fx.GraphModule]()
-    shared.in_turns({made: FORWARD}, lambda gm, kind: kind)
-    shared.in_turns(graphs, lambda gm, kind: order.append(gm))
+    compile_lock.in_turns({made: FORWARD}, lambda gm, kind: kind)
+    compile_lock.in_turns(graphs, lambda gm, kind: order.append(gm))
     assert order == [other, third, made]
 
 
@@ -56,10 +56,10 @@ def test_nobody_waits_for_a_graph_that_cannot_be_cached(monkeypatch: pytest.Monk
         waited.append(seconds)
         lock.release()
 
-    monkeypatch.setattr(shared.time, "sleep", other_is_done)
-    lock = FileLock(shared.cache_folder("locks") / f"{shared.name_of(gm, FORWARD)}.lock")
+    monkeypatch.setattr(compile_lock.time, "sleep", other_is_done)
+    lock = FileLock(compile_lock.cache_folder("locks") / f"{compile_lock.name_of(gm, FORWARD)}.lock")
     lock.acquire()
-    assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
+    assert compile_lock.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
     lock.acquire()
-    assert shared.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
+    assert compile_lock.in_turns({gm: FORWARD}, compiled) == {gm: FORWARD} and len(waited) == 1
     lock.release()
