@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import shardc
 from benchmarks.work import SIZES
 from examples.models.llama import loss
-from shardc.runtime.agreement import Agreement
+from shardc.runtime.rank_consistency import Agreement
 from shardc.runtime.state import State
 
 RANKS = 2

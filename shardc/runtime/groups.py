@@ -24,7 +24,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, groups_of
 from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
-from shardc.runtime.agreement import Agreement
+from shardc.runtime.rank_consistency import Agreement
 from shardc.runtime.shards import flat_index
 from shardc.runtime.wire.listen import interrupt
 

@@ -124,7 +124,7 @@ class State:
         read: (name, local shape) of inputs -> the global shape that they are taken for.
         found: the result of the search for its plan (`shardc.search.result.Found`); None where the plan was given.
         around: a forward that was set on the module and calls the compiled one; see `shardc.runtime.rebound`.
-        epoch: see `shardc.runtime.agreement.Agreement`; when it last ran.
+        epoch: see `shardc.runtime.rank_consistency.Agreement`; when it last ran.
         owner: the module itself.
         view: the same as its own class has it, which knows nothing of this.
     """

@@ -9,7 +9,7 @@ from threading import Event, Thread, get_ident
 import pytest
 
 from shardc.errors import MeshError
-from shardc.runtime.agreement import Agreement
+from shardc.runtime.rank_consistency import Agreement
 from shardc.runtime.wire.listen import Stopped, raise_in
 
 PROFILED = """
