@@ -38,8 +38,8 @@ from shardc.precompiled import Identity, Store, load
 from shardc.precompiled.identity import described
 from shardc.program import Program, Source
 from shardc.report.repeated import wasted
-from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
+from shardc.runtime.module_snapshot import Census
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import named_groups, use_groups
 from shardc.runtime.surroundings import Surroundings

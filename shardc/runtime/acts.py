@@ -22,8 +22,8 @@ from shardc.ir.deferred import Deferred
 from shardc.ir.mesh import Mesh
 from shardc.ir.text import dump
 from shardc.ir.told import is_told
-from shardc.runtime.census import Mode
 from shardc.runtime.fingerprint import fingerprint
+from shardc.runtime.module_snapshot import Mode
 from shardc.runtime.signature import Constant, Signature
 
 SAME = "the same"

@@ -16,8 +16,8 @@ from shardc.errors import InputError
 from shardc.ir.deferred import Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.reads import Values
-from shardc.runtime.census import Mode
 from shardc.runtime.inputs import check_constants, check_inputs
+from shardc.runtime.module_snapshot import Mode
 from shardc.runtime.surroundings import Surroundings
 
 # Of these types pytrees know no parts.

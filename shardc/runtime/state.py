@@ -23,11 +23,11 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.states import tracing
 from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
-from shardc.runtime.census import Census
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.inputs import no_targets, takes_loss
+from shardc.runtime.module_snapshot import Census
 from shardc.runtime.replicas import Sources, Turns, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner

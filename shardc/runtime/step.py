@@ -22,12 +22,12 @@ from shardc.ir.tally import group_axes
 from shardc.runtime import anomaly
 from shardc.runtime.acts import program_act
 from shardc.runtime.border import Border
-from shardc.runtime.census import Census
 from shardc.runtime.faults import named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
 from shardc.runtime.inputs import in_order
+from shardc.runtime.module_snapshot import Census
 from shardc.runtime.storage import cut, padded_local
 from shardc.runtime.sync import Key, Sync
 from shardc.runtime.wire.buffers import Buffers

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardc.runtime.census import Census
+from shardc.runtime.module_snapshot import Census
 
 
 def model() -> nn.Module:
