@@ -19,7 +19,7 @@ from shardc.runtime import changes, parts
 from shardc.runtime.acts import call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
-from shardc.runtime.habits import INSTEAD
+from shardc.runtime.fsdp2_migration import INSTEAD
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
 from shardc.runtime.namespace import Namespace
 from shardc.runtime.outputs import as_dtensors
