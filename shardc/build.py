@@ -42,7 +42,7 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.module_snapshot import Census
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import named_groups, use_groups
-from shardc.runtime.surroundings import Surroundings
+from shardc.runtime.torch_global_state import Surroundings
 
 
 class Build:

@@ -17,7 +17,7 @@ from shardc.errors import PrecompiledError
 from shardc.ir.arena import MemoryPlan
 from shardc.ir.reads import Constant, Read
 from shardc.ir.returned import Returned
-from shardc.runtime.surroundings import Surroundings
+from shardc.runtime.torch_global_state import Surroundings
 from shardc.validate import Range, checked
 
 VERSION = 8

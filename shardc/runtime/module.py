@@ -27,7 +27,7 @@ from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting, flattened
 from shardc.runtime.state import CallCacheEntry, State
-from shardc.runtime.surroundings import Surroundings
+from shardc.runtime.torch_global_state import Surroundings
 from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
 

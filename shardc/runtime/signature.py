@@ -18,7 +18,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.reads import Values
 from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.runtime.module_snapshot import Mode
-from shardc.runtime.surroundings import Surroundings
+from shardc.runtime.torch_global_state import Surroundings
 
 # Of these types pytrees know no parts.
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))

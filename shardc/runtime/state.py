@@ -31,8 +31,8 @@ from shardc.runtime.module_snapshot import Census
 from shardc.runtime.replicas import Sources, Turns, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
-from shardc.runtime.surroundings import Surroundings
 from shardc.runtime.sync import Sync
+from shardc.runtime.torch_global_state import Surroundings
 from shardc.runtime.variants import Variants, settled
 from shardc.runtime.watch import Watch
 from shardc.runtime.wire.buffers import Buffers
