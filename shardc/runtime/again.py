@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardc.ir.clone import unsharded
+from shardc.runtime.guard_cache import Variants
 from shardc.runtime.storage import padded_local, to_parameter
-from shardc.runtime.variants import Variants
 from shardc.runtime.wire.buffers import Buffers
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from shardc.ir.states import tracing
 from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.groups import Groups
+from shardc.runtime.guard_cache import Variants, settled
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.inputs import no_targets, takes_loss
@@ -33,7 +34,6 @@ from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
 from shardc.runtime.sync import Sync
 from shardc.runtime.torch_global_state import Surroundings
-from shardc.runtime.variants import Variants, settled
 from shardc.runtime.watch import Watch
 from shardc.runtime.wire.buffers import Buffers
 
