@@ -25,6 +25,7 @@ from shardc.runtime import changes, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.groups import Groups
 from shardc.runtime.guard_cache import Variants, settled
+from shardc.runtime.guards import Watch
 from shardc.runtime.heap import frozen
 from shardc.runtime.host import Home
 from shardc.runtime.inputs import no_targets, takes_loss
@@ -34,7 +35,6 @@ from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
 from shardc.runtime.sync import Sync
 from shardc.runtime.torch_global_state import Surroundings
-from shardc.runtime.watch import Watch
 from shardc.runtime.wire.buffers import Buffers
 
 
