@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
 from shardc.ir.inner import check_conversion
-from shardc.runtime import changes, parts
+from shardc.runtime import parameter_checks, parts
 from shardc.runtime.acts import call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
@@ -101,7 +101,7 @@ class ShardedModule(nn.Module):
         Raises:
             MeshError: the module was compiled for an abstract mesh.
             InputError: after `lower`, inputs that fit no lowered program.
-            LayoutError: a parameter is not as it was at compile; see `shardc.runtime.changes`.
+            LayoutError: a parameter is not as it was at compile; see `shardc.runtime.parameter_checks`.
         """
         return _forward(self, args, kwargs)
 
@@ -127,7 +127,7 @@ class ShardedModule(nn.Module):
             check_conversion(self, fn)
             super()._apply(fn, recurse)
             if self.shardc.groups is not None:
-                changes.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
+                parameter_checks.renew(self, self.shardc.storages, self.shardc.rank, self.shardc.homes)
         return self
 
 
@@ -141,7 +141,7 @@ class BehindModel(nn.Module):
     @typed()
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         state: Any = self.shardc
-        changes.check_loads(state.present(), state_dict, strict)
+        parameter_checks.check_loads(state.present(), state_dict, strict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def share_memory(self) -> Any:

@@ -21,7 +21,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.states import tracing
-from shardc.runtime import changes, parts
+from shardc.runtime import parameter_checks, parts
 from shardc.runtime.acts import Act
 from shardc.runtime.groups import Groups
 from shardc.runtime.guard_cache import Variants, settled
@@ -164,7 +164,7 @@ class State:
     _runners: dict[int, Runner] = field(default_factory=dict)
     _name: str | None = None
     _census: Census | None = None
-    _checked: changes.Seen | None = None
+    _checked: parameter_checks.Seen | None = None
     _watch: Watch | None = None
     _variants_now: dict[tuple[Signature, bool], Signature] = field(default_factory=dict)
 
@@ -309,10 +309,10 @@ class State:
         self._runners.clear()
 
     @cached_property
-    def contracts(self) -> dict[str, changes.ParamContract]:
+    def contracts(self) -> dict[str, parameter_checks.ParamContract]:
         """What stays of each parameter."""
         assert self.param_mesh is not None
-        return changes.contracts(self.template, self.storages, Mesh.of(self.param_mesh))
+        return parameter_checks.contracts(self.template, self.storages, Mesh.of(self.param_mesh))
 
     def adopt(self, owner: nn.Module) -> None:
         """Takes ``owner`` as the module that holds the parameters."""
@@ -320,7 +320,7 @@ class State:
         self.sync.parameters = lambda: self.look().parameters
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
-            changes.load_hooks(owner, self.storages, self.rank, self.homes)
+            parameter_checks.load_hooks(owner, self.storages, self.rank, self.homes)
             parts.guard(owner)
 
     def look(self) -> Census:
@@ -363,8 +363,8 @@ class State:
         params = self.look().parameters
         if self.param_mesh is None or self._checked is not None and self._checked.still(params, runs):
             return
-        changes.check(params, self.contracts, self.param_mesh, self.homes, runs)
-        self._checked = changes.Seen(params, runs)
+        parameter_checks.check(params, self.contracts, self.param_mesh, self.homes, runs)
+        self._checked = parameter_checks.Seen(params, runs)
 
     def compare_values(self) -> None:
         """Before the first use of values: ranks compare those that several of them hold."""

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardc
 from shardc.errors import LayoutError
-from shardc.runtime import changes
+from shardc.runtime import parameter_checks
 from shardc.runtime.host import Home
 
 
@@ -47,5 +47,5 @@ def test_one_parameter_elsewhere_is_named() -> None:
     found = dict(module.named_parameters())
     homes = {name: Home(gpu if name == "1.weight" else cpu, "", False) for name in found}
     with pytest.raises(LayoutError, match=r"parameter \'1\.weight\' was moved to cpu; the program runs on cuda"):
-        changes.check(found, state.contracts, state.device_mesh, homes)
-    changes.check(found, state.contracts, state.device_mesh, {name: Home(cpu, "", False) for name in found})
+        parameter_checks.check(found, state.contracts, state.device_mesh, homes)
+    parameter_checks.check(found, state.contracts, state.device_mesh, {name: Home(cpu, "", False) for name in found})
