@@ -22,7 +22,7 @@ from shardc.ir.tally import group_axes
 from shardc.runtime import anomaly
 from shardc.runtime.acts import program_act
 from shardc.runtime.border import Border
-from shardc.runtime.faults import named
+from shardc.runtime.collective_errors import named
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
