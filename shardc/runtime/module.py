@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
 from shardc.ir.inner import check_conversion
-from shardc.runtime import parameter_checks, parts
+from shardc.runtime import parameter_checks, submodule_calls
 from shardc.runtime.acts import call_act
 from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
@@ -62,7 +62,7 @@ class ShardedModule(nn.Module):
             if namespace is not None and name in namespace.short_names() and not hasattr(type(self), name):
                 return getattr(namespace, name)
             if name == "_ddp_params_and_buffers_to_ignore":  # which DistributedDataParallel asks a module for
-                raise parts.wrapped("DistributedDataParallel") from None
+                raise submodule_calls.wrapped("DistributedDataParallel") from None
             raise (AttributeError(f"{error}: {INSTEAD[name]}") if name in INSTEAD else error) from None
 
     @property
@@ -71,7 +71,7 @@ class ShardedModule(nn.Module):
 
     @_is_fsdp_managed_module.setter
     def _is_fsdp_managed_module(self, value: Any) -> None:
-        raise parts.wrapped("FullyShardedDataParallel")
+        raise submodule_calls.wrapped("FullyShardedDataParallel")
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(self.shardc.short_names() if "shardc" in vars(self) else ())})
@@ -151,13 +151,13 @@ class BehindModel(nn.Module):
 
 def _forward(module: ShardedModule, args: Any, kwargs: Any) -> Any:
     if (state := vars(module).get("shardc")) is None:  # a slice of a container is of its class
-        return parts.call_slice(module, type(module).__bases__[1], args, kwargs)
+        return submodule_calls.call_slice(module, type(module).__bases__[1], args, kwargs)
     if state.groups is None:
         raise MeshError(
             f"the module was compiled for the abstract mesh {state.mesh} and cannot run",
             fix="pass a DeviceMesh to shardc.compile, or step it with shardc.Simulation(module)",
         )
-    parts.check_ddp(module)
+    submodule_calls.check_ddp(module)
     with state.groups.agreement.tells():
         return _step(state, args, kwargs)
 

@@ -21,7 +21,7 @@ from shardc.ir.graph import Role
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.states import tracing
-from shardc.runtime import parameter_checks, parts
+from shardc.runtime import parameter_checks, submodule_calls
 from shardc.runtime.acts import Act
 from shardc.runtime.groups import Groups
 from shardc.runtime.guard_cache import Variants, settled
@@ -98,7 +98,7 @@ class State:
     Args:
         mesh: the abstract mesh.
         device_mesh: None for a module that is only analysed or simulated.
-        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes cut in parts.
+        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes cut in submodule_calls.
         groups: this rank's process groups; None without a device mesh.
         template: the user's module as it was, with ``meta`` parameters at global shapes; see `present`.
         storages: storage layout of each parameter.
@@ -321,7 +321,7 @@ class State:
         self.build.families.forget = lambda program: self._runners.pop(id(program), None)
         if self.device_mesh is not None:
             parameter_checks.load_hooks(owner, self.storages, self.rank, self.homes)
-            parts.guard(owner)
+            submodule_calls.guard(owner)
 
     def look(self) -> Census:
         """What the module holds now; forgets which programs calls found, where what these depend on has changed."""
@@ -345,7 +345,7 @@ class State:
 
         template = clone_tree(self.view, tensor)
         vars(template).pop("shardc")
-        parts.unguard(template)
+        submodule_calls.unguard(template)
         return template
 
     @property
