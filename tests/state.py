@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardc
-from shardc.runtime.whole import whole
+from shardc.runtime.full_params import whole
 
 BATCH = 4
 PLANS = {

@@ -22,11 +22,11 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
 from shardc.runtime.acts import Act
+from shardc.runtime.full_params import whole_on_first
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule
 from shardc.runtime.namespace import Namespace, shares_errors
 from shardc.runtime.state import State
-from shardc.runtime.whole import whole_on_first
 
 _LENGTHS = 'name: {1: "length"} for name in ("input_ids", "attention_mask", "position_ids")'
 _LENGTHS_OF_DECODERS = '"decoder_input_ids": {1: "length"}'

@@ -11,13 +11,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from shardc.runtime.full_params import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.initialize import reset_parameters
 from shardc.runtime.initializers import initialise
 from shardc.runtime.inputs import check_kinds, shard_input, targets_last
 from shardc.runtime.norm import clip_grad_norm_
 from shardc.runtime.state import State
 from shardc.runtime.uneven import refuse_own
-from shardc.runtime.whole import first_state_dict, full_state_dict, summon_full_params
 from shardc.runtime.wire.buffers import MemoryUse
 from shardc.validate import Range, typed
 
@@ -166,7 +166,7 @@ class Namespace(State):
     @shares_errors
     @typed()
     def summon_full_params(self, writeback: bool = True, with_grads: bool = False) -> AbstractContextManager[None]:
-        """A block in which parameters are plain whole tensors; see `shardc.runtime.whole.summon_full_params`."""
+        """A block in which parameters are plain whole tensors; see `shardc.runtime.full_params.summon_full_params`."""
         self.check()
         if with_grads:
             self.sync.refuse("summon_full_params(with_grads=True)")

@@ -16,7 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardc
 from shardc.ir.tally import tally
-from shardc.runtime.whole import whole
+from shardc.runtime.full_params import whole
 from tests.distributed.test_reshard_after_forward import model
 from tests.ranks import run_ranks
 from tests.state import close

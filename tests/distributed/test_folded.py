@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardc
 from shardc.ir.mesh import Mesh
-from shardc.runtime.whole import whole
+from shardc.runtime.full_params import whole
 from tests.ranks import device_mesh, run_ranks
 
 WIDTH, DEPTH, ROWS = 6, 6, 8

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardc
 from shardc.ir.tally import tally
 from shardc.passes import OnTheWire
-from shardc.runtime.whole import whole
+from shardc.runtime.full_params import whole
 from tests.ranks import run_ranks
 
 RANKS = 2

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardc
-from shardc.runtime.whole import whole
+from shardc.runtime.full_params import whole
 from tests.distributed.test_checkpoint import STEPS, adamw, resumes, state_of, train, trained
 from tests.ranks import run_ranks
 from tests.state import assert_same, batch, close, model

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import shardc
-from shardc.runtime.whole import whole
+from shardc.runtime.full_params import whole
 from tests.ranks import run_ranks
 from tests.state import close
 
