@@ -25,8 +25,8 @@ from shardc import _compat
 from shardc.errors import InitError
 from shardc.ir.layout import Layout
 from shardc.runtime.draw import Fill, Piece, drawn, place, scatter
+from shardc.runtime.sharded_init import InitShard, Virtual, piece_of, unsupported
 from shardc.runtime.storage import shard_tensor
-from shardc.runtime.virtual import InitShard, Virtual, piece_of, unsupported
 
 CHUNK_BYTES = 1 << 20
 InitFn = Callable[[nn.Module], None]
@@ -214,7 +214,7 @@ def shardwise_trunc_normal() -> Iterator[None]:
 
     torch 2.13 samples by rejection: it draws the whole tensor, then draws it again for as long as any element lay
     outside of the bounds. Here every rank follows all elements that are still outside, wherever they are held.
-    Older versions invert the distribution in place, which `shardc.runtime.virtual` runs as it is.
+    Older versions invert the distribution in place, which `shardc.runtime.sharded_init` runs as it is.
     """
     original, in_place = nn.init._no_grad_trunc_normal_, not _compat.trunc_normal_rejects()
 

@@ -16,8 +16,8 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.runtime.draw import Piece, draw
 from shardc.runtime.initialize import init_weights
+from shardc.runtime.sharded_init import Virtual
 from shardc.runtime.storage import shard_tensor
-from shardc.runtime.virtual import Virtual
 
 MESH = Mesh(dp=2, tp=2)
 
