@@ -23,7 +23,7 @@ from shardc.ir.comm import IN_MESSAGES, is_ring
 from shardc.ir.packing import Packing
 from shardc.runtime.exchange import COMBINE
 from shardc.runtime.wire.buffers import empty, lend
-from shardc.runtime.wire.loops import let_compute_first
+from shardc.runtime.wire.gloo_threads import let_compute_first
 
 # Apart from the messages that a user may send on the same groups.
 _TAG = 0x5A

@@ -23,7 +23,7 @@ import shardc.runtime.wire.direct  # noqa: F401  (collectives that are measured)
 from shardc.ir.comm import is_ring
 from shardc.ir.packing import LARGEST
 from shardc.ir.tally import wire_elements
-from shardc.runtime.wire.loops import let_compute_first
+from shardc.runtime.wire.gloo_threads import let_compute_first
 
 c10d = torch.ops._c10d_functional
 _SMALL, _MANY = 64, 17  # elements; tensors
