@@ -21,7 +21,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from shardc.errors import InputError, MeshError, ShardcWarning
 from shardc.integrations import safetensors
-from shardc.runtime.acts import Act
+from shardc.runtime.events import Act
 from shardc.runtime.full_params import whole_on_first
 from shardc.runtime.lazy import Lazy, part
 from shardc.runtime.module import ShardedModule

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from shardc.runtime.acts import Act, Lines, ended, late_ranks
+from shardc.runtime.events import Act, Lines, ended, late_ranks
 
 BEFORE = "differ before"  # a verdict: at an act with a lower number
 _SAME = "same"

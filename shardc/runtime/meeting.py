@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import MeshError
 from shardc.ir.told import is_told
-from shardc.runtime.acts import late_ranks
+from shardc.runtime.events import late_ranks
 
 _DONE = "all came"
 _LONG = 25  # looks at which a rank runs the same act, before it asks the others; doubled where that was no fault

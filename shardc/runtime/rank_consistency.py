@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardc.errors import CollectiveError, MeshError
-from shardc.runtime.acts import Act, Told, difference, lost, raised, waits_elsewhere
 from shardc.runtime.comparing import BEFORE, Comparisons
+from shardc.runtime.events import Act, Told, difference, lost, raised, waits_elsewhere
 from shardc.runtime.meeting import Looks, Meeting
 from shardc.runtime.wire.listen import END, NOTHING, Listener, Stopped, raise_in
 

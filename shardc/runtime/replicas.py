@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardc.ir.layout import Layout
-from shardc.runtime.acts import SAME, Act
+from shardc.runtime.events import SAME, Act
 from shardc.runtime.fingerprint import fingerprint
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index

@@ -22,7 +22,7 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.states import tracing
 from shardc.runtime import parameter_checks, submodule_calls
-from shardc.runtime.acts import Act
+from shardc.runtime.events import Act
 from shardc.runtime.groups import Groups
 from shardc.runtime.guard_cache import Variants, settled
 from shardc.runtime.guards import Watch

@@ -20,9 +20,9 @@ from shardc.ir.random import draw_key
 from shardc.ir.segments import Segment
 from shardc.ir.tally import group_axes
 from shardc.runtime import anomaly
-from shardc.runtime.acts import program_act
 from shardc.runtime.border import Border
 from shardc.runtime.collective_errors import named
+from shardc.runtime.events import program_act
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle

@@ -14,7 +14,7 @@ from shardc.errors import PlanError, ShardcError
 from shardc.ir.mesh import Mesh
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
-from shardc.runtime.acts import Act
+from shardc.runtime.events import Act
 from shardc.runtime.groups import Groups
 from shardc.search.request import Auto
 from shardc.search.result import Found
