@@ -16,8 +16,8 @@ from shardc.errors import InputError, MeshError
 from shardc.ir.executable import Executable
 from shardc.ir.inner import check_conversion
 from shardc.runtime import parameter_checks, submodule_calls
-from shardc.runtime.again import copied
 from shardc.runtime.autograd import check_units, run_step
+from shardc.runtime.deepcopy_support import copied
 from shardc.runtime.events import call_act
 from shardc.runtime.fsdp2_migration import INSTEAD
 from shardc.runtime.inputs import check_kinds, examples_of, local_input, local_part, targets_last
