@@ -98,7 +98,7 @@ class State:
     Args:
         mesh: the abstract mesh.
         device_mesh: None for a module that is only analysed or simulated.
-        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes cut in submodule_calls.
+        param_mesh: what parameters are DTensors on: the same, or a view of it with some of its axes split in parts.
         groups: this rank's process groups; None without a device mesh.
         template: the user's module as it was, with ``meta`` parameters at global shapes; see `present`.
         storages: storage layout of each parameter.

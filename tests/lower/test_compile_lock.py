@@ -25,7 +25,7 @@ def first_of_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(compile_lock.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(compile_lock.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(compile_lock.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(shared, "_POLL", 0.0)
+    monkeypatch.setattr(compile_lock, "_POLL", 0.0)
     with inductor_config.patch(force_disable_caches=False, fx_graph_cache=True):
         yield
 
