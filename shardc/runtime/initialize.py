@@ -143,7 +143,9 @@ def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
 
 def attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What a model's code keeps on a parameter or buffer."""
-    return {key: x for key, x in vars(tensor).items() if key not in ("meta", "made") and not key.startswith("shardc_")}
+    return {
+        key: x for key, x in vars(tensor).items() if key not in ("meta", "init_shard") and not key.startswith("shardc_")
+    }
 
 
 class _Elsewhere(TorchFunctionMode):
@@ -188,7 +190,7 @@ def check_slots(model: nn.Module, slots: Sequence[Slot]) -> None:
             raise InitError(f"the initialisation removed {slot.name!r}", fix="remove it when the model is built")
         if isinstance(now, Virtual) and now is not slot.stand_in:
             raise InitError(
-                f"the initialisation put {now.shard.name!r} in the place of {slot.name!r}",
+                f"the initialisation put {now.init_shard.name!r} in the place of {slot.name!r}",
                 fix="tie parameters when the model is built, or copy_ the values",
             )
         if now is not slot.stand_in and (
@@ -221,12 +223,12 @@ def shardwise_trunc_normal() -> Iterator[None]:
     def trunc_normal(
         tensor: torch.Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
     ) -> torch.Tensor:
-        if not isinstance(tensor, Virtual) or tensor.shard.whole or in_place:
+        if not isinstance(tensor, Virtual) or tensor.init_shard.whole or in_place:
             return original(tensor, mean, std, a, b, generator=generator)
         piece = piece_of(nn.init.trunc_normal_, tensor)
         if not tensor.meta.is_contiguous():
             raise unsupported(nn.init.trunc_normal_, tensor, "through a view that is not contiguous")
-        if piece.numel <= tensor.shard.limit:
+        if piece.numel <= tensor.init_shard.limit:
             values = torch.empty(piece.shape, dtype=tensor.dtype)
             place(piece, 0, original(values, mean, std, a, b, generator=generator).flatten())
         elif _share((a - mean) / std, (b - mean) / std) <= _LEAST_SHARE:
@@ -234,8 +236,8 @@ def shardwise_trunc_normal() -> Iterator[None]:
         else:
             bounds = [torch.tensor(bound, dtype=tensor.dtype).item() for bound in (a, b)]
             fill = partial(torch.Tensor.normal_, mean=mean, std=std, generator=generator)
-            _reject(piece, bounds, fill, tensor.dtype, tensor.shard.limit)
-        tensor.shard.mark(tensor)
+            _reject(piece, bounds, fill, tensor.dtype, tensor.init_shard.limit)
+        tensor.init_shard.mark(tensor)
         return tensor
 
     nn.init._no_grad_trunc_normal_ = trunc_normal

@@ -117,17 +117,17 @@ class InitShard:
 
 
 class Virtual(torch.Tensor):
-    """A view of a `InitShard` at global shape. ``meta`` is its twin on the meta device: views are made on that."""
+    """A view of an `InitShard` at global shape. ``meta`` is its twin on the meta device: views are made on that."""
 
     meta: torch.Tensor
-    shard: InitShard
+    init_shard: InitShard
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, shard: InitShard) -> Virtual:
         view = torch.Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), storage_offset=meta.storage_offset(), dtype=meta.dtype, device=CPU
         )
-        view.meta, view.shard = meta, shard
+        view.meta, view.init_shard = meta, shard
         return view
 
     @classmethod
@@ -142,13 +142,13 @@ class Virtual(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        if tuple(value.shape) != self.shard.shape or value.dtype != self.dtype or self.storage_offset():
+        if tuple(value.shape) != self.init_shard.shape or value.dtype != self.dtype or self.storage_offset():
             raise unsupported(".data =", self, f"by a tensor of shape {list(value.shape)}, {value.dtype}")
         with torch.no_grad():
             self.copy_(value)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Virtual({self.shard.name}, {list(self.shape)}, {self.dtype})"
+        return f"Virtual({self.init_shard.name}, {list(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -158,9 +158,9 @@ class Virtual(torch.Tensor):
         target = args[0]
         if func.is_view and isinstance(target, Virtual):
             views = func(*pytree.tree_map_only(Virtual, lambda view: view.meta, args), **kwargs)
-            return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.shard), views)
+            return pytree.tree_map_only(torch.Tensor, lambda view: cls(view, target.init_shard), views)
         views = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Virtual)]
-        if all(view.shard.whole for view in views):
+        if all(view.init_shard.whole for view in views):
             return _on_whole(func, args, kwargs)
         if func in _FACTORIES and isinstance(target, Virtual):
             return _factory(func, target, args, kwargs)
@@ -168,8 +168,8 @@ class Virtual(torch.Tensor):
             raise unsupported(func, views[0])
         if draws(func) and target.meta.is_contiguous():
             fill: Callable[[torch.Tensor], object] = lambda buffer: func(buffer, *args[1:], **kwargs)  # noqa: E731
-            draw(piece_of(func, target), fill, target.dtype, target.shard.limit)
-            target.shard.mark(target)
+            draw(piece_of(func, target), fill, target.dtype, target.init_shard.limit)
+            target.init_shard.mark(target)
         elif func in _FILLS or torch.Tag.pointwise in func.tags:
             _elementwise(func, target, args, kwargs)
         else:
@@ -181,7 +181,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Any op on tensors that this rank holds whole: run as it is."""
 
     def local(view: Virtual) -> torch.Tensor:
-        return view.shard.local.as_strided(view.shape, view.stride(), view.storage_offset())
+        return view.init_shard.local.as_strided(view.shape, view.stride(), view.storage_offset())
 
     result = func(*pytree.tree_map_only(Virtual, local, args), **pytree.tree_map_only(Virtual, local, kwargs))
     written = [
@@ -190,14 +190,14 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(arg, Virtual) and spec.is_write
     ]
     for view in written:
-        view.shard.mark(view)
+        view.init_shard.mark(view)
     return args[0] if written and written[0] is args[0] else result
 
 
 def _factory(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     """A real CPU tensor of no more elements than a buffer of random values has."""
     meta = func(target.meta, *args[1:], **kwargs)
-    if meta.numel() > target.shard.limit:
+    if meta.numel() > target.init_shard.limit:
         raise unsupported(func, target, f"with a whole tensor of shape {list(meta.shape)}")
     return func(target.meta, *args[1:], **{**kwargs, "device": CPU})
 
@@ -226,7 +226,7 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
         rest, kwargs = pytree.tree_map_only(torch.Tensor, cut_like, (tuple(args[1:]), dict(kwargs)))
         func(piece.local, *rest, **kwargs)
     if func in _FILLS:
-        target.shard.mark(target)
+        target.init_shard.mark(target)
 
 
 def piece_of(func: object, view: Virtual) -> Piece:
@@ -234,7 +234,7 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
     A dim of the view is a stretch of one dim of the parameter; the parameter's other dims are at one index.
     """
-    shard = view.shard
+    shard = view.init_shard
     stride = [prod(shard.shape[dim + 1 :]) for dim in range(len(shard.shape))]
     starts, rest = [], int(view.storage_offset())
     for step in stride:
@@ -271,7 +271,9 @@ def piece_of(func: object, view: Virtual) -> Piece:
 
 def unsupported(func: object, view: Virtual, how: str = "shard by shard") -> InitError:
     return InitError(
-        f"{func} cannot initialise {view.shard.name!r} ({list(view.shard.shape)}) {how}", source=_caller(), fix=_FIX
+        f"{func} cannot initialise {view.init_shard.name!r} ({list(view.init_shard.shape)}) {how}",
+        source=_caller(),
+        fix=_FIX,
     )
 
 
