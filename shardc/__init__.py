@@ -1,6 +1,6 @@
 """shardc: a sharding compiler for PyTorch."""
 
-from shardc.ir.garbage import outgrown
+from shardc.ir.gc_control import outgrown
 
 with outgrown():  # collections would take a quarter of the time that these imports take
     from shardc import optim

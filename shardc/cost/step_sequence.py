@@ -23,7 +23,7 @@ from shardc.ir import comm, tally
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.executable import BACKWARD, FORWARD, Half
-from shardc.ir.garbage import uncollected
+from shardc.ir.gc_control import uncollected
 from shardc.ir.graph import Role
 from shardc.ir.host import move_kind
 from shardc.ir.op_traits import CAST, COPIES, is_view

@@ -21,7 +21,7 @@ from shardc.ir import graph as ir
 from shardc.ir import tally
 from shardc.ir.comm import SEND_ROWS, is_ring
 from shardc.ir.experts import RUN, RUN_GRADIENT
-from shardc.ir.garbage import uncollected
+from shardc.ir.gc_control import uncollected
 from shardc.ir.host import move_kind
 from shardc.ir.mesh import Mesh, split_part
 from shardc.ir.packing import Packing, rows_of

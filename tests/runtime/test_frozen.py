@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardc.ir.garbage import outgrown
+from shardc.ir.gc_control import outgrown
 from shardc.runtime.heap import frozen
 
 
