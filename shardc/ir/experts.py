@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.errors import InputError
-from shardc.ir.bodies import body_of
+from shardc.ir.expert_functions import body_of
 from shardc.ir.graph import info
 from shardc.ir.grouped import suits
 

@@ -16,7 +16,7 @@ from torch import Size
 from torch.utils.flop_counter import flop_registry
 
 from shardc.ir import attention, experts, recurrent
-from shardc.ir.bodies import body_of
+from shardc.ir.expert_functions import body_of
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from torch import fx
 from shardc.errors import CaptureError
 from shardc.ir import experts, marks
 from shardc.ir import graph as ir
-from shardc.ir.bodies import Body, PerRow, register
+from shardc.ir.expert_functions import Body, PerRow, register
 from shardc.ir.flops import is_dense
 from shardc.ir.graph import Info, NameScope, Value
 from shardc.ir.rewriter import GraphRewriter

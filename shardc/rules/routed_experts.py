@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from shardc.ir import experts
-from shardc.ir.bodies import body_of
 from shardc.ir.comm import SEND_ROWS, WAIT
+from shardc.ir.expert_functions import body_of
 from shardc.ir.layout import strides
 from shardc.rules.loops import Loops
 from shardc.rules.notation import WHOLE

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import shardc
-from shardc.ir import bodies, experts
+from shardc.ir import expert_functions, experts
 from tests.experts.models import Own, batch, build
 from tests.models.alike import relative
 
@@ -17,12 +17,12 @@ ENDS = ([3, 3, 9, 12], [0, 0, 0, 12], [12, 12, 12, 12], [1, 2, 3, 4], [0, 0, 0, 
 
 
 @cache
-def body(name: str, dtype: torch.dtype = torch.float32) -> bodies.Body:
+def body(name: str, dtype: torch.dtype = torch.float32) -> expert_functions.Body:
     plan = shardc.ep("ep", "*experts")
     model = Own(inner=16).to(dtype) if name == "wide" else build(name, dtype)
     module = shardc.compile(model, shardc.Mesh(ep=2), plan, backend="eager")
-    (found, *_) = bodies.bodies_in(module.lower(**batch()).whole("localize"))
-    return bodies.body_of(found)
+    (found, *_) = expert_functions.bodies_in(module.lower(**batch()).whole("localize"))
+    return expert_functions.body_of(found)
 
 
 def both(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardc
 from shardc.errors import CaptureError
-from shardc.ir import bodies
+from shardc.ir import expert_functions
 from tests.experts import sorted_rows
 from tests.experts.alike import trains_alike
 from tests.experts.models import batch
@@ -65,8 +65,8 @@ def test_grouped_products_are_in_bf16() -> None:
     sim.backward()
     for name, param in model.named_parameters():
         assert relative(sim.grad(name), param.grad, 1e-3) < 0.03, name
-    (name, *_) = bodies.bodies_in(sim.state.program_for((), batch()).whole("localize"))
-    assert {one.dtype for one in bodies.body_of(name).saved} == {torch.bfloat16}
+    (name, *_) = expert_functions.bodies_in(sim.state.program_for((), batch()).whole("localize"))
+    assert {one.dtype for one in expert_functions.body_of(name).saved} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["loop", "grouped products"])
