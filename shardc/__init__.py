@@ -7,8 +7,8 @@ with outgrown():  # collections would take a quarter of the time that these impo
     from shardc.api import compile, shard
     from shardc.errors import ShardcError, ShardcWarning
     from shardc.ir import local
+    from shardc.ir.expert_markers import experts
     from shardc.ir.layout import Layout
-    from shardc.ir.marks import experts
     from shardc.ir.mesh import Mesh
     from shardc.ir.region import local_map
     from shardc.launch import mesh

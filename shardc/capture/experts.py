@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from shardc.ir import marks
+from shardc.ir import expert_markers
 
 
 def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         made = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
         return made + scale * biases[1] if bias else made
 
-    return marks.apply(one, hidden_states, top_k_index, top_k_weights, params, scaled=True)
+    return expert_markers.apply(one, hidden_states, top_k_index, top_k_weights, params, scaled=True)
 
 
 def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
@@ -46,7 +46,7 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
     """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
     library = sys.modules.get("transformers.integrations.moe")
     found = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
-    return ((marks, "apply", marks.marked), *found)
+    return ((marks, "apply", expert_markers.marked), *found)
 
 
 @contextmanager

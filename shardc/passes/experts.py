@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from shardc.errors import CaptureError
-from shardc.ir import experts, marks
+from shardc.ir import expert_markers, experts
 from shardc.ir import graph as ir
 from shardc.ir.expert_functions import Body, PerRow, register
 from shardc.ir.flops import is_dense
@@ -42,7 +42,7 @@ class Experts:
     name = "experts"
 
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
-        for end in [node for node in gm.graph.nodes if node.target is marks.EXIT]:
+        for end in [node for node in gm.graph.nodes if node.target is expert_markers.EXIT]:
             _collapse(end, self.entries)
         gm.graph.eliminate_dead_code()
         return gm
@@ -53,7 +53,11 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     rows, index = end.args
     assert isinstance(index, fx.Node)
     marked = {node.target: node for node in index.users}
-    start, back, tangent = marked[marks.ENTER], marked.get(marks.ENTER_GRAD), marked.get(marks.EXIT_GRAD)
+    start, back, tangent = (
+        marked[expert_markers.ENTER],
+        marked.get(expert_markers.ENTER_GRAD),
+        marked.get(expert_markers.EXIT_GRAD),
+    )
     inputs: Any = start.args[0]
     x, weight, *params = inputs
     entered = _entered(start, len(inputs))
@@ -110,7 +114,7 @@ def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[
         node = work.pop()
         if node in inside:
             continue
-        if node.op == "placeholder" or node.target is marks.ENTER:
+        if node.op == "placeholder" or node.target is expert_markers.ENTER:
             record = ir.info(border)
             raise CaptureError(
                 f"what an expert does reads {ir.info(node).name}, which it is not given",
