@@ -46,7 +46,7 @@ def other_forms() -> tuple[tuple[Any, str, Any], ...]:
     """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
     library = sys.modules.get("transformers.integrations.moe")
     found = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
-    return ((marks, "apply", expert_markers.marked), *found)
+    return ((expert_markers, "apply", expert_markers.marked), *found)
 
 
 @contextmanager

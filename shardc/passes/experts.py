@@ -53,11 +53,8 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
     rows, index = end.args
     assert isinstance(index, fx.Node)
     marked = {node.target: node for node in index.users}
-    start, back, tangent = (
-        marked[expert_markers.ENTER],
-        marked.get(expert_markers.ENTER_GRAD),
-        marked.get(expert_markers.EXIT_GRAD),
-    )
+    start = marked[expert_markers.ENTER]
+    back, tangent = marked.get(expert_markers.ENTER_GRAD), marked.get(expert_markers.EXIT_GRAD)
     inputs: Any = start.args[0]
     x, weight, *params = inputs
     entered = _entered(start, len(inputs))
