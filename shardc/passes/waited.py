@@ -11,7 +11,7 @@ from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
 from shardc.ir.tally import collective_kind
-from shardc.ir.verify.blame import collective_of
+from shardc.ir.verify.provenance import collective_of
 from shardc.ir.verify.subject import Broken, Subject
 from shardc.passes.from_start import from_start
 from shardc.passes.starts import is_start, leaving

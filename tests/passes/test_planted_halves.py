@@ -21,7 +21,7 @@ from shardc.ir.comm import IN_MESSAGES
 from shardc.ir.executable import certify
 from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify import halves
-from shardc.ir.verify.blame import entry_of
+from shardc.ir.verify.provenance import entry_of
 from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import Partition, Pass, Pipeline, Schedule

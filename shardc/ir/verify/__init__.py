@@ -15,7 +15,7 @@ from shardc.errors import VerifyError
 from shardc.ir import grammar, ops, text
 from shardc.ir.graph import KEY, Info, info, output_node
 from shardc.ir.mesh import Mesh
-from shardc.ir.verify import blame, halves, layouts, local, structure
+from shardc.ir.verify import halves, layouts, local, provenance, structure
 from shardc.ir.verify.subject import Agrees, Check, Subject, no_rules
 
 GRAPH = (structure.records, structure.order, structure.types, structure.results)
@@ -109,14 +109,14 @@ def verify_halves(
 
 def broken(subject: Subject, stage: str, node: fx.Node, reason: str) -> VerifyError:
     """Return the error that ``node`` is broken after ``stage``."""
-    collective = blame.collective_of(node)
+    collective = provenance.collective_of(node)
     where = "the outputs" if node.op == "output" else f"the node {node.name!r}"
     if node.op != "output" and isinstance(node.meta.get(KEY), Info):
         where = grammar.name_text(info(node).name)
     return VerifyError(
         f"after {stage}: {where}: {reason}",
-        plan_entry=collective and blame.entry_of(collective, subject.causes),
-        source=collective and blame.source_of(collective),
+        plan_entry=collective and provenance.entry_of(collective, subject.causes),
+        source=collective and provenance.source_of(collective),
         program=window(subject.gm, subject.mesh, node),
     )
 
