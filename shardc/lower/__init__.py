@@ -14,7 +14,7 @@ from shardc.ir.emitted import joined, uses_of
 from shardc.ir.executable import Compiled, Half
 from shardc.ir.segments import LEAST, Segment, cut, whole
 from shardc.ir.verify import check_all
-from shardc.ir.verify.rows import in_order
+from shardc.ir.verify.segment_order import in_order
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.lower.calls import called, only_calls
 from shardc.lower.compile_lock import in_turns

@@ -17,7 +17,7 @@ from shardc.ir.executable import FORWARD, Compiled, Half
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment, cut
 from shardc.ir.tally import collective_kind
-from shardc.ir.verify.rows import in_order
+from shardc.ir.verify.segment_order import in_order
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.lower import lower
 
