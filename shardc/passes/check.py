@@ -12,9 +12,9 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.verify import HALF, MOVING, SPECS, broken, check_all, halves, verify
+from shardc.ir.verify.collective_equivalence import Collective, collectives
 from shardc.ir.verify.identity import Program, changed, fingerprints, of_outputs, program, respelled, same
 from shardc.ir.verify.report import reporting
-from shardc.ir.verify.spelled import Collective, collectives
 from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
