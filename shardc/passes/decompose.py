@@ -13,9 +13,9 @@ from shardc.cost.fused_kernels import flops_of
 from shardc.cost.hardware import Hardware
 from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
+from shardc.ir.chunking import PRODUCTS, ChunkSpec, make_pieces, operands, through
 from shardc.ir.comm import WAIT
 from shardc.ir.mesh import Mesh
-from shardc.ir.pieces import PRODUCTS, Cut, make_pieces, operands, through
 from shardc.ir.tally import arguments_of, collective_kind, group_of, wire_bytes
 
 aten = torch.ops.aten
@@ -185,7 +185,7 @@ class _Cuts:
         self.stopped: dict[fx.Node, str] = {}
         collectives = list(starts)
         while True:
-            self.cuts: dict[fx.Node, Cut] = {}
+            self.cuts: dict[fx.Node, ChunkSpec] = {}
             self._mark(set(collectives))
             self._prune()
             self.stretch = self._stretches()
@@ -260,7 +260,7 @@ class _Cuts:
         for cut in self._ways(node):
             need = operands(node, cut)
             assert need is not None
-            above: dict[fx.Node, Cut] = {}
+            above: dict[fx.Node, ChunkSpec] = {}
             part = need[source]
             assert part is not None
             has_product = self._above(source, part, above)
@@ -273,16 +273,16 @@ class _Cuts:
         elif node not in self.stopped:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
-    def _ways(self, node: fx.Node) -> Iterator[Cut]:
+    def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
         """How a collective's result may be cut."""
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
         for dim, size in enumerate(shape if len(shape) > 1 else ()):
             outer = ranks if dim == 0 else 1
             if size % (outer * self.count) == 0:
-                yield Cut(dim, outer, self.count, size // (outer * self.count))
+                yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
-    def _above(self, node: fx.Node, cut: Cut, marks: dict[fx.Node, Cut]) -> bool:
+    def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
         """Whether pieces of ``node`` are made of pieces of a product; ``marks`` gets how."""
         if node in self.cuts or node in marks:
             return (self.cuts.get(node) or marks[node]) == cut
@@ -295,7 +295,7 @@ class _Cuts:
             marks[node] = cut
         return node in marks
 
-    def _below(self, node: fx.Node, cut: Cut) -> dict[fx.Node, Cut]:
+    def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
         """What is made of pieces of ``node`` as far as the first products."""
         cuts = {node: cut}
         work = [node]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from shardc.ir import graph as ir
-from shardc.ir.pieces import Cut, make_pieces, operands, through, viewed
+from shardc.ir.chunking import ChunkSpec, make_pieces, operands, through, viewed
 
 aten = torch.ops.aten
 Op = Callable[..., torch.Tensor]
@@ -36,7 +36,7 @@ def traced(steps: list[tuple[Op, tuple]], *given: torch.Tensor) -> fx.GraphModul
     return fx.GraphModule(nn.Module(), graph)
 
 
-def cut_all(gm: fx.GraphModule, cut: Cut) -> int:
+def cut_all(gm: fx.GraphModule, cut: ChunkSpec) -> int:
     """Cuts all ops behind the first input, as far as it goes; gives how many."""
     first, *nodes = gm.graph.nodes
     cuts = {first: cut}
@@ -63,33 +63,33 @@ CASES = {
     "norm": (
         [(aten.mul.Tensor, ("0", "0")), (aten.mean.dim, ("2", [-1], True)), (aten.rsqrt.default, ("3",)),
          (aten.mul.Tensor, ("0", "4")), (aten.mul.Tensor, ("5", "1"))],
-        (x_of(4, 6, 8).abs(), x_of(8)), Cut(0, 1, 2, 2), 5,
+        (x_of(4, 6, 8).abs(), x_of(8)), ChunkSpec(0, 1, 2, 2), 5,
     ),
     "linear": (
         [(aten.reshape.default, ("0", [24, 8])), (aten.t.default, ("1",)), (aten.addmm.default, ("2", "3", "4")),
          (aten.reshape.default, ("5", [4, 6, 5])), (aten.relu.default, ("6",))],
-        (x_of(4, 6, 8), x_of(5, 8), x_of(5)), Cut(1, 1, 3, 2), 4,
+        (x_of(4, 6, 8), x_of(5, 8), x_of(5)), ChunkSpec(1, 1, 3, 2), 4,
     ),
     "a bias of rows": (
-        [(aten.addmm.default, ("1", "0", "2"))], (x_of(4, 3), x_of(4, 5), x_of(3, 5)), Cut(0, 2, 2, 1), 1
+        [(aten.addmm.default, ("1", "0", "2"))], (x_of(4, 3), x_of(4, 5), x_of(3, 5)), ChunkSpec(0, 2, 2, 1), 1
     ),
-    "batches of products": ([(aten.bmm.default, ("0", "1"))], (x_of(4, 3, 2), x_of(4, 2, 5)), Cut(0, 1, 4, 1), 1),
+    "batches of products": ([(aten.bmm.default, ("0", "1"))], (x_of(4, 3, 2), x_of(4, 2, 5)), ChunkSpec(0, 1, 4, 1), 1),
     "moved dims": (
         [(aten.permute.default, ("0", [2, 0, 1])), (aten.transpose.int, ("1", 0, -1)),
          (aten.sum.dim_IntList, ("2", [2])),
          (aten.neg.default, ("3",))],
-        (x_of(4, 6, 8),), Cut(1, 1, 2, 3), 4,
+        (x_of(4, 6, 8),), ChunkSpec(1, 1, 2, 3), 4,
     ),
-    "a sum over the pieces": ([(aten.sum.dim_IntList, ("0", [0]))], (x_of(4, 6),), Cut(0, 1, 2, 2), 0),
-    "a sum over all": ([(aten.sum.dim_IntList, ("0", None))], (x_of(4, 6),), Cut(0, 1, 2, 2), 0),
+    "a sum over the pieces": ([(aten.sum.dim_IntList, ("0", [0]))], (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 0),
+    "a sum over all": ([(aten.sum.dim_IntList, ("0", None))], (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 0),
     "spread": (
-        [(aten.expand.default, ("0", [3, 4, 6])), (aten.add.Tensor, ("1", "0"))], (x_of(4, 6),), Cut(0, 1, 2, 2), 2
+        [(aten.expand.default, ("0", [3, 4, 6])), (aten.add.Tensor, ("1", "0"))], (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 2
     ),
-    "one that spreads": ([(aten.add.Tensor, ("0", "1"))], (x_of(4, 1), x_of(1, 6)), Cut(0, 1, 2, 2), 1),
-    "the other side": ([(aten.mm.default, ("1", "0"))], (x_of(4, 6), x_of(3, 4)), Cut(0, 1, 2, 2), 0),
-    "both sides": ([(aten.mm.default, ("0", "0"))], (x_of(4, 4),), Cut(0, 1, 2, 2), 0),
-    "draws": ([(aten.rand_like.default, ("0",))], (x_of(4, 4),), Cut(0, 1, 2, 2), 0),
-    "features of a softmax": ([(aten._softmax.default, ("0", -1, False))], (x_of(4, 4),), Cut(1, 1, 2, 2), 0),
+    "one that spreads": ([(aten.add.Tensor, ("0", "1"))], (x_of(4, 1), x_of(1, 6)), ChunkSpec(0, 1, 2, 2), 1),
+    "the other side": ([(aten.mm.default, ("1", "0"))], (x_of(4, 6), x_of(3, 4)), ChunkSpec(0, 1, 2, 2), 0),
+    "both sides": ([(aten.mm.default, ("0", "0"))], (x_of(4, 4),), ChunkSpec(0, 1, 2, 2), 0),
+    "draws": ([(aten.rand_like.default, ("0",))], (x_of(4, 4),), ChunkSpec(0, 1, 2, 2), 0),
+    "features of a softmax": ([(aten._softmax.default, ("0", -1, False))], (x_of(4, 4),), ChunkSpec(1, 1, 2, 2), 0),
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def test_ops_in_pieces(name: str) -> None:
 
 
 @st.composite
-def views(draw: st.DrawFn) -> tuple[list[int], list[int], Cut]:
+def views(draw: st.DrawFn) -> tuple[list[int], list[int], ChunkSpec]:
     """Two shapes of equal size, and a cut of the first."""
     factors = draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=6))
     shapes = []
@@ -114,10 +114,10 @@ def views(draw: st.DrawFn) -> tuple[list[int], list[int], Cut]:
     size = shapes[0][dim]
     outer = draw(st.sampled_from([n for n in range(1, size + 1) if size % n == 0]))
     count = draw(st.sampled_from([n for n in range(1, size // outer + 1) if size // outer % n == 0]))
-    return shapes[0], shapes[1], Cut(dim, outer, count, size // outer // count)
+    return shapes[0], shapes[1], ChunkSpec(dim, outer, count, size // outer // count)
 
 
-def piece(x: torch.Tensor, cut: Cut, number: int) -> torch.Tensor:
+def piece(x: torch.Tensor, cut: ChunkSpec, number: int) -> torch.Tensor:
     shape = list(x.shape)
     whole = x.reshape(*shape[: cut.dim], cut.outer, cut.count, cut.inner, *shape[cut.dim + 1 :])
     return whole.select(cut.dim + 1, number).reshape(cut.shape(shape))
@@ -125,7 +125,7 @@ def piece(x: torch.Tensor, cut: Cut, number: int) -> torch.Tensor:
 
 @settings(max_examples=500, deadline=None)
 @given(views())
-def test_a_cut_seen_in_another_shape(case: tuple[list[int], list[int], Cut]) -> None:
+def test_a_cut_seen_in_another_shape(case: tuple[list[int], list[int], ChunkSpec]) -> None:
     shape, other, cut = case
     made = viewed(cut, shape, other)
     x = torch.arange(torch.Size(shape).numel()).reshape(shape)

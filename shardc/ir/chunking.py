@@ -22,7 +22,7 @@ _SUMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.defau
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSpec:
     """A dim as [outer, count, inner]: each piece has one of the ``count``.
 
     Args:
@@ -45,10 +45,10 @@ class Cut:
         return [*shape[: self.dim], self.outer, shape[self.dim] // self.outer, *shape[self.dim + 1 :]]
 
 
-Operands = dict[fx.Node, Cut | None]  # None: all pieces take it whole
+Operands = dict[fx.Node, ChunkSpec | None]  # None: all pieces take it whole
 
 
-def viewed(cut: Cut, shape: Sequence[int], new_shape: Sequence[int]) -> Cut | None:
+def viewed(cut: ChunkSpec, shape: Sequence[int], new_shape: Sequence[int]) -> ChunkSpec | None:
     """Return ``cut`` of a tensor of ``shape``, as it is once that is seen as ``new_shape``; None where it spans dims
     there."""
     inside = cut.inner * prod(shape[cut.dim + 1 :])
@@ -57,12 +57,12 @@ def viewed(cut: Cut, shape: Sequence[int], new_shape: Sequence[int]) -> Cut | No
         outer, rest = divmod(new_shape[dim] * behind, inside * cut.count)
         if behind * new_shape[dim] > inside:
             inner, odd = divmod(inside, behind)
-            return Cut(dim, outer, cut.count, inner) if not rest and not odd and outer else None
+            return ChunkSpec(dim, outer, cut.count, inner) if not rest and not odd and outer else None
         behind *= new_shape[dim]
     return None
 
 
-def operands(node: fx.Node, cut: Cut) -> Operands | None:
+def operands(node: fx.Node, cut: ChunkSpec) -> Operands | None:
     """Return how each operand of ``node`` is cut, None where all pieces take it whole, if pieces of its result are made
     so.
 
@@ -106,7 +106,7 @@ def operands(node: fx.Node, cut: Cut) -> Operands | None:
     return None
 
 
-def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
+def results(node: fx.Node, x: fx.Node, cut: ChunkSpec) -> Iterator[ChunkSpec]:
     """Yield the cuts of what ``node`` makes that may come of one of its operand ``x``; `operands` says which do."""
     if node.target in RESHAPES:
         seen = viewed(cut, value(x).shape, value(node).shape)
@@ -116,10 +116,10 @@ def results(node: fx.Node, x: fx.Node, cut: Cut) -> Iterator[Cut]:
         for outer in dict.fromkeys((cut.outer, cut.outer * ranks, cut.outer // ranks)):
             for dim, size in enumerate(value(node).shape):
                 if size == outer * cut.count * cut.inner:
-                    yield Cut(dim, outer, cut.count, cut.inner)
+                    yield ChunkSpec(dim, outer, cut.count, cut.inner)
 
 
-def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
+def through(node: fx.Node, read: dict[fx.Node, ChunkSpec]) -> ChunkSpec | None:
     """Return how the result of ``node`` is cut if some operands are cut as ``read`` says; None: it is not made of
     pieces."""
     x, cut = next(iter(read.items()))
@@ -130,12 +130,12 @@ def through(node: fx.Node, read: dict[fx.Node, Cut]) -> Cut | None:
     return None
 
 
-def _broadcast(cut: Cut, shape: Sequence[int], result_shape: Sequence[int]) -> Cut | None:
+def _broadcast(cut: ChunkSpec, shape: Sequence[int], result_shape: Sequence[int]) -> ChunkSpec | None:
     dim = cut.dim + len(shape) - len(result_shape)
     return replace(cut, dim=dim) if dim >= 0 and shape[dim] == result_shape[cut.dim] else None
 
 
-def _of_product(node: fx.Node, cut: Cut) -> Operands | None:
+def _of_product(node: fx.Node, cut: ChunkSpec) -> Operands | None:
     *bias, x, weight = node.args
     if cut.dim != 0 or x is weight:
         return None
@@ -147,7 +147,7 @@ def _of_product(node: fx.Node, cut: Cut) -> Operands | None:
     return out
 
 
-def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
+def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
     """Makes the nodes in ``cuts`` in pieces, all in as many, and puts those together that something else reads.
 
     Nodes from one collective to the next are one stretch: it is made whole for one piece after another, so that the
@@ -160,13 +160,13 @@ def make_pieces(graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
 
 
 class _Rewritten:
-    def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, Cut]) -> None:
+    def __init__(self, graph: fx.Graph, cuts: dict[fx.Node, ChunkSpec]) -> None:
         self.graph, self.cuts, self.count = graph, cuts, next(iter(cuts.values())).count
         self.rewriter = GraphRewriter(graph)
         self.pieces: dict[fx.Node, list[fx.Node]] = {}
         self.joined: dict[fx.Node, fx.Node] = {}
-        self.parts: dict[tuple[fx.Node, Cut, int], fx.Node] = {}
-        self.stretch: dict[fx.Node, Cut] = {}  # what is in pieces and not made yet, and
+        self.parts: dict[tuple[fx.Node, ChunkSpec, int], fx.Node] = {}
+        self.stretch: dict[fx.Node, ChunkSpec] = {}  # what is in pieces and not made yet, and
         self.late: dict[fx.Node, None] = {}  # what needs that
         self.phase = ""  # of what is being made
 
@@ -226,7 +226,7 @@ class _Rewritten:
             update(piece, piece=number)
         return piece
 
-    def _operand(self, x: fx.Node, cut: Cut | None, number: int, before: fx.Node) -> fx.Node:
+    def _operand(self, x: fx.Node, cut: ChunkSpec | None, number: int, before: fx.Node) -> fx.Node:
         if cut is not None and self.cuts.get(x) == cut:
             return self.pieces[x][number]
         whole = self._join(x, before) if x in self.cuts else x
