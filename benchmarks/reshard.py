@@ -3,7 +3,7 @@
     python benchmarks/reshard.py            # both tables
     python benchmarks/reshard.py --bytes    # bytes only: no processes are started
 
-Bytes are those that a rank receives, by the volumes of `shardc.ir.tally`: for shardc of its plan, for
+Bytes are those that a rank receives, by the volumes of `shardc.ir.comm_volume`: for shardc of its plan, for
 DTensor of the collectives that ``redistribute`` issues on a fake process group. Where DTensor's are fewer,
 its result is computed for all ranks in one process and compared with the tensor: *wrong* counts the pairs
 for which it is not the tensor. Time is the sum over the pairs of the fastest of some runs, on four
@@ -38,10 +38,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardc.cost.model import CostModel
 from shardc.cost.redistribute import steps, wire_bytes
+from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.ir.tally import KINDS, wire_elements
 from shardc.passes.spell import spell
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import shard

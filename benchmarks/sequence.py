@@ -39,7 +39,7 @@ import shardc  # noqa: E402
 from benchmarks import meters  # noqa: E402
 from benchmarks.peers.context_parallel import gathered, torchs  # noqa: E402
 from examples.models.llama import Llama, LlamaConfig, loss  # noqa: E402
-from shardc.ir.tally import tally  # noqa: E402
+from shardc.ir.comm_volume import tally  # noqa: E402
 
 Step = Callable[[Tensor, Tensor], Tensor]
 METHODS = ("gather", "ring", "heads", "auto")

@@ -17,8 +17,8 @@ from shardc.capture import Dtypes, find_repeats
 from shardc.debug.explain_layout import explain
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import collective_kind
 
 WIDTH = 16
 FOLD = shardc.Options(fold=True)

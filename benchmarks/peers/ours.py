@@ -16,7 +16,7 @@ import shardc
 from benchmarks.peers.row import OURS, Row
 from benchmarks.work import LEARNING_RATE, Counted, Step, Work, train_step
 from examples.models.llama import llama_tp, loss
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 
 
 def _build(work: Work, mesh: DeviceMesh, plan: Callable[[str], shardc.Plan], **said: Any) -> Step:

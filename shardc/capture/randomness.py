@@ -20,8 +20,8 @@ from torch._dynamo.variables import misc, user_defined
 import shardc.ir.random  # noqa: F401  (defines the ops)
 from shardc.capture.source import line_of
 from shardc.errors import CaptureError
+from shardc.ir.comm_volume import arguments_of
 from shardc.ir.op_traits import draws
-from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
 Shape = Sequence[int]

@@ -17,8 +17,8 @@ from torch import Tensor, fx
 
 from shardc.capture.source import line_of
 from shardc.errors import CaptureError
+from shardc.ir.comm_volume import arguments_of
 from shardc.ir.op_traits import aliases
-from shardc.ir.tally import arguments_of
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ import shardc
 from shardc._compat import pytree
 from shardc.cli import target
 from shardc.cost.hardware import Hardware
-from shardc.ir.tally import wire_elements
+from shardc.ir.comm_volume import wire_elements
 from shardc.report.predicted_schedule import Schedule
 from shardc.report.prediction import Collective
 from shardc.runtime.profile import Profiled, Ran, profile_step

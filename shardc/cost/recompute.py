@@ -10,9 +10,9 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.attention import CALL
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.host import move_kind
 from shardc.ir.op_traits import draws
-from shardc.ir.tally import arguments_of, collective_kind
 
 CHOICES = ("auto", "keep", "recompute")
 # Kinds whose result is larger than what a rank sends, (n-1)/n of it. Reductions send at least as much as their result.

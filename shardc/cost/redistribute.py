@@ -13,7 +13,7 @@ from math import prod
 from shardc.cost.model import Pricing
 from shardc.cost.places import common_places, join_axes
 from shardc.cost.redistribution_search import Prices, cheapest
-from shardc.ir import tally
+from shardc.ir import comm_volume
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 
@@ -45,7 +45,7 @@ class Step:
 
     def wire_elements(self) -> int:
         """Return the elements that a rank receives."""
-        return 0 if self.kind in LOCAL else tally.wire_elements(self.kind, self.ranks, self.src.local_numel)
+        return 0 if self.kind in LOCAL else comm_volume.wire_elements(self.kind, self.ranks, self.src.local_numel)
 
     def wire_bytes(self, itemsize: int) -> int:
         """Return the bytes that a rank receives."""
@@ -99,5 +99,5 @@ def step_seconds(
     """Return the predicted seconds of one step over ``axes`` of a rank with ``before`` and ``after`` local elements."""
     if kind in LOCAL:
         return cost.copy_seconds(2 * after * itemsize)
-    wire = tally.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), before) * itemsize
+    wire = comm_volume.wire_elements(kind, prod([mesh.size(axis) for axis in axes]), before) * itemsize
     return cost.collective_seconds(kind, mesh, axes, wire)

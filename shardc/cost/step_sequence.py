@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from shardc.cost.recompute import runs_again
-from shardc.ir import comm, tally
+from shardc.ir import comm, comm_volume
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, MemoryPlan
 from shardc.ir.executable import BACKWARD, FORWARD, Half
@@ -133,7 +133,7 @@ def of_halves(halves: Iterable[Half], levels: Mapping[str, int]) -> Sequence:
 
 def _placed(start: Op, plan: MemoryPlan) -> tuple[int, ...]:
     """Return the indices of a collective's results that are in the arena."""
-    slots: Any = tally.arguments_of(start.node).get("slots") or ()
+    slots: Any = comm_volume.arguments_of(start.node).get("slots") or ()
     return tuple(k for k, slot in enumerate(slots) if plan.slots and plan.slots[slot].region != OUTSIDE)
 
 
@@ -179,7 +179,7 @@ def kind_of(node: fx.Node) -> str:
     """Return the kind of a node (see `Op`)."""
     if node.op != "call_function":
         return INPUT
-    if tally.collective_kind(node) is not None or move_kind(node) is not None:
+    if comm_volume.collective_kind(node) is not None or move_kind(node) is not None:
         return START
     if node.target is comm.WAIT:
         return WAIT

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from shardc.cost.model import Pricing
 from shardc.cost.step_sequence import gathered_parameters
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import collective_kind, group_of, wire_elements
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import collective_kind, group_of, wire_elements
 
 
 @dataclass

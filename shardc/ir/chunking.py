@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, is_tensor, update, value
 from shardc.ir.op_traits import RESHAPES, is_pointwise
 from shardc.ir.rewriter import GraphRewriter
-from shardc.ir.tally import arguments_of, collective_kind
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}

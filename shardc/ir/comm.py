@@ -22,8 +22,8 @@ from operator import getitem
 import torch
 from torch import fx
 
+from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.op_traits import WAIT as WAIT
-from shardc.ir.tally import GROUP_PREFIX
 
 _library = torch.library.Library("shardc", "DEF")
 _library.define("permute_ranks(Tensor x, int[] destinations, str group_name) -> Tensor")

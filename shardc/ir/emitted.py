@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx
 
 from shardc.errors import VerifyError
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.host import NAMES as MOVES
 from shardc.ir.layout import split_top
 from shardc.ir.segments import Segment
-from shardc.ir.tally import arguments_of, collective_kind
 
 _CALL = re.compile(r"torch\.ops\.(?:_c10d_functional|shardc)\.(\w+)\.default\((.*)\)")
 _NAME = re.compile(r"'([^']*)'")

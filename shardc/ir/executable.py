@@ -16,6 +16,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, MemoryPlan
 from shardc.ir.comm import WAIT, waits_of
+from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
 from shardc.ir.deferred import Deferred
 from shardc.ir.graph import DTYPE_NAMES, Role
 from shardc.ir.layout import Layout
@@ -23,7 +24,6 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Reads
 from shardc.ir.returned import Returned
 from shardc.ir.segments import Segment
-from shardc.ir.tally import arguments_of, collective_kind, group_axes
 
 
 @dataclass(frozen=True)

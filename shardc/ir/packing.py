@@ -15,8 +15,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import fx
 
+from shardc.ir import comm_volume
 from shardc.ir import graph as ir
-from shardc.ir import tally
 from shardc.ir.arena import aligned
 
 LARGEST = 128 << 10  # bytes of a tensor that shares a message
@@ -25,7 +25,7 @@ LARGEST = 128 << 10  # bytes of a tensor that shares a message
 def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
     """What a collective over so many ranks sends to one peer, as (dtype, bytes) of each operand."""
     operands = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
-    parts = ranks if tally.collective_kind(node) == "reduce_scatter" else 1
+    parts = ranks if comm_volume.collective_kind(node) == "reduce_scatter" else 1
     return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, cast(list[fx.Node], operands))]
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from shardc._compat import LazyGraphModule
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES, WAIT
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 
 # From so many alike stretches on, cutting pays.
 LEAST = 4

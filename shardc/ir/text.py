@@ -10,10 +10,10 @@ from torch import fx
 
 from shardc.errors import VerifyError
 from shardc.ir import grammar, ops
+from shardc.ir.comm_volume import tally
 from shardc.ir.graph import KEY, ROLES, Info, Role, Value, info, value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import tally
 
 NONE_WANTED: Iterator[Layout | None] = iter(())
 Line = tuple[str, fx.Node | None]

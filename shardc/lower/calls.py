@@ -14,9 +14,9 @@ from torch._inductor.codecache import PyCodeCache
 
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT, waits_of
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.emitted import check_order
 from shardc.ir.segments import is_call
-from shardc.ir.tally import collective_kind
 
 Run = Callable[[list[Tensor]], Sequence[Any]]
 

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.rewriter import GraphRewriter
-from shardc.ir.tally import collective_kind
 
 _ADD = torch.ops.aten.add.Tensor
 

@@ -21,10 +21,10 @@ import torch
 from torch import fx
 
 from shardc.cost.model import CostModel
+from shardc.ir.comm_volume import arguments_of, group_of, wire_elements
 from shardc.ir.graph import Value, value
 from shardc.ir.mesh import Mesh
 from shardc.ir.rewriter import GraphRewriter
-from shardc.ir.tally import arguments_of, group_of, wire_elements
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 # The op that reduces along the first dim, its dims, and what else it takes.

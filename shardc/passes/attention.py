@@ -16,9 +16,9 @@ from shardc.cost.model import Pricing
 from shardc.errors import PlanError, ShardcWarning
 from shardc.ir import attention
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import arguments_of
 from shardc.passes.calls import call_of
 from shardc.passes.choose import Work, passing_seconds
 from shardc.plan.entries import Cp

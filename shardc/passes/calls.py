@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import Value
-from shardc.ir.tally import arguments_of
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec

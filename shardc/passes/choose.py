@@ -11,10 +11,10 @@ import torch
 
 from shardc.cost import redistribute
 from shardc.cost.model import Pricing
+from shardc.ir.comm_volume import wire_elements
 from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import wire_elements
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, strategies
 

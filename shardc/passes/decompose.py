@@ -15,8 +15,8 @@ from shardc.cost.model import Pricing
 from shardc.ir import graph as ir
 from shardc.ir.chunking import PRODUCTS, ChunkSpec, make_pieces, operands, through
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind, group_of, wire_bytes
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import arguments_of, collective_kind, group_of, wire_bytes
 
 aten = torch.ops.aten
 PIECES = (2, 4, 8)

@@ -12,10 +12,10 @@ from torch import Tensor, fx
 
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import Info, NameScope
 from shardc.ir.padding import Padding, Run, Runs, is_padded, places
 from shardc.ir.rewriter import GraphRewriter
-from shardc.ir.tally import arguments_of
 from shardc.rules import strides_of
 from shardc.rules.operand_strides import lies_like, memory_order
 from shardc.rules.rule import ANY, CONTIGUOUS, TRACED

@@ -13,10 +13,10 @@ from shardc.cost.step_sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.arena import INSIDE, KEPT, OUTSIDE, PLAN, MemoryPlan, Slot, place
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, is_ring, waits_of
+from shardc.ir.comm_volume import group_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import lends
 from shardc.ir.packing import Packing, rows_of
-from shardc.ir.tally import group_of
 from shardc.passes.starts import is_start
 
 

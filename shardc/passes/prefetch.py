@@ -9,7 +9,7 @@ from torch import fx
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.comm import waits_of
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 from shardc.passes.starts import is_start, result_bytes
 from shardc.plan.entries import Prefetch
 

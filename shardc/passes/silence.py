@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.rewriter import GraphRewriter, Inserter
-from shardc.ir.tally import collective_kind
 
 aten = torch.ops.aten
 

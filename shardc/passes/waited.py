@@ -10,7 +10,7 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.verify.provenance import collective_of
 from shardc.ir.verify.subject import Broken, Subject
 from shardc.passes.from_start import from_start

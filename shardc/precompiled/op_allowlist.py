@@ -17,8 +17,8 @@ import torch
 
 from shardc._compat import is_dispatched
 from shardc.ir import grammar
+from shardc.ir.comm_volume import arguments_of, group_axes
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
-from shardc.ir.tally import arguments_of, group_axes
 from shardc.ir.verify.subject import Broken, Subject
 from shardc.rules import is_registered
 

@@ -18,9 +18,9 @@ from shardc._compat import LazyGraphModule
 from shardc.errors import PrecompiledError, VerifyError
 from shardc.ir import grammar
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.executable import INFERENCE, Executable
 from shardc.ir.expert_functions import bodies_in, body_of
-from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.text import dump
 from shardc.ir.verify import check
 from shardc.plan.value import Plan

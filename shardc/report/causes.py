@@ -11,8 +11,8 @@ from operator import getitem
 from torch import fx
 
 from shardc.cost.step_sequence import MOVE, START, WAIT, Sequence, of_halves
+from shardc.ir import comm_volume
 from shardc.ir import graph as ir
-from shardc.ir import tally
 from shardc.ir.executable import Executable
 from shardc.ir.host import move_kind
 
@@ -145,7 +145,7 @@ class Explainer:
 
     def _maker(self, at: int, consumer: str) -> int:
         """Return the op whose parameter caused a collective: a reduction, or the op that needs the value resharded."""
-        if tally.collective_kind(self.step.ops[at].node) in REDUCTIONS:
+        if comm_volume.collective_kind(self.step.ops[at].node) in REDUCTIONS:
             return at
         return self.position.get(consumer, at)
 
@@ -199,5 +199,5 @@ def _mentions(entry: str, axes: set[str]) -> bool:
 
 def _axes(node: fx.Node) -> set[str]:
     """Return the mesh axes of a collective, without their parts."""
-    group = str(tally.arguments_of(node)["group_name"])
-    return {axis.partition(":")[0] for axis in group.removeprefix(tally.GROUP_PREFIX).split(",")}
+    group = str(comm_volume.arguments_of(node)["group_name"])
+    return {axis.partition(":")[0] for axis in group.removeprefix(comm_volume.GROUP_PREFIX).split(",")}

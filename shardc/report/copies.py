@@ -23,10 +23,10 @@ from shardc.cost.fused_kernels import tensor_bytes
 from shardc.cost.step_sequence import aliased
 from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, IN_MESSAGES, REDUCE_SCATTER, WAIT, is_ring
+from shardc.ir.comm_volume import collective_kind, group_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import COPIES
 from shardc.ir.packing import Packing, rows_of
-from shardc.ir.tally import collective_kind, group_of
 
 aten = torch.ops.aten
 

@@ -22,8 +22,8 @@ from torch import fx
 
 from shardc.cost.hardware import Hardware
 from shardc.errors import PlanError, ShardcError
+from shardc.ir import comm_volume
 from shardc.ir import graph as ir
-from shardc.ir import tally
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.report.formulas import BATCH, SEQUENCE, Costs, Moves
@@ -182,7 +182,7 @@ def _sample(program: Recompilable, hardware: Hardware) -> _Sample:
     operands = {
         ir.info(node).name: node.all_input_nodes[0]
         for node in graph.nodes
-        if node.op == "call_function" and tally.collective_kind(node) is not None
+        if node.op == "call_function" and comm_volume.collective_kind(node) is not None
     }
     form, sizes = [], []
     for row in schedule.collectives:

@@ -17,8 +17,8 @@ from shardc.cost.fused_kernels import Kernel, buffers, kernels
 from shardc.cost.hardware import Hardware, Price, price, route
 from shardc.cost.step_sequence import START, Sequence
 from shardc.errors import PlanError
+from shardc.ir import comm_volume
 from shardc.ir import graph as ir
-from shardc.ir import tally
 from shardc.ir.comm import SEND_ROWS, is_ring
 from shardc.ir.experts import RUN, RUN_GRADIENT
 from shardc.ir.gc_control import uncollected
@@ -183,8 +183,8 @@ def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
         value = ir.value(node)
         name = ir.DTYPE_NAMES.get(value.dtype, str(value.dtype))
         return _Moved(copy, (HOST,), 1, name, value.nbytes, value.nbytes, 0)
-    kind = tally.collective_kind(node)
-    axes, ranks = tally.group_of(node, mesh)
+    kind = comm_volume.collective_kind(node)
+    axes, ranks = comm_volume.group_of(node, mesh)
     assert kind is not None, f"{node} is no collective"
     operands: Any = node.args[0]
     values = [ir.value(x) for x in (operands if isinstance(operands, list | tuple) else [operands])]
@@ -192,7 +192,7 @@ def _moved(node: fx.Node, mesh: Mesh, skew: float) -> _Moved:
     return _Moved(
         kind, axes, ranks, ir.DTYPE_NAMES.get(values[0].dtype, str(values[0].dtype)),
         sum(v.nbytes for v in values),
-        round(tally.wire_bytes(node, kind, ranks) * (skew if node.target is SEND_ROWS else 1)),
+        round(comm_volume.wire_bytes(node, kind, ranks) * (skew if node.target is SEND_ROWS else 1)),
         0 if is_ring(kind, ranks) else Packing.of(rows).messages(len(rows)) * (ranks - 1),
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ class Collective:
         ranks: size of the group; 1 for a copy.
         dtype: that of the tensors.
         bytes: input bytes per rank.
-        wire: bytes that each rank sends, as `shardc.ir.tally` counts them; all bytes of a copy.
+        wire: bytes that each rank sends, as `shardc.ir.comm_volume` counts them; all bytes of a copy.
         phase: "forward" or "backward".
         start, end: predicted seconds since the start of the step.
         exposed: seconds that the rank waits for it, or is busy starting it.

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from shardc import _compat
 from shardc.errors import BackwardError
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.executable import Half
-from shardc.ir.tally import collective_kind
 from shardc.runtime.groups import Groups
 
 _NOWHERE = 1 << 30

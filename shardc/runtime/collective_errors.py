@@ -17,9 +17,9 @@ from torch import fx
 from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
 from shardc.ir.emitted import collective_at
 from shardc.ir.segments import Segment
-from shardc.ir.tally import arguments_of, collective_kind, group_axes
 from shardc.runtime.groups import Groups
 
 

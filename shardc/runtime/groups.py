@@ -20,9 +20,9 @@ import shardc.runtime.wire.direct  # noqa: F401  (collectives that graphs may ca
 import shardc.runtime.wire.rows  # noqa: F401
 from shardc import _compat
 from shardc.errors import MeshError
+from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh, groups_of
-from shardc.ir.tally import GROUP_PREFIX
 from shardc.ir.view import parts_of, view_of
 from shardc.runtime.rank_consistency import Agreement
 from shardc.runtime.shards import flat_index

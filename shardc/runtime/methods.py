@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardc.errors import InputError
-from shardc.ir.tally import GROUP_PREFIX
+from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.runtime.module import ShardedModule
 from shardc.validate import typed
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
 
+from shardc.ir.comm_volume import KINDS
 from shardc.ir.op_traits import NAMESPACE, OWN_NAMESPACE
-from shardc.ir.tally import KINDS
 
 _SIZES = {
     "double": 8, "long int": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from shardc import _compat
 from shardc.errors import InputError
+from shardc.ir.comm_volume import group_axes
 from shardc.ir.deferred import Deferred
 from shardc.ir.executable import BACKWARD, FORWARD, REDUCTION, Compiled, Executable, Half, Port, certificate_of
 from shardc.ir.experts import Noted, experts_in, noting
@@ -18,7 +19,6 @@ from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.random import draw_key
 from shardc.ir.segments import Segment
-from shardc.ir.tally import group_axes
 from shardc.runtime import anomaly
 from shardc.runtime.border import Border
 from shardc.runtime.collective_errors import named

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
 from shardc.errors import InputError
+from shardc.ir.comm_volume import GROUP_PREFIX
 from shardc.ir.layout import Layout
-from shardc.ir.tally import GROUP_PREFIX
 from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import flat_index

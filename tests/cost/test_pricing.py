@@ -13,9 +13,9 @@ from shardc.cost import hardware
 from shardc.cost.hardware import H100, Hardware, calibrated, price, route
 from shardc.cost.model import CostModel, Measured, Messages, Pricing
 from shardc.cost.redistribute import seconds, steps
+from shardc.ir.comm_volume import KINDS
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import KINDS
 from shardc.passes.options import Options
 from tests.layouts import every_layout
 

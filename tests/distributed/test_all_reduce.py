@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardc
-from shardc.ir.tally import tally
+from shardc.ir.comm_volume import tally
 from shardc.runtime.full_params import whole
 from tests.distributed.test_reshard_after_forward import model
 from tests.ranks import run_ranks

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardc
 from shardc.errors import CollectiveError
 from shardc.ir import graph as ir
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.segments import cut
-from shardc.ir.tally import collective_kind
 from shardc.lower.calls import only_calls
 from shardc.runtime.wire import direct
 from tests.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import shardc
-from shardc.ir.tally import tally
+from shardc.ir.comm_volume import tally
 from shardc.passes import OnTheWire
 from shardc.runtime.full_params import whole
 from tests.ranks import run_ranks

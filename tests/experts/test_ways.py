@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardc
-from shardc.ir.tally import tally
+from shardc.ir.comm_volume import tally
 from tests.experts.models import Own, build, experts_of
 from tests.experts.models import batch as toy
 

@@ -83,7 +83,8 @@ CASES = {
     "a sum over the pieces": ([(aten.sum.dim_IntList, ("0", [0]))], (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 0),
     "a sum over all": ([(aten.sum.dim_IntList, ("0", None))], (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 0),
     "spread": (
-        [(aten.expand.default, ("0", [3, 4, 6])), (aten.add.Tensor, ("1", "0"))], (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 2
+        [(aten.expand.default, ("0", [3, 4, 6])), (aten.add.Tensor, ("1", "0"))],
+        (x_of(4, 6),), ChunkSpec(0, 1, 2, 2), 2,
     ),
     "one that spreads": ([(aten.add.Tensor, ("0", "1"))], (x_of(4, 1), x_of(1, 6)), ChunkSpec(0, 1, 2, 2), 1),
     "the other side": ([(aten.mm.default, ("1", "0"))], (x_of(4, 6), x_of(3, 4)), ChunkSpec(0, 1, 2, 2), 0),

@@ -13,10 +13,10 @@ import shardc
 from shardc.errors import ShardcWarning, VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.comm import IN_MESSAGES, WAIT
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.executable import FORWARD, Compiled, Half
 from shardc.ir.mesh import Mesh
 from shardc.ir.segments import Segment, cut
-from shardc.ir.tally import collective_kind
 from shardc.ir.verify.segment_order import in_order
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.lower import lower

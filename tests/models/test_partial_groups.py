@@ -9,7 +9,7 @@ from torch import nn
 
 import shardc
 from shardc.cost.model import CostModel
-from shardc.ir.tally import tally
+from shardc.ir.comm_volume import tally
 from tests.models.alike import trains_alike
 from tests.state import model
 

@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 
 import shardc
 from shardc.cost.model import CostModel, Measured
+from shardc.ir.comm_volume import collective_kind
 from shardc.ir.graph import Info, Role, Value, set_info
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import collective_kind
 from shardc.passes.algorithms import Algorithms
 from shardc.runtime.sim.lockstep import Lockstep
 

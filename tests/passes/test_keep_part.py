@@ -14,7 +14,7 @@ import shardc
 from examples.models import llama
 from shardc.errors import PlanError
 from shardc.ir import graph as ir
-from shardc.ir.tally import collective_kind, tally
+from shardc.ir.comm_volume import collective_kind, tally
 from tests.models.alike import relative
 
 X, Y = torch.randn(16, 8, dtype=torch.float64), torch.randn(16, 6, dtype=torch.float64)

@@ -10,7 +10,7 @@ import torch
 
 import shardc
 from examples.models import llama
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 from tests.models.alike import relative
 
 GIVEN = llama.batch(llama.LlamaConfig(), size=4, length=8)

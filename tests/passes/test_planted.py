@@ -20,9 +20,9 @@ import shardc
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir import ops
+from shardc.ir.comm_volume import arguments_of
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
-from shardc.ir.tally import arguments_of
 from shardc.passes.check import check
 from shardc.program import Program
 from shardc.runtime.shards import assemble

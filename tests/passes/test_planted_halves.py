@@ -18,8 +18,8 @@ from shardc.errors import VerifyError
 from shardc.ir import graph as ir
 from shardc.ir.arena import PLAN, place
 from shardc.ir.comm import IN_MESSAGES
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.executable import certify
-from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify import halves
 from shardc.ir.verify.provenance import entry_of
 from shardc.ir.verify.state import State

@@ -14,7 +14,7 @@ import shardc
 from examples.models import llama
 from shardc.errors import VerifyError
 from shardc.ir import graph as ir
-from shardc.ir.tally import collective_kind, tally
+from shardc.ir.comm_volume import collective_kind, tally
 from shardc.ir.verify import verify_halves
 from shardc.lower.partition import min_cut, must_recompute, must_save
 from shardc.passes.partition import Partition

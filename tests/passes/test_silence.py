@@ -13,7 +13,7 @@ import shardc
 from shardc import Mesh, Options, fsdp, tp
 from shardc.errors import InputError, ShardcWarning
 from shardc.ir import graph as ir
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 
 
 def model() -> nn.Module:

@@ -19,7 +19,7 @@ from shardc.cost.redistribute import LOCAL, Step, steps
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.comm import is_ring
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 from shardc.passes.calls import call_of
 from shardc.passes.choose import Work, compute_seconds
 from shardc.passes.collectives import step_of

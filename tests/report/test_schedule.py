@@ -20,8 +20,8 @@ from examples.models import llama
 from shardc.cost import hardware
 from shardc.cost.hardware import Route, price, route
 from shardc.errors import MeshError, PlanError
+from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.mesh import Mesh
-from shardc.ir.tally import KINDS, wire_elements
 from shardc.report.memory import OWNERS
 from shardc.report.predicted_schedule import Schedule
 from shardc.runtime.sim.lockstep import Lockstep, PerRank

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardc
-from shardc.ir.tally import collective_kind
+from shardc.ir.comm_volume import collective_kind
 from tests.models.alike import trains_alike
 
 DP, HYBRID = {"dp": 4}, {"rep": 2, "dp": 2}

@@ -17,7 +17,7 @@ import shardc
 from examples.models import llama
 from shardc.errors import InputError
 from shardc.ir import graph as ir
-from shardc.ir.tally import tally
+from shardc.ir.comm_volume import tally
 from tests.models.alike import relative
 from tests.ranks import run_ranks
 

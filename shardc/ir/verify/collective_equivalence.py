@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info
-from shardc.ir.tally import arguments_of, collective_kind
 
 aten = torch.ops.aten
 # What may bring the ranks' terms together, by the op that a collective reduces with.

@@ -12,9 +12,9 @@ from torch import fx
 from shardc.ir import grammar
 from shardc.ir.arena import INSIDE, PLAN, Slot
 from shardc.ir.comm import IN_MESSAGES, WAIT, waits_of
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import info, output_node, outputs
 from shardc.ir.op_traits import RESHAPES, is_view, lends
-from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.identity import computed, same
 from shardc.ir.verify.subject import Broken, Subject
 

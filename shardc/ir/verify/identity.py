@@ -18,8 +18,8 @@ from torch import fx
 
 from shardc.ir import grammar, ops
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind
 from shardc.ir.graph import Role, info, output_node, outputs
-from shardc.ir.tally import arguments_of, collective_kind
 from shardc.ir.verify.collective_equivalence import Collective
 
 Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind, name and index

@@ -9,9 +9,9 @@ from torch import fx
 
 from shardc.ir import grammar
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import arguments_of, collective_kind, group_axes
 from shardc.ir.graph import Value, info, outputs
 from shardc.ir.host import move_kind
-from shardc.ir.tally import arguments_of, collective_kind, group_axes
 from shardc.ir.verify.subject import Broken, Subject
 
 

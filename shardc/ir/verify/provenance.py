@@ -9,8 +9,8 @@ from torch import fx
 
 from shardc.ir import ops
 from shardc.ir.comm import WAIT
+from shardc.ir.comm_volume import GROUP_PREFIX, arguments_of, collective_kind
 from shardc.ir.graph import Origin, info, placeholders
-from shardc.ir.tally import GROUP_PREFIX, arguments_of, collective_kind
 
 _FAR = 64  # ops that are looked at behind a collective for a line
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shardc.errors import VerifyError
+from shardc.ir.comm_volume import Row, tally, wire_elements
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.parse import parse
-from shardc.ir.tally import Row, tally, wire_elements
 from tests.ir.programs import LOCAL, MESH, MLP
 
 
