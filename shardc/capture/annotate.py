@@ -14,7 +14,7 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.capture.source import line_of
+from shardc.capture.source import line_of, line_or_call
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
@@ -185,7 +185,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], again: Container[Any])
             kind, instead = _UNCHANGED[role.kind]
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
-                source=line_of(made) or None,
+                source=line_or_call(line_of(made)),
                 fix=f"compute a new tensor from it, {instead}",
             )
 

@@ -1,14 +1,16 @@
-"""What a model's forward sets on its modules; what it reads too is refused, since a program sets nothing."""
+"""What a model's forward sets on its modules and in globals; what it reads too is refused: a program sets nothing."""
 
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -22,18 +24,19 @@ from shardc.errors import CaptureError
 from shardc.ir.reads import Constant, Lookup, Reads, parse
 
 MODEL = "L['self']._modules['model']"
-_CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "setdefault", "appendleft"})
+_CHANGES = frozenset({"append", "extend", "insert", "add", "update", "clear", "appendleft"})
 _CONSTANTS = (bool, int, float, str, type(None))
 _TORCHS = frozenset(vars(nn.Module()))  # what torch keeps on a module; hooks and tensors are looked after elsewhere
+_THERE: Any = object()  # the value of an attribute of which code is to ask no more than whether it is there
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 @dataclass(frozen=True)
 class Change:
-    """An attribute that forward sets, or a list or dict there that it changes.
+    """An attribute or a global that forward sets, or a list or dict there that it changes.
 
     Args:
-        expression: as in `Read`.
+        expression: as in `Read`; of a global, as Dynamo has it.
         name: of the attribute.
         value: Dynamo's variable for what it is afterwards.
         line: the user's line.
@@ -49,32 +52,37 @@ class Change:
     @property
     def tensors(self) -> list[Any]:
         """The nodes of the tensors in the new value."""
-        items = vars(self.value.realize()).get("items")
+        items = vars(_traced(self.value)).get("items")
         inside = list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
-        proxies = [vars(each.realize()).get("proxy") for each in (self.value, *inside)]
+        proxies = [vars(_traced(each)).get("proxy") for each in (self.value, *inside)]
         return [proxy.node for proxy in proxies if proxy is not None]
 
     @property
     def constant(self) -> Any:
         """The new value where it is a constant; else what is none."""
-        variable = self.value.realize()
+        variable = _traced(self.value)
         return variable.as_python_constant() if type(variable).__name__ == "ConstantVariable" else variable
+
+
+def _traced(variable: Any) -> Any:
+    """What Dynamo's ``variable`` is; itself where the trace has not looked at it."""
+    return variable.realize() if getattr(variable, "is_realized", bool)() is not False else variable
 
 
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
-    """What the trace in the block sets on the model's modules."""
+    """What the trace in the block sets on the model's modules and in globals."""
     found: list[Change] = []
-    store, mutation = SideEffects.store_attr, SideEffects.mutation
+    store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
     def note(item: Any, name: str | None, value: Any) -> None:
         source = getattr(item, "source", None)
         text = source and (source.name if isinstance(source.name, str) else source.name())
-        if not text or not text.startswith(MODEL):
+        if not text or not (MODEL in text or text.startswith("G[")):
             return
         own = text.replace(MODEL, "model") + (f".{name}" if name else "")
         attribute = name or own.rpartition(".")[2]
-        if attribute.isidentifier() and attribute not in _TORCHS and "_hooks[" not in own:
+        if attribute not in _TORCHS and "_hooks[" not in own:
             frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
             found.append(Change(own, attribute, value, users_own(frames), text.replace(MODEL, "model")))
 
@@ -86,7 +94,15 @@ def changes_recorded() -> Iterator[list[Change]]:
         mutation(self, var)
         note(var, None, var)
 
-    with patch.object(SideEffects, "store_attr", store_attr), patch.object(SideEffects, "mutation", mutate):
+    def store_cell(self: Any, cell: Any, value: Any) -> None:
+        set_cell(self, cell, value)
+        note(cell, "cell_contents", value)
+
+    with (
+        patch.object(SideEffects, "store_attr", store_attr),
+        patch.object(SideEffects, "mutation", mutate),
+        patch.object(SideEffects, "store_cell", store_cell),
+    ):
         yield found
 
 
@@ -104,10 +120,11 @@ def changed_reads(
     constant with which the model does the same, and which it leaves as it is.
 
     Args:
+        changes: each named as ``reads`` names things.
         settles: what a trace reads of the model with such constants; None where it does something else.
 
     Raises:
-        CaptureError: an attribute that may have another value in each call.
+        CaptureError: an attribute or a global that may have another value in each call.
     """
     changes = list(changes)
     after = {change.expression: change.constant for change in changes if parse(change.expression)[0] == "attribute"}
@@ -115,26 +132,32 @@ def changed_reads(
     refused: CaptureError | None = None
     at, loaded = Lookup(model, loss, reads.scopes), None
     seen = {read.expression for read in reads.found}
+    asked = {f"{read.expression}.{read.key}" for read in reads.found if read.what in ("has", "own")}
     for change in changes:
-        if change.expression not in seen:
+        if change.expression not in seen | asked:
             continue  # what is read is what this call has set
         try:
-            before = at(parse(change.expression))
+            before, absent = at(parse(change.expression)), False
         except _MISSING:
-            continue
+            before, absent = None, True
+        if before is _THERE or change.expression not in (asked if absent else seen):
+            continue  # it is not read, or is there and stays there
         filled = before is None or isinstance(before, (dict, list, set))
         if filled and change.tensors and not any(map(_of_inputs, change.tensors)):
             continue
         loaded = _loaded(code) if loaded is None else loaded
-        if loaded is None or change.name in loaded:
-            path = re.sub(r"_modules\['([^']+)'\]", r"\1", change.expression.removeprefix("model."))
+        name = _variable(change, at)
+        if not name.isidentifier() or name in loaded:
             error = CaptureError(
-                f"forward reads and changes the attribute {path!r}, which a compiled program does not change: each "
+                f"forward reads and changes {_shown(change.expression)}, which a compiled program does not change: each "
                 "call would compute with its first value",
                 source=change.line or None,
-                fix=f"make it a buffer (a tensor) that forward changes in place, as by self.{change.name}.add_(1) or "
-                f"self.{change.name}.copy_(new), or pass it as an input",
+                fix=_fix(change),
             )
+            if absent:
+                refused = refused or error
+                constants.setdefault(change.expression, _THERE)
+                continue
             if change.expression not in constants or not isinstance(before, _CONSTANTS):
                 raise error
             value = constants[change.expression]
@@ -146,16 +169,44 @@ def changed_reads(
     both = None if settled is None else reads.joined(settled)
     if both is None:
         raise refused
-    read = {each.expression for each in both.found}
-    return replace(both, sets=tuple((name, value) for name, value in sorted(constants.items()) if name in read))
+    read = {each.expression for each in both.found if each.expression.startswith("model")} - {
+        name for name, value in constants.items() if value is _THERE
+    }
+    return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))
+
+
+def _variable(change: Change, at: Lookup) -> str:
+    """The name by which code has what is changed."""
+    function, cell, place = change.expression.removesuffix(".cell_contents").rpartition(".__closure__[")
+    if not cell or not change.expression.endswith(".cell_contents"):
+        return change.name
+    names: tuple[str, ...] = at(parse(function)).__code__.co_freevars
+    return names[int(place.rstrip("]"))]
+
+
+def _shown(expression: str) -> str:
+    if expression.startswith("model."):
+        path = re.sub(r"_modules\['([^']+)'\]", r"\1", expression.removeprefix("model."))
+        return f"the attribute {path!r}"
+    name = re.sub(r"module\('([^']+)'\)", r"\1", expression)
+    return f"the global {re.sub(r'scope[(][^)]+[)]', '', name)}"
+
+
+def _fix(change: Change) -> str:
+    if not change.expression.startswith("model."):
+        return "make it a buffer (a tensor) of the model that forward changes in place, or pass it as an input"
+    return (
+        f"make it a buffer (a tensor) that forward changes in place, as by self.{change.name}.add_(1) or "
+        f"self.{change.name}.copy_(new), or pass it as an input"
+    )
 
 
 @contextmanager
 def assigned(model: nn.Module, values: dict[str, Constant]) -> Iterator[None]:
-    """Has attributes of a model, by the expressions for them, be ``values`` in the block."""
+    """Has attributes of a model and globals, by the expressions for them, be ``values`` in the block."""
     at = Lookup(model)
     places = [(at(parse(name)[1]), parse(name)[2], value) for name, value in values.items()]
-    before = [vars(owner).get(name, places) for owner, name, _ in places]
+    before = [getattr(owner, "__dict__", {"cell_contents": value}).get(name, places) for owner, name, value in places]
     try:
         for owner, name, value in places:
             setattr(owner, name, value)
@@ -178,30 +229,48 @@ def _of_inputs(node: Any) -> bool:
     return False
 
 
-def _loaded(code: Iterable[CodeType]) -> set[str] | None:
-    """The names of attributes that ``code`` loads, but to change them or to compute their own next value.
-
-    None where the source of some code cannot be read.
-    """
+def _loaded(code: Iterable[CodeType]) -> set[str]:
+    """The names of attributes and globals that ``code`` loads, but to change them or to compute their own next value."""
     names: set[str] = set()
     for each in code:
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
         except (OSError, TypeError, SyntaxError, ValueError):
-            if each.co_filename.startswith("<"):
-                continue  # made by Dynamo itself
-            return None
-        _Loads(names).visit(tree)
+            if not each.co_filename.startswith("<"):  # else made by Dynamo itself
+                names |= _loaded_by_bytecode(each)
+            continue
+        loads = _Loads(names)
+        loads.visit(tree)
+        names |= loads.variables - {*each.co_varnames, *each.co_cellvars}
     return names
+
+
+def _loaded_by_bytecode(code: CodeType) -> set[str]:
+    """As `_loaded`, where there is no source, or no more than a part of a line, as of a lambda."""
+    steps = pairwise([*dis.get_instructions(code), None])
+    loads = [(one.argval, next_one) for one, next_one in steps if one is not None and one.opname.startswith("LOAD_")]
+    named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
+    return named & {*code.co_names, *code.co_freevars}
 
 
 class _Loads(ast.NodeVisitor):
     def __init__(self, names: set[str]) -> None:
         self._names = names
         self._targets: list[str] = []
+        self.variables: set[str] = set()
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and node.id not in self._targets:
+            self.variables.add(node.id)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._targets.append(_name(node.target))  # ``self.counts[key] += 1`` loads the attribute to change it
+        self.visit(node.target)
+        self._targets.pop()
+        self.visit(node.value)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        targets = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
+        targets = [_name(target) for target in node.targets]
         for target in node.targets:
             # ``self.cache[key] = value`` loads the attribute to change it.
             self.visit(target.slice if isinstance(target, ast.Subscript) else target)
@@ -210,10 +279,16 @@ class _Loads(ast.NodeVisitor):
         del self._targets[len(self._targets) - len(targets) :]
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        call = node.value
+        self._visit_result(node, node.value)
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self._visit_result(node, node.body)
+
+    def _visit_result(self, node: ast.AST, call: ast.expr) -> None:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
             held = call.func.value
-            for part in (*call.args, *call.keywords, *([] if isinstance(held, ast.Attribute) else [held])):
+            kept = isinstance(held, ast.Attribute | ast.Name)
+            for part in (*call.args, *call.keywords, *([] if kept else [held])):
                 self.visit(part)
         else:
             self.generic_visit(node)
@@ -228,3 +303,10 @@ class _Loads(ast.NodeVisitor):
             name = node.args[1]
             self._names.update([str(name.value)] if isinstance(name, ast.Constant) else [])
         self.generic_visit(node)
+
+
+def _name(node: ast.expr) -> str:
+    """The attribute or the variable that ``node`` is, or is an item of; empty of anything else."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""

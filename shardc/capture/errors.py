@@ -92,6 +92,71 @@ _KNOWN = (
         "ask whether it requires a gradient, by h.requires_grad",
     ),
     (
+        r"a backward within forward|function `backward` in file \S+autograd",
+        "calls backward() in forward, and a program adds to no gradients",
+        "take torch.autograd.grad(loss, params) there, or return the loss and call backward() on that",
+    ),
+    (
+        r"ignore_fresh_unbacked_symbols|while_loop",
+        "loops until a tensor says so, and a program looks at no values",
+        "write a loop of Python over a fixed number of steps, with torch.where for those that shall change nothing",
+    ),
+    (
+        r"shape_env must not be None|nested_tensor",
+        "makes a nested tensor, whose sizes depend on values",
+        "pad its rows to one length, and mask what is padded",
+    ),
+    (
+        "the gradient of a parameter or an input",
+        "reads or sets the .grad of a parameter or an input in forward, where a program has none",
+        "do that between steps, outside of forward",
+    ),
+    (
+        "a hook of a parameter or an input",
+        "registers a hook of a parameter or an input in forward, which each call would register again",
+        "register it once, on the compiled module's parameter; of an input, register it on a tensor computed of it",
+    ),
+    (
+        r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad",
+        "changes in forward whether a tensor requires a gradient",
+        "use h.detach() for what shall have none, or set requires_grad of parameters and inputs before the call",
+    ),
+    (
+        r"`Tensor\.retain_grad\(\)`",
+        "calls retain_grad() in forward, and a program keeps no gradients of what it computes within",
+        "return the tensor, and call retain_grad() on that",
+    ),
+    (
+        "modified by an inplace operation",
+        "changes in place what its backward needs: one device refuses that backward",
+        "write the change without the underscore, so that it makes a new tensor",
+    ),
+    (
+        r"builtin `time\.|function `time\.",
+        "asks for the time, which a program would keep as a constant",
+        "take the time around the call of the module",
+    ),
+    (
+        r"`(?:numpy|np)\.random|numpy\.random|method `\w+` of class `(?:Generator|RandomState)`|numpy numpy function.*default_rng",
+        "draws a random number of NumPy's, which a program would keep as a constant",
+        "draw it with torch (torch.rand(()), torch.randint) and keep it a tensor, or draw it outside and pass it",
+    ),
+    (
+        r"Operator `aten\.(?:equal|allclose|is_nonzero)|aten\.(?:equal|allclose)\.default",
+        "asks whether tensors are equal, and a program looks at no values",
+        "keep it a tensor: (a == b).all(), or torch.isclose(a, b).all(), with torch.where in the place of if",
+    ),
+    (
+        r"a set_ on a graph input",
+        "sets the .data of a buffer",
+        "change its values in place, as by self.buffer.copy_(new)",
+    ),
+    (
+        r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`",
+        "enters a block of torch by a call, as contextlib.ExitStack does",
+        "write it as a with statement: with torch.no_grad(): ...",
+    ),
+    (
         r"Tensor with grad_fn\(\)",
         "reads the grad_fn of a tensor, and a program has no autograd graph within",
         "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
@@ -150,8 +215,8 @@ def capture_error(
         return CaptureError(
             f"{type(model).__name__} returns a {unknown[1]}, a class that torch's pytrees do not know",
             source=line_or_call(users_own([defined_at(type(model).forward)])),
-            fix=f"call torch.export.register_dataclass({unknown[1]}) once, if it is a dataclass, or return its tensors "
-            "in a tuple or a dict",
+            fix=f"return tensors, numbers, strings and None, in tuples, lists and dicts; of a dataclass, call "
+            f"torch.export.register_dataclass({unknown[1]}) once",
         )
     reason = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if not isinstance(error, TorchDynamoException):
@@ -193,13 +258,21 @@ def capture_error(
         source=line_or_call(users_own(stack)),
         fix=_RAISES
         if raises
-        else hint[1].strip()
+        else (_ELSEWHERE if re.search(_VAGUE, hint[1]) else hint[1].strip())
         if hint and "tolist()" not in reason
+        else _ELSEWHERE
+        if re.search("returned non-Tensor|shape_env should not be None|as_proxy|checkpoint_sequential", text)
         else _SIZES + (_ROWS if any(x in text for x in ("aten.nonzero", "tolist()")) and stacked else ""),
     )
 
 
 _RAISES = "mend what raises there; if it does not raise uncompiled, write that line in another way"
+_ELSEWHERE = "take this out of forward: do it before the call and pass the result, or write it with operations of torch"
+# Hints of Dynamo's that are for its authors, or for a model that may run in parts.
+_VAGUE = (
+    "write Dynamo tracing rules|file an issue|graph break is fundamental|set_stance|backtrace further above|"
+    "custom operator|[Rr]eport an issue"
+)
 _SIZES = "write this line with tensor operations whose shapes do not depend on values"
 _ROWS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
 
@@ -282,10 +355,20 @@ _IN_PLACE_OF = {
 def refuse_higher_order(graph: fx.Graph) -> None:
     """Refuses a traced graph with an op that takes functions, or stands for one that writes to its arguments.
 
+    A collective is refused too.
+
     Raises:
         CaptureError: with the op and its line.
     """
     for node in graph.nodes:
+        if str(getattr(node.target, "namespace", "")).endswith("c10d_functional"):
+            raise CaptureError(
+                f"forward calls the collective {node.target}, and a model is written for one device: a program has its "
+                "own collectives",
+                source=line_or_call(line_of(node)),
+                fix="leave it out: results are those of the whole batch; or write what each rank does with "
+                "shardc.local_map",
+            )
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             name = node.target.name()
             written = node.args[0] if name.startswith("auto_functionalized") else None

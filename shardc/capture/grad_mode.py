@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import fx
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable
 from torch._dynamo.variables.ctx_manager import GradModeVariable, InferenceModeVariable
@@ -59,6 +60,7 @@ class GradMode:
         """Answers the questions that a trace in the block asks of tensors and of contexts of autograd functions."""
         attribute, grad_of = TensorVariable.var_getattr, TensorVariable.method_attr_grad
         of_context, sets = AutogradFunctionContextVariable.var_getattr, GradModeVariable._call_func
+        register, store = TensorVariable._method_register_hook, SideEffects.store_attr
         enter, leave = InferenceModeVariable.enter, InferenceModeVariable.exit
         checkpoint, block = CheckpointHigherOrderVariable.call_function, TorchCtxManagerClassVariable.call_function
 
@@ -69,6 +71,8 @@ class GradMode:
             return answer
 
         def method_attr_grad(this: Any, tx: Any) -> Any:
+            if this.source is not None:
+                raise Unsupported("the gradient of a parameter or an input")
             answer = grad_of(this, tx)  # None where Dynamo does not know; a computed tensor keeps no gradient
             return ConstantVariable.create(None) if answer is None and this.source is None else answer
 
@@ -88,6 +92,19 @@ class GradMode:
             if reentrant and _require_grad(getattr(result, "items", [result])) and not _require_grad(args[1:]):
                 raise Unsupported("a reentrant checkpoint of inputs without gradients")
             return result
+
+        def backward(this: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            raise Unsupported("a backward within forward")
+
+        def register_hook(this: Any, *args: Any, **kwargs: Any) -> Any:
+            if this.source is not None:
+                raise Unsupported("a hook of a parameter or an input")
+            return register(this, *args, **kwargs)
+
+        def store_attr(this: Any, item: Any, name: str, *how: Any) -> Any:
+            if name == "grad" and isinstance(item, TensorVariable) and item.source is not None:
+                raise Unsupported("the gradient of a parameter or an input")
+            return store(this, item, name, *how)
 
         def enter_inference(this: Any, tx: Any) -> Any:
             self._inference.append(this.target_values[0])
@@ -113,6 +130,9 @@ class GradMode:
             patch.object(TorchCtxManagerClassVariable, "call_function", make_block),
             patch.object(TensorVariable, "var_getattr", var_getattr),
             patch.object(TensorVariable, "method_attr_grad", method_attr_grad),
+            patch.object(TensorVariable, "method_backward", backward, create=True),
+            patch.object(TensorVariable, "_method_register_hook", register_hook),
+            patch.object(SideEffects, "store_attr", store_attr),
             patch.object(AutogradFunctionContextVariable, "var_getattr", needs_input_grad),
             patch.object(CheckpointHigherOrderVariable, "call_function", call_checkpoint),
             patch.object(InferenceModeVariable, "enter", enter_inference),

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch._dynamo import functional_export
-from torch._dynamo.variables import ConstDictVariable
+from torch._dynamo.exc import ObservedAttributeError
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.variables import ConstDictVariable, UserDefinedObjectVariable
 
 from shardc._compat import is_wrapper, traced_code
+from shardc.capture.attributes import Change
 from shardc.capture.source import users_own
 from shardc.errors import CaptureError
 from shardc.ir.code import code_hash
 from shardc.ir.inner import with_inner
 from shardc.ir.kinds import lost_names, why_refused
 from shardc.ir.reads import Lookup, Read, Reads, parse
-from shardc.ir.told import is_told
-from shardc.ir.value_text import module_name
+from shardc.ir.told import is_told, is_told_module
+from shardc.ir.value_text import MAIN, module_name
 
 # By the name of a guard, what it looks at; guards that are not here look at a value.
 _WHAT: dict[str, Any] = {
@@ -47,9 +54,10 @@ _MODEL, _LOSS = "L['self']._modules['model']", "L['self']._loss[0]"
 def recorded() -> Iterator[list[Any]]:
     """What Dynamo returns to its export, for each trace in the block.
 
-    Dynamo also notes keys that code looks up in a dict and that are not there.
+    Dynamo also notes keys that code looks up in a dict, and attributes, that are not there.
     """
     traces: list[Any] = []
+    attribute = UserDefinedObjectVariable.var_getattr
     before, look_up = functional_export.fullgraph_capture, ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def record(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +69,16 @@ def recorded() -> Iterator[list[Any]]:
             self.install_dict_contains_guard(tx, [key])
         return look_up(self, tx, key)
 
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        try:
+            return attribute(self, tx, name)
+        except ObservedAttributeError:
+            if self.source is not None:
+                install_guard(self.source.make_guard(partial(GuardBuilder.HASATTR, attr=name)))
+            raise
+
     with (
+        patch.object(UserDefinedObjectVariable, "var_getattr", var_getattr),
         patch.object(functional_export, "fullgraph_capture", record),
         patch.object(ConstDictVariable, "getitem_const_raise_exception_if_absent", looked_up),
     ):
@@ -94,7 +111,9 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
         create = guard.create_fn
         kind, given = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
         lookup = Lookup(model, loss, scopes)
-        text = _expression(guard.originating_source, imported, output.global_scope, scopes)
+        source = guard.originating_source
+        written = source.name if isinstance(source.name, str) else source.name()
+        text = _expression(written, imported, output.global_scope, scopes)
         if text is None or kind in _NOT_READS or _MACHINERY.search(text):
             continue
         what, key = _WHAT.get(kind, "value"), given.get("attr", given.get("key"))
@@ -132,9 +151,26 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
     return Reads(tuple(ordered), scopes, tuple(sorted(traced.items())))
 
 
-def _expression(source: Any, imported: dict[str, str], scope: Any, scopes: dict[str, Any]) -> str | None:
+def expressed(trace: Any, changes: Iterable[Change], reads: Reads) -> list[Change]:
+    """``changes`` of a trace, named as ``reads`` names things; those in globals of torch and of libraries are left out."""
+    capture = trace.graph_capture_output
+    scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
+    found = []
+    for change in changes:
+        own, owner = (_expression(x, imported, scope, reads.scopes) for x in (change.expression, change.owner))
+        if own and owner and not any(map(_of_library, re.findall(r"module\('([^']+)'\)", own))):
+            found.append(replace(change, expression=own, owner=owner))
+    return found
+
+
+def _of_library(module: str) -> bool:
+    found = sys.modules.get("__main__" if module == MAIN else module)
+    file = getattr(found, "__file__", None) or ""
+    return found is None or is_told_module(found) or f"{os.sep}site-packages{os.sep}" in file
+
+
+def _expression(text: str, imported: dict[str, str], scope: Any, scopes: Any) -> str | None:
     """The source of a guard in terms of ``model`` and ``loss``; None where it is neither theirs nor a global."""
-    text = source.name if isinstance(source.name, str) else source.name()
     text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
 
     def name(found: re.Match[str]) -> str:

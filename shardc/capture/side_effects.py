@@ -47,8 +47,8 @@ def side_effects(
                 )
             whose.append(f"{_module(path)} fills its empty buffer {name!r}")
     # Numbers and the like that a module counts, or notes for others, are nothing to a program.
-    tensors = {change.owner for change in sets if change.tensors}
-    silent = {change.owner for change in sets} - tensors
+    own = [change for change in sets if change.owner.startswith("model")]
+    silent = {change.owner for change in own} - {change.owner for change in own if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
     whose += [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
     text = "in forward; the compiled program does not"

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import traceback
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
-from shardc.ir.told import is_told
-
-_NOT_THE_USERS = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from shardc.ir.told import is_told, told_place
 
 
 def frames(trace: str) -> list[str]:
@@ -28,8 +24,8 @@ def line_of(node: fx.Node) -> str:
 
 
 def users_own(frames: Iterable[str]) -> str:
-    """The innermost of ``frames`` that is neither torch's nor shardc's; empty if there is none."""
-    own = [frame for frame in frames if not frame.startswith(_NOT_THE_USERS)]
+    """The innermost of ``frames`` that is neither torch's, shardc's nor Python's; empty if there is none."""
+    own = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
     return own[-1] if own else ""
 
 

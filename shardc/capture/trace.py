@@ -34,7 +34,7 @@ from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
-from shardc.capture.reads import reads_of, recorded
+from shardc.capture.reads import expressed, reads_of, recorded
 from shardc.capture.side_effects import changed_arguments, prints, side_effects
 from shardc.capture.states import computes, states_asked
 from shardc.capture.strides import fake_like, without_strides
@@ -277,7 +277,7 @@ def trace(
         return other.reads if one == two else None
 
     codes = traced_code(traces[-1].graph_capture_output)
-    reads = changed_reads(sets, reads, model, loss, codes, again if settles else lambda _: None)
+    reads = changed_reads(expressed(traces[-1], sets, reads), reads, model, loss, codes, again if settles else lambda _: None)
     if settles and records and reads.grad_mode and (other := again({}, grad=False)) is not None:
         both = reads.joined(other)  # the same is computed without gradients: one program is enough
         reads = reads if both is None else replace(both, found=tuple(x for x in both.found if x != Read(GRAD_MODE)))

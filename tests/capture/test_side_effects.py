@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -131,6 +133,171 @@ def test_attributes_that_forward_reads_and_changes_are_refused(run: Callable[[An
     assert caught.value.source is not None and caught.value.fix is not None and f"self.{name}" in caught.value.fix
     file, _, line = caught.value.source.rpartition(":")
     assert file == __file__ and first < int(line) <= first + 4
+
+
+def counts_lazily(self: Any, x: Tensor) -> Tensor:
+    self.late = getattr(self, "late", 0) + 1
+    return self.inner(x) * self.late
+
+
+def tries_first(self: Any, x: Tensor) -> Tensor:
+    try:
+        self.late += 1
+    except AttributeError:
+        self.late = 1
+    return self.inner(x) * self.late
+
+
+def adds_the_last(self: Any, x: Tensor) -> Tensor:
+    out = self.inner(x)
+    out = out + self.late if hasattr(self, "late") else out
+    self.late = x
+    return out
+
+
+def notes_lazily(self: Any, x: Tensor) -> Tensor:
+    """Whether there is one makes no difference."""
+    if not hasattr(self, "late"):
+        self.late = None
+    self.late = x
+    return self.inner(x)
+
+
+def makes_a_table(self: Any, x: Tensor) -> Tensor:
+    if not hasattr(self, "late"):
+        self.late = torch.arange(4.0)
+    return self.inner(x) + self.late
+
+
+def notes_a_number(self: Any, x: Tensor) -> Tensor:
+    self.cache["calls"] = self.cache.get("calls", 0) + 1
+    return self.inner(x)
+
+
+@pytest.mark.parametrize("run", [counts_lazily, tries_first, adds_the_last], ids=lambda run: run.__name__)
+def test_attributes_that_are_not_there_at_first(run: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="forward reads and changes the attribute '0.late'"):
+        simulation(nn.Sequential(Attributes(run)))(torch.ones(4, 4), grad=False)
+
+
+@pytest.mark.filterwarnings("ignore:module '0' changes its attributes")
+@pytest.mark.parametrize("run", [notes_lazily, makes_a_table, notes_a_number], ids=lambda run: run.__name__)
+def test_attributes_that_are_made_and_change_nothing(run: Callable[[Any, Tensor], Tensor]) -> None:
+    model = nn.Sequential(Attributes(run))
+    x, own, sim = torch.ones(4, 4), copy.deepcopy(model), simulation(model)
+    for _ in range(2):
+        torch.testing.assert_close(sim(x, grad=False), own(x))
+
+
+CALLS, LAST, TABLE, TOLD = 0, None, None, False
+SEEN: list[Any] = []
+COUNTED: dict[str, int] = {"calls": 0}
+NUMBERS = itertools.count(1)
+
+
+class Shared:
+    calls = 0
+
+
+def counts_globally(self: Any, x: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return self.inner(x) * CALLS
+
+
+def counts_in_a_global_dict(self: Any, x: Tensor) -> Tensor:
+    COUNTED["calls"] += 1
+    return self.inner(x) * COUNTED["calls"]
+
+
+def counts_in_a_global_list(self: Any, x: Tensor) -> Tensor:
+    SEEN.append(1)
+    return self.inner(x) * len(SEEN)
+
+
+def counts_in_a_class(self: Any, x: Tensor) -> Tensor:
+    Shared.calls += 1
+    return self.inner(x) * Shared.calls
+
+
+def counts_by_an_iterator(self: Any, x: Tensor) -> Tensor:
+    return self.inner(x) * next(NUMBERS)
+
+
+def counts_in_a_default(self: Any, x: Tensor, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return self.inner(x) * calls[0]
+
+
+def adds_the_last_global(self: Any, x: Tensor) -> Tensor:
+    global LAST
+    before, LAST = LAST, x
+    return self.inner(x) if before is None else self.inner(x) + before
+
+
+def counter_in_a_closure() -> Callable[[Any, Tensor], Tensor]:
+    calls = 0
+
+    def counts_in_a_closure(self: Any, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return self.inner(x) * calls
+
+    return counts_in_a_closure
+
+
+GLOBALS = {
+    counts_globally: "CALLS", counts_in_a_global_dict: "COUNTED", counts_in_a_global_list: "SEEN",
+    counts_in_a_class: "Shared.calls", counts_by_an_iterator: "NUMBERS", adds_the_last_global: "LAST",
+    counts_in_a_default: "run.__defaults__[0]", counter_in_a_closure(): "run.__closure__[0].cell_contents",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", GLOBALS, ids=lambda run: run.__name__)
+def test_globals_that_forward_reads_and_changes_are_refused(run: Callable[[Any, Tensor], Tensor]) -> None:
+    module = shardc.compile(nn.Sequential(Attributes(run)), MESH, PLAN, backend="eager")
+    with pytest.raises(CaptureError, match=f"reads and changes the .*{re.escape(GLOBALS[run])}'?, which") as caught:
+        module.lower(torch.empty(8, 4))
+    assert caught.value.fix is not None and "buffer" in caught.value.fix
+    file, _, line = (caught.value.source or "").rpartition(":")
+    assert file == __file__ and 0 < int(line) - run.__code__.co_firstlineno <= 3
+    assert (CALLS, LAST, SEEN, COUNTED, Shared.calls) == (0, None, [], {"calls": 0}, 0)
+
+
+def tells_once(self: Any, x: Tensor) -> Tensor:
+    global TOLD
+    if not TOLD:
+        TOLD = True
+    return self.inner(x)
+
+
+def fills_a_global_table(self: Any, x: Tensor) -> Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = torch.arange(4.0)
+    return self.inner(x) + TABLE
+
+
+def counts_globally_alone(self: Any, x: Tensor) -> Tensor:
+    global CALLS
+    CALLS = CALLS + 1
+    COUNTED["calls"] += 1
+    SEEN.append(x.shape)
+    return self.inner(x)
+
+
+@pytest.mark.parametrize("run", [tells_once, fills_a_global_table, counts_globally_alone], ids=lambda run: run.__name__)
+def test_globals_that_change_nothing(run: Callable[[Any, Tensor], Tensor]) -> None:
+    model, x = nn.Sequential(Attributes(run)), torch.ones(4, 4)
+    with pytest.warns(ShardcWarning, match="the model changes globals"):
+        sim = simulation(model)
+        outs = [sim(x, grad=False) for _ in range(2)]
+    assert (CALLS, TABLE, SEEN, COUNTED, TOLD) == (0, None, [], {"calls": 0}, False)
+    for out in outs:
+        torch.testing.assert_close(out, model(x))
+    globals().update(CALLS=0, TABLE=None, TOLD=False)
+    SEEN.clear()
+    COUNTED.update(calls=0)
 
 
 NOTED: list[Tensor] = []
