@@ -14,10 +14,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from shardc._compat import pytree
-from shardc.capture.source import line_or_call
 from shardc.errors import InputError
 from shardc.ir.inner import flattened
 from shardc.ir.kinds import why_refused
+from shardc.ir.told import calling_line
 from shardc.lower import BACKENDS
 from shardc.passes.options import Options
 from shardc.plan.value import Plan
@@ -113,7 +113,7 @@ def _check_tensors(model: nn.Module) -> None:
             if isinstance(x, UninitializedParameter | UninitializedBuffer):
                 raise InputError(
                     f"{kind} {name!r} is of a lazy module and has no shape yet",
-                    source=line_or_call(""),
+                    source=calling_line(),
                     fix="call the model once, then compile it",
                 )
             if refused := why_refused(x, stored=kind != "attribute"):

@@ -14,13 +14,14 @@ from torch import fx
 from torch._functorch._aot_autograd import descriptors as aot
 from torch.utils.checkpoint import CheckpointPolicy
 
-from shardc.capture.source import line_of, line_or_call
+from shardc.capture.source import line_of
 from shardc.errors import CaptureError
 from shardc.ir import graph as ir
 from shardc.ir import ops
 from shardc.ir.graph import Info, NameScope, Origin, Role
 from shardc.ir.returned import AGAIN
 from shardc.ir.rewriter import GraphRewriter
+from shardc.ir.told import calling_line
 
 PREFIX = "model."  # of what the traced module holds
 OUTPUT = ""  # name of the tag that keeps outputs apart
@@ -185,7 +186,7 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], again: Container[Any])
             kind, instead = _UNCHANGED[role.kind]
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
-                source=line_or_call(line_of(made)),
+                source=line_of(made) or calling_line(),
                 fix=f"compute a new tensor from it, {instead}",
             )
 

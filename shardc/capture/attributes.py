@@ -149,8 +149,8 @@ def changed_reads(
         name = _variable(change, at)
         if not name.isidentifier() or name in loaded:
             error = CaptureError(
-                f"forward reads and changes {_shown(change.expression)}, which a compiled program does not change: each "
-                "call would compute with its first value",
+                f"forward reads and changes {_shown(change.expression)}, which a compiled program does not change: "
+                "each call would compute with its first value",
                 source=change.line or None,
                 fix=_fix(change),
             )
@@ -230,7 +230,7 @@ def _of_inputs(node: Any) -> bool:
 
 
 def _loaded(code: Iterable[CodeType]) -> set[str]:
-    """The names of attributes and globals that ``code`` loads, but to change them or to compute their own next value."""
+    """The attributes and globals that ``code`` loads, but to change them or to compute their own next value."""
     names: set[str] = set()
     for each in code:
         try:

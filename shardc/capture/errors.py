@@ -13,9 +13,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import TorchDynamoException
 
-from shardc.capture.source import defined_at, frames, line_of, line_or_call, users_own
+from shardc.capture.refusals import KNOWN
+from shardc.capture.source import defined_at, frames, line_of, users_own
 from shardc.errors import CaptureError
 from shardc.ir.graph import info, placeholders, role
+from shardc.ir.told import calling_line
 
 # What Dynamo says of an op that does not take its operands: (op, why).
 _FAILED = (
@@ -28,160 +30,6 @@ _PRODUCTS = {
     _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.mv.default,
     _aten.addmv.default, _aten.dot.default, _aten.convolution.default,
 }  # fmt: skip
-# (what stands in an error, what the model does, what to do)
-_KNOWN = (
-    (
-        r"source-less requires_grad_\(\)|returning intermediate with requires_grad_",
-        "differentiates by a tensor that it calls requires_grad_() on itself, which Dynamo cannot trace",
-        "write the gradient as a function, torch.func.grad(lambda x: self.energy(x).sum())(x), or pass that tensor as "
-        "an input with requires_grad=True",
-    ),
-    (
-        r"_checkpoint_without_reentrant_generator|_composable/checkpoint_activation\.py",
-        "has a module under the composable checkpoint, whose hooks cannot be traced",
-        "wrap it with checkpoint_wrapper, or call torch.utils.checkpoint.checkpoint in forward",
-    ),
-    (
-        "`pack_padded_sequence`",
-        "packs a sequence, whose sizes depend on the values of lengths",
-        "run the layer on the padded tensor, and take of each row what its length says",
-    ),
-    (
-        r"`aten\._ctc_loss|loss_ctc\.py",
-        "computes a CTC loss (ctc_loss), in which sizes depend on the values of lengths",
-        "take it outside of the compiled module, of the outputs that this returns without loss= and without labels: "
-        "each rank takes the mean of its rows",
-    ),
-    (
-        "wrap sparse Tensor|SparseCPU|SparseCUDA|[Ss]parse (?:CSR )?tensors",
-        "computes with a sparse tensor, which no rank can hold a shard of",
-        "keep its indices and values as plain tensors (index_select, then index_add), or make it dense",
-    ),
-    (
-        r"a random number of Python's|\bRandom\.(?:random|choice|shuffle|sample|uniform|gauss|getrandbits)",
-        "draws a random number of Python's, which a program would keep as a constant",
-        "draw it with torch (torch.rand(()), torch.randint) and keep it a tensor, or draw it outside and pass it as a "
-        "tensor",
-    ),
-    (
-        r"the grad mode in a reentrant checkpoint",
-        "asks in a reentrant checkpoint whether gradients are recorded: one device runs this code twice, in forward "
-        "without gradients and in backward with them",
-        "pass use_reentrant=False to the checkpoint",
-    ),
-    (
-        "a reentrant checkpoint of inputs without gradients",
-        "runs parameters in a reentrant checkpoint none of whose arguments requires a gradient: one device gives these "
-        "parameters none",
-        "pass use_reentrant=False to the checkpoint",
-    ),
-    (
-        r"gradients enabled in inference_mode\(\)",
-        "enables gradients in a block of torch.inference_mode(), in which one device records none",
-        "enter torch.no_grad() in the place of torch.inference_mode(), or leave out what enables gradients",
-    ),
-    (
-        "a tensor that is not of inference mode",
-        "is called in inference mode, and asks whether a view of a parameter, or a tensor that it computes after "
-        "torch.inference_mode(False), requires a gradient",
-        "call it under torch.no_grad() in the place of torch.inference_mode()",
-    ),
-    (
-        r"is_inference\(\) during tracing|torch\.is_inference\b",
-        "asks whether a tensor is one of inference mode, which a program does not know",
-        "ask whether it requires a gradient, by h.requires_grad",
-    ),
-    (
-        r"a backward within forward|function `backward` in file \S+autograd",
-        "calls backward() in forward, and a program adds to no gradients",
-        "take torch.autograd.grad(loss, params) there, or return the loss and call backward() on that",
-    ),
-    (
-        r"ignore_fresh_unbacked_symbols|while_loop",
-        "loops until a tensor says so, and a program looks at no values",
-        "write a loop of Python over a fixed number of steps, with torch.where for those that shall change nothing",
-    ),
-    (
-        r"shape_env must not be None|nested_tensor",
-        "makes a nested tensor, whose sizes depend on values",
-        "pad its rows to one length, and mask what is padded",
-    ),
-    (
-        "the gradient of a parameter or an input",
-        "reads or sets the .grad of a parameter or an input in forward, where a program has none",
-        "do that between steps, outside of forward",
-    ),
-    (
-        "a hook of a parameter or an input",
-        "registers a hook of a parameter or an input in forward, which each call would register again",
-        "register it once, on the compiled module's parameter; of an input, register it on a tensor computed of it",
-    ),
-    (
-        r"Unsupported Tensor\.requires_grad_\(\) call|setattr\(\) on Tensor\.requires_grad",
-        "changes in forward whether a tensor requires a gradient",
-        "use h.detach() for what shall have none, or set requires_grad of parameters and inputs before the call",
-    ),
-    (
-        r"`Tensor\.retain_grad\(\)`",
-        "calls retain_grad() in forward, and a program keeps no gradients of what it computes within",
-        "return the tensor, and call retain_grad() on that",
-    ),
-    (
-        "modified by an inplace operation",
-        "changes in place what its backward needs: one device refuses that backward",
-        "write the change without the underscore, so that it makes a new tensor",
-    ),
-    (
-        r"builtin `time\.|function `time\.",
-        "asks for the time, which a program would keep as a constant",
-        "take the time around the call of the module",
-    ),
-    (
-        r"`(?:numpy|np)\.random|numpy\.random|method `\w+` of class `(?:Generator|RandomState)`|numpy numpy function.*default_rng",
-        "draws a random number of NumPy's, which a program would keep as a constant",
-        "draw it with torch (torch.rand(()), torch.randint) and keep it a tensor, or draw it outside and pass it",
-    ),
-    (
-        r"Operator `aten\.(?:equal|allclose|is_nonzero)|aten\.(?:equal|allclose)\.default",
-        "asks whether tensors are equal, and a program looks at no values",
-        "keep it a tensor: (a == b).all(), or torch.isclose(a, b).all(), with torch.where in the place of if",
-    ),
-    (
-        r"a set_ on a graph input",
-        "sets the .data of a buffer",
-        "change its values in place, as by self.buffer.copy_(new)",
-    ),
-    (
-        r"function `(?:no_grad|enable_grad|set_grad_enabled|inference_mode|autocast)\.__enter__`",
-        "enters a block of torch by a call, as contextlib.ExitStack does",
-        "write it as a with statement: with torch.no_grad(): ...",
-    ),
-    (
-        r"Tensor with grad_fn\(\)",
-        "reads the grad_fn of a tensor, and a program has no autograd graph within",
-        "ask h.requires_grad, or not h.is_leaf, in the place of h.grad_fn is not None",
-    ),
-    (
-        r"`CheckpointFunction\.",
-        "calls torch.utils.checkpoint.CheckpointFunction.apply, which cannot be traced",
-        "call torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)",
-    ),
-    (
-        r"\ba state, ",
-        "asks for a state of torch or of the process, which a program would keep as a constant",
-        "ask for it outside, and pass it as an argument or set an attribute of the model",
-    ),
-    (
-        "maximum recursion depth exceeded",
-        "calls itself without end",
-        "let a method that shardc.register_forward_method makes a program call parts of the module, and not the module",
-    ),
-    (
-        "_local_scalar_dense|data-dependent expression",
-        "takes a number out of a tensor, and a program looks at no values",
-        "keep it a tensor: torch.where in the place of if, and no .item(), int(), float() or bool() of it",
-    ),
-)
 LOSS_GAVE = "what is traced gave "
 
 
@@ -202,19 +50,19 @@ def capture_error(
         if loss is None:
             return CaptureError(
                 f"{type(model).__name__} returns no tensor",
-                source=line_or_call(users_own([defined_at(type(model).forward)])),
+                source=users_own([defined_at(type(model).forward)]) or calling_line(),
                 fix="return what a step computes",
             )
         name = getattr(loss, "__name__", type(loss).__name__)
         return CaptureError(
             f"the loss {name!r} gives {gave[1].strip()}, not one real number as a tensor",
-            source=line_or_call(users_own([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)])),
+            source=users_own([defined_at(loss.forward if isinstance(loss, nn.Module) else loss)]) or calling_line(),
             fix="return a tensor of one element: a mean or a sum, and no .item()",
         )
     if unknown := re.search(r"Found <class '(?:.*\.)?(\w+)'> in output", text):
         return CaptureError(
             f"{type(model).__name__} returns a {unknown[1]}, a class that torch's pytrees do not know",
-            source=line_or_call(users_own([defined_at(type(model).forward)])),
+            source=users_own([defined_at(type(model).forward)]) or calling_line(),
             fix=f"return tensors, numbers, strings and None, in tuples, lists and dicts; of a dataclass, call "
             f"torch.export.register_dataclass({unknown[1]}) once",
         )
@@ -228,26 +76,26 @@ def capture_error(
             said = f"{failed[1]} says: {failed[2]}{kept and '; '}{kept}"
             return CaptureError(
                 f"{type(model).__name__} does not run on {_shown(inputs)}: {said}",
-                source=line_or_call(users_own(stack)),
+                source=users_own(stack) or calling_line(),
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
     stacked = any(param.dim() == 3 for param in model.parameters())  # as the weights of experts are
-    for form, what, fix in _KNOWN:
+    for form, what, fix in KNOWN:
         if re.search(form, text):
             fix += _ROWS if stacked and "_local_scalar_dense" in form else ""
-            line = users_own(stack) or ("requires_grad_" in form and _line_with("requires_grad_(", model)) or ""
-            return CaptureError(f"{type(model).__name__} {what}", source=line_or_call(line), fix=fix)
+            line = users_own(stack) or ("requires_grad_" in form and line_with("requires_grad_(", model))
+            return CaptureError(f"{type(model).__name__} {what}", source=line or calling_line(), fix=fix)
     if op := re.search(r"backward through (\S+) but no autograd formula was registered", text):
         return CaptureError(
             f"{op[1]}, which {type(model).__name__} calls, has no gradient",
-            source=line_or_call(users_own(stack)),
+            source=users_own(stack) or calling_line(),
             fix="give it one with torch.library.register_autograd, or call it under torch.no_grad()",
         )
     if (drops := _layer_drops(model)) and "ata-dependent branching" in text:
         return CaptureError(
             f"{type(model).__name__} draws which layers to skip ({', '.join(drops)} of its config), and a program has "
             "all its layers in each step",
-            source=line_or_call(users_own(stack)),
+            source=users_own(stack) or calling_line(),
             fix=f"make the model of a config with {', '.join(f'{name}=0.0' for name in drops)}",
         )
     raises = re.search(r"(raised exception .*)", text)
@@ -255,13 +103,13 @@ def capture_error(
     hint = re.search(r"Hint: (.*)", text)
     return CaptureError(
         f"{type(model).__name__} cannot be traced to one graph: {reason}" + (f" ({why[1].strip()})" if why else ""),
-        source=line_or_call(users_own(stack)),
+        source=users_own(stack) or calling_line(),
         fix=_RAISES
         if raises
         else (_ELSEWHERE if re.search(_VAGUE, hint[1]) else hint[1].strip())
         if hint and "tolist()" not in reason
         else _ELSEWHERE
-        if re.search("returned non-Tensor|shape_env should not be None|as_proxy|checkpoint_sequential", text)
+        if re.search("returned non-Tensor|shape_env should not be None|as_proxy", text)
         else _SIZES + (_ROWS if any(x in text for x in ("aten.nonzero", "tolist()")) and stacked else ""),
     )
 
@@ -277,7 +125,7 @@ _SIZES = "write this line with tensor operations whose shapes do not depend on v
 _ROWS = "; if rows go to experts here, write one expert as a function under @shardc.experts"
 
 
-def _line_with(text: str, model: nn.Module) -> str | None:
+def line_with(text: str, model: nn.Module) -> str | None:
     """The first line with ``text`` in the forward of one of the modules, as ``file:line``."""
     for module in model.modules():
         with suppress(OSError, TypeError):  # no source
@@ -305,9 +153,11 @@ def check_result(out: Any, is_loss: bool) -> None:
         kind = f"a tensor of {out.dtype}, {list(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         raise ValueError(f"{LOSS_GAVE}{kind}")
     leaves = pytree.tree_leaves(out)
+    for x in leaves:
+        if not isinstance(x, Tensor | int | float | str | None):
+            raise ValueError(f"Found <class '{type(x).__name__}'> in output")
     if not any(isinstance(x, Tensor) for x in leaves):
-        unknown = [type(x).__name__ for x in leaves if not isinstance(x, int | float | str | None)]
-        raise ValueError(f"Found <class '{unknown[0]}'> in output" if unknown else LOSS_GAVE)
+        raise ValueError(LOSS_GAVE)
 
 
 def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
@@ -321,7 +171,7 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
                 raise CaptureError(
                     f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in found)}; the inputs "
                     f"are {_shown(given)}{kept and '; '}{kept}",
-                    source=line_or_call(info(node).origin.source),
+                    source=info(node).origin.source or calling_line(),
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )
 
@@ -337,7 +187,7 @@ def refuse_sparse(graph: fx.Graph) -> None:
         if any(x.layout is not torch.strided for x in results):
             raise CaptureError(
                 f"{node.target} makes a sparse tensor, which no rank can hold a shard of",
-                source=line_or_call(line_of(node)),
+                source=line_of(node) or calling_line(),
                 fix="leave sparse=True out of the embedding (or set module.sparse = False before compile), and use an "
                 "optimizer for dense gradients; keep other sparse tensors as plain indices and values",
             )
@@ -365,7 +215,7 @@ def refuse_higher_order(graph: fx.Graph) -> None:
             raise CaptureError(
                 f"forward calls the collective {node.target}, and a model is written for one device: a program has its "
                 "own collectives",
-                source=line_or_call(line_of(node)),
+                source=line_of(node) or calling_line(),
                 fix="leave it out: results are those of the whole batch; or write what each rank does with "
                 "shardc.local_map",
             )
@@ -376,7 +226,7 @@ def refuse_higher_order(graph: fx.Graph) -> None:
             instead = next((fix for start, fix in _IN_PLACE_OF.items() if name.startswith(start)), None)
             raise CaptureError(
                 f"{what} has no sharding rule",
-                source=line_or_call(line_of(node)),
+                source=line_of(node) or calling_line(),
                 fix=instead
                 or "write it with ops of torch, such as a Python loop over tensors that are traced one by one",
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import combinations as chosen
 from math import log, pi
 from typing import Any
@@ -200,6 +201,15 @@ def _reduced(loss: Tensor, reduction: str) -> Tensor:
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
+def get_cached(self: Any, instance: Any, owner: Any = None) -> Any:
+    """`functools.cached_property` without its lock (Python 3.11)."""
+    if instance is None:
+        return self
+    if self.attrname not in instance.__dict__:
+        instance.__dict__[self.attrname] = self.func(instance)
+    return instance.__dict__[self.attrname]
+
+
 # Where it is looked up, by which name, what stands there meanwhile.
 _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     (F, "embedding_bag", embedding_bag),
@@ -213,6 +223,7 @@ _OTHER_FORMS: tuple[tuple[Any, str, Any], ...] = (
     *raises.OTHER_FORMS,
     *classes.OTHER_FORMS,
     *side_effects.OTHER_FORMS,
+    (cached_property, "__get__", get_cached),
 )
 if linear_cross_entropy is not None:  # from torch 2.13 on
     _OTHER_FORMS += (

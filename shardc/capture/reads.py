@@ -152,7 +152,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
 
 
 def expressed(trace: Any, changes: Iterable[Change], reads: Reads) -> list[Change]:
-    """``changes`` of a trace, named as ``reads`` names things; those in globals of torch and of libraries are left out."""
+    """``changes`` of a trace, named as ``reads`` names things, without those in globals of torch and of libraries."""
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
     found = []

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from shardc.capture.attributes import MODEL, Change
+from shardc.capture.errors import line_with
 from shardc.errors import CaptureError, ShardcWarning
+from shardc.ir.told import calling_line
 
 
 def side_effects(
@@ -43,6 +45,7 @@ def side_effects(
             if not is_cache:
                 raise CaptureError(
                     f"the model replaces the buffer {f'{path}.{name}'.lstrip('.')!r} by another tensor",
+                    source=line_with(f"self.{name} = ", model) or calling_line(),
                     fix=f"change it in place, as by self.{name}.copy_(new)",
                 )
             whose.append(f"{_module(path)} fills its empty buffer {name!r}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-import traceback
 from collections.abc import Iterable
 from typing import Any
 
 from torch import fx
 
-from shardc.ir.told import is_told, told_place
+from shardc.ir.told import told_place
 
 
 def frames(trace: str) -> list[str]:
@@ -27,14 +26,6 @@ def users_own(frames: Iterable[str]) -> str:
     """The innermost of ``frames`` that is neither torch's, shardc's nor Python's; empty if there is none."""
     own = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
     return own[-1] if own else ""
-
-
-def line_or_call(line: str) -> str | None:
-    """``line``, or where it is empty the user's line that calls shardc or a compiled module."""
-    stack = (
-        f"{frame.f_code.co_filename}:{at}" for frame, at in traceback.walk_stack(None) if not is_told(frame.f_code)
-    )
-    return line or next(stack, None)
 
 
 def defined_at(function: Any) -> str:

@@ -12,7 +12,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.variables import PolyfilledFunctionVariable, UserFunctionVariable
+from torch._dynamo.utils import np
+from torch._dynamo.variables import ConstantVariable, PolyfilledFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.misc import NumpyVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
 from shardc._compat import FakeTensor
@@ -70,7 +72,21 @@ def states_asked() -> Iterator[set[Read]]:
 
         return call_function
 
+    of_numpy = NumpyVariable.call_function
+
+    def call_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if _is_number_of_numpy(self.value) and all(x.is_python_constant() for x in given):
+            number = self.value(
+                *(x.as_python_constant() for x in args),
+                **{name: x.as_python_constant() for name, x in kwargs.items()},
+            )
+            if isinstance(number, np.generic):
+                return ConstantVariable.create(number.item())
+        return of_numpy(self, tx, args, kwargs)
+
     with (
+        patch.object(NumpyVariable, "call_function", call_numpy),
         patch.object(TorchInGraphFunctionVariable, "call_function", call_function),
         patch.object(UserFunctionVariable, "call_function", of_python(UserFunctionVariable.call_function)),
         patch.object(PolyfilledFunctionVariable, "call_function", of_python(PolyfilledFunctionVariable.call_function)),
@@ -88,6 +104,11 @@ def _of_torch(path: str) -> Any:
 
 # Functions, and not their names, which a user's own may have, too.
 _PURE_FUNCTIONS = {*filter(callable, vars(math).values()), *filter(callable, map(_of_torch, _PURE))}
+
+
+def _is_number_of_numpy(function: Any) -> bool:
+    """Whether a function of NumPy makes a number of numbers, as ``np.prod(x.shape)`` and ``np.sqrt(4)``."""
+    return np is not None and (isinstance(function, np.ufunc) or function in (np.prod, np.sum, np.min, np.max, np.mean))
 
 
 def _is_pure(function: Any) -> bool:

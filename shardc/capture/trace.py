@@ -255,9 +255,8 @@ def trace(
             raise
         except Exception as error:  # of Dynamo, of torch's fake kernels, of the model
             raise capture_error(model, error, loss, named, uncast) from error
-        messages = [str(warning.message) for warning in said]
         with mode:
-            changes = side_effects(messages, model, lambda: root(*fakes), sets)
+            changes = side_effects([str(each.message) for each in said], model, lambda: root(*fakes), sets)
             changes += changed_arguments(model, *root.arguments(fakes)[:2])
         of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
@@ -277,7 +276,8 @@ def trace(
         return other.reads if one == two else None
 
     codes = traced_code(traces[-1].graph_capture_output)
-    reads = changed_reads(expressed(traces[-1], sets, reads), reads, model, loss, codes, again if settles else lambda _: None)
+    sets = expressed(traces[-1], sets, reads)
+    reads = changed_reads(sets, reads, model, loss, codes, again if settles else lambda _: None)
     if settles and records and reads.grad_mode and (other := again({}, grad=False)) is not None:
         both = reads.joined(other)  # the same is computed without gradients: one program is enough
         reads = reads if both is None else replace(both, found=tuple(x for x in both.found if x != Read(GRAD_MODE)))

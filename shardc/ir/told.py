@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
 import types
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,12 @@ def told_place(file: str) -> str | None:
 def is_told(code: types.CodeType) -> bool:
     """Return whether ``code`` is told by a version."""
     return told_place(code.co_filename) is not None
+
+
+def calling_line() -> str | None:
+    """Where code that is not told calls torch, shardc or Python, as ``file:line``; None where nothing does."""
+    stack = ((frame.f_code, line) for frame, line in traceback.walk_stack(None))
+    return next((f"{code.co_filename}:{line}" for code, line in stack if not is_told(code)), None)
 
 
 def is_told_class(cls: type) -> bool:

@@ -16,6 +16,7 @@ from shardc.errors import InputError
 from shardc.ir.deferred import Deferred
 from shardc.ir.layout import Layout
 from shardc.ir.reads import Values
+from shardc.ir.told import calling_line
 from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.runtime.module_snapshot import Mode
 from shardc.runtime.torch_global_state import Surroundings
@@ -205,6 +206,7 @@ def _leaf(name: str, x: Any) -> Like | Constant:
         kind = type(x).__name__
         raise InputError(
             f"input {name!r} is a {kind}, a dataclass that torch's pytrees do not know",
+            source=calling_line(),
             fix=f"call torch.export.register_dataclass({kind}) once, before the first call",
         )
     try:
@@ -212,6 +214,7 @@ def _leaf(name: str, x: Any) -> Like | Constant:
     except TypeError:
         raise InputError(
             f"input {name!r} is a {type(x).__name__}, neither a tensor nor a constant that can be compared",
+            source=calling_line(),
             fix="pass a tensor, or a number, a string or None (in lists, tuples and dicts, if need be)",
         ) from None
     return Constant(type(x), x)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
+import functools
 import inspect
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
@@ -57,12 +64,87 @@ def sums_bags_sparse(net: Any, x: Tensor) -> Tensor:
     return F.embedding_bag(torch.arange(4).view(4, 1), net.linear.weight, sparse=True) + x
 
 
+def goes_backward(net: Any, x: Tensor) -> Any:
+    net.linear(x).sum().backward()
+    return net.linear(x)
+
+
+def goes_backward_by_function(net: Any, x: Tensor) -> Any:
+    torch.autograd.backward([net.linear(x).sum()])
+    return net.linear(x)
+
+
+def sets_a_gradient(net: Any, x: Tensor) -> Any:
+    net.linear.weight.grad = torch.ones(4, 4)
+    return net.linear(x)
+
+
+def asks_for_a_gradient(net: Any, x: Tensor) -> Any:
+    return net.linear(x) * (2 if net.linear.weight.grad is None else 3)
+
+
+def hooks_a_parameter(net: Any, x: Tensor) -> Any:
+    net.linear.weight.register_hook(lambda grad: grad * 2)
+    return net.linear(x)
+
+
+def hooks_an_accumulation(net: Any, x: Tensor) -> Any:
+    net.linear.weight.register_post_accumulate_grad_hook(lambda param: None)
+    return net.linear(x)
+
+
+def retains_a_gradient(net: Any, x: Tensor) -> Any:
+    h = net.linear(x)
+    h.retain_grad()
+    return h * 2
+
+
+def freezes(net: Any, x: Tensor) -> Any:
+    net.linear.weight.requires_grad_(False)
+    return net.linear(x)
+
+
+def enters_a_stack(net: Any, x: Tensor) -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        return net.linear(x) + x
+
+
+def asks_the_time(net: Any, x: Tensor) -> Any:
+    return net.linear(x) * time.time()
+
+
+def draws_by_numpy(net: Any, x: Tensor) -> Any:
+    return net.linear(x) * float(np.random.default_rng(0).random())
+
+
+def compares(net: Any, x: Tensor) -> Any:
+    return net.linear(x) * (2 if torch.equal(x, x * 2) else 3)
+
+
+def reduces(net: Any, x: Tensor) -> Any:
+    return funcol.all_reduce(net.linear(x), "sum", "0")
+
+
 # What forward does -> (what the error says, a part of the line that it names, what it advises).
 REFUSED: dict[Callable[[Any, Tensor], Any], tuple[str, str, str]] = {
     asks_inference: ("one of inference mode", "is_inference", "h.requires_grad"),
     asks_inference_by_function: ("one of inference mode", "is_inference", "h.requires_grad"),
     reads_grad_fn: ("reads the grad_fn", "grad_fn", "h.requires_grad"),
     applies_checkpoint: ("CheckpointFunction.apply", "apply", "use_reentrant=False"),
+    goes_backward: ("calls backward()", ".backward()", "torch.autograd.grad"),
+    goes_backward_by_function: ("calls backward()", "torch.autograd.backward", "torch.autograd.grad"),
+    sets_a_gradient: ("sets the .grad", ".grad =", "between steps"),
+    asks_for_a_gradient: ("reads or sets the .grad", ".grad is None", "between steps"),
+    hooks_a_parameter: ("registers a hook of a parameter", "register_hook", "register it once"),
+    hooks_an_accumulation: ("registers a hook of a parameter", "register_post", "register it once"),
+    retains_a_gradient: ("calls retain_grad()", "retain_grad()", "return the tensor"),
+    freezes: ("whether a tensor requires a gradient", "requires_grad_", "h.detach()"),
+    enters_a_stack: ("enters a block of torch by a call", "enter_context", "with torch.no_grad()"),
+    asks_the_time: ("asks for the time", "time.time()", "around the call"),
+    draws_by_numpy: ("a random number of NumPy's", "default_rng", "torch.rand"),
+    compares: ("whether tensors are equal", "torch.equal", "torch.where"),
+    reduces: ("calls the collective _c10d_functional.all_reduce", "all_reduce", "shardc.local_map"),
     looks_up_sparse: ("sparse tensor", "F.embedding", "leave sparse=True out"),
     sums_bags_sparse: ("sparse tensor", "F.embedding_bag", "leave sparse=True out"),
 }
@@ -83,7 +165,7 @@ def line_of(error: ShardcError) -> str:
 @pytest.mark.parametrize("run", REFUSED, ids=lambda run: run.__name__)
 def test_lines_of_forward(run: Callable[[Any, Tensor], Any]) -> None:
     what, line, fix = REFUSED[run]
-    with pytest.raises(CaptureError, match=what) as caught:
+    with pytest.raises(CaptureError, match=re.escape(what)) as caught:
         lower(Net(run), torch.ones(4, 4))
     assert line in line_of(caught.value) and fix in (caught.value.fix or "")
 
@@ -93,6 +175,40 @@ def test_a_class_that_pytrees_do_not_know(wraps: Callable[[Tensor], Any]) -> Non
     with pytest.raises(CaptureError, match="returns a Out, a class") as caught:
         lower(Net(lambda net, x: wraps(net.linear(x))), torch.ones(4, 4))
     assert "def forward" in line_of(caught.value) and "register_dataclass(Out)" in (caught.value.fix or "")
+
+
+class Kind(enum.Enum):
+    FIRST = 1
+
+
+@pytest.mark.parametrize("value", [Kind.FIRST, np.float64(3), b"", torch.device("cpu")], ids=repr)
+def test_what_no_program_returns(value: Any) -> None:
+    with pytest.raises(CaptureError, match="a class that torch's pytrees do not know") as caught:
+        lower(Net(lambda net, x: (net.linear(x), value)), torch.ones(4, 4))
+    assert "def forward" in line_of(caught.value) and "return tensors, numbers" in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize("run", [lambda x: x * np.sqrt(x.shape[1]), lambda x: x.reshape(int(np.prod(x.shape)))])
+def test_numbers_of_numpy(run: Callable[[Tensor], Tensor]) -> None:
+    x = torch.arange(16.0).view(4, 4)
+    net = Net(lambda net, x: run(net.linear(x)))
+    module = shardc.compile(net, Mesh(dp=2), fsdp("dp"), backend="eager")
+    torch.testing.assert_close(shardc.Simulation(module)(x), net(x).detach())
+
+
+class Cached(nn.Module):
+    @functools.cached_property
+    def table(self) -> Tensor:
+        return torch.arange(4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table
+
+
+@pytest.mark.filterwarnings("ignore:.*changes its attributes")
+def test_a_cached_property() -> None:
+    module = shardc.compile(Cached(), Mesh(dp=2), fsdp("dp"), backend="eager")
+    assert torch.equal(shardc.Simulation(module)(torch.ones(4, 4)), torch.arange(4.0).expand(4, 4))
 
 
 def test_no_tensor() -> None:
