@@ -32,6 +32,7 @@ from shardc.capture.errors import capture_error, check_dtypes, check_result, ref
 from shardc.capture.functional import other_forms
 from shardc.capture.hooks import refuse_hooks
 from shardc.capture.layers import other_layers
+from shardc.capture.memories import memories_of
 from shardc.capture.raises import without_raising
 from shardc.capture.randomness import random_decompositions, refuse_draws, without_random_numbers
 from shardc.capture.reads import expressed, reads_of, recorded
@@ -44,7 +45,7 @@ from shardc.ir.clone import clone_tree
 from shardc.ir.inner import InnerTensors, first_places, unflatten
 from shardc.ir.kinds import as_plain
 from shardc.ir.reads import Read, Reads
-from shardc.ir.returned import Returned, returned
+from shardc.ir.returned import Memory, Returned, returned
 from shardc.ir.states import GRAD_MODE
 from shardc.ir.trees import leaf_paths
 
@@ -155,7 +156,7 @@ class Traced(Captured):
     stored: dict[str, torch.dtype]
     dynamo: FakeTensorMode
     uncast: tuple[str, str]
-    memories: tuple[int, ...]
+    memories: tuple[Memory, ...]
     owners: dict[int, str]
 
     def annotated(self) -> Captured:
@@ -244,7 +245,7 @@ def trace(
         try:
             with recorded() as traces, changes_recorded() as sets, states_asked() as asked:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
-            memories, owners = _memories(traced, root, places, fakes, inputs)
+            memories, owners = memories_of(traced, root, places, fakes, inputs)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
             stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
             with mode:  # it looks for one among the tensors, of which there may be none
@@ -299,25 +300,6 @@ def trace(
         memories=memories,
         owners=owners,
     )
-
-
-def _memories(
-    traced: Any, root: nn.Module, places: dict[str, str], fakes: Sequence[Tensor], inputs: Sequence[str]
-) -> tuple[tuple[int, ...], dict[int, str]]:
-    """As `returned` takes them, of what Dynamo ran: each op of the model by its name, as one device runs it."""
-    plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
-    held = (*plain, *root.named_parameters(), *root.named_buffers())
-    names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in held}
-    names |= dict(zip(map(id, fakes), inputs, strict=True))
-    taken = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
-    owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in taken if isinstance(x, Tensor)}
-    tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
-    return tuple(_memory(tag.args[0]) for tag in tags if tag.kwargs.get("name") in (OUTPUT, SAME)), owners
-
-
-def _memory(node: fx.Node) -> int:
-    x = node.meta["example_value"]
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:

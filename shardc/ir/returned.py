@@ -16,6 +16,21 @@ AGAIN = "shardc_again"  # on the output node of a captured graph: outputs that a
 
 
 @dataclass(frozen=True)
+class Memory:
+    """In what memory one device has an output.
+
+    Args:
+        number: equal where memory is shared.
+        view: whether it is a view by strides, which a program computes as a copy.
+        fixed: whether torch lets nobody change it in place: a view that a custom autograd function makes.
+    """
+
+    number: int
+    view: bool = False
+    fixed: bool = False
+
+
+@dataclass(frozen=True)
 class Returned:
     """An output on one device: whose memory it is, and which backwards read its values.
 
@@ -26,7 +41,8 @@ class Returned:
         itself: whether it is that very parameter, buffer or input.
         of_output: index of the output that it is a view of, the nearest one, detached or not; None of no output.
         view: whether autograd takes it for a view of something.
-        part: whether it is one of several views that one op makes; torch lets nobody change these in place.
+        part: whether torch lets nobody change it in place: it is one of several views that one op makes, or a view
+            that a custom autograd function makes.
         overlaps: whether its elements are also of another output that is another tensor, or of what it is ``of``.
         read_by: indices of the outputs whose backward reads its values: autograd refuses that one after a change.
         leads_to: indices of other outputs that are made of it, whose gradients it takes part in.
@@ -44,20 +60,21 @@ class Returned:
     leads_to: tuple[int, ...] = ()
 
 
-def returned(graph: fx.Graph, memories: Sequence[int], owners: Mapping[int, str]) -> tuple[Returned, ...]:
+def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
     """What each output of a captured joint graph is, in the order of their indices.
 
     The values that backward ops read there are those that autograd saves, since the ops are its formulas.
 
     Args:
-        memories: of each output that is a tensor, what is equal where one device shares memory. The graph itself does
-            not say it: a view may be traced as a copy, and a copy as a view.
+        memories: of each output that is a tensor. The graph itself does not say it: a view may be traced as a copy,
+            and a copy as a view.
         owners: the names of the parameters, buffers and inputs in these memories.
     """
     outputs = sorted((role.index, x) for role, x in ir.outputs(graph) if role.kind == "output")
     repeated: set[int] = ir.output_node(graph).meta.get(AGAIN, set())
     tensors = [index for index, x in outputs if _memory(x) is not None]
-    memory_of = dict(zip(tensors, memories, strict=True))
+    held = dict(zip(tensors, memories, strict=True))
+    memory_of = {index: memory.number for index, memory in held.items()}
     read = dict(_reads(graph))
     made_of = _made_of([(index, x) for index, x in outputs if index in read])
     out: list[Returned] = []
@@ -85,8 +102,8 @@ def returned(graph: fx.Graph, memories: Sequence[int], owners: Mapping[int, str]
                 owners.get(memory),
                 x.op == "placeholder" and memory in owners,
                 next((of_node[y] for y in above if y in of_node and memory_of[of_node[y]] == memory), None),
-                bool(above) and x.target is not torch.ops.aten.detach.default,
-                _is_part(chains[index]),
+                held[index].view or bool(above) and x.target is not torch.ops.aten.detach.default,
+                held[index].fixed or _is_part(chains[index]),
                 memory in owners
                 or any(memory_of[at] == memory and not _disjoint(chains[index], chains[at]) for at in others),
                 tuple(at for at, memories_read in read.items() if _memory(x) in memories_read),
