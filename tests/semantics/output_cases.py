@@ -71,6 +71,27 @@ from tests.semantics.output_acts import (
 ROWS, SIZE, WIDTH, OUT = 4, 6, 8, 5
 
 
+class Flat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.view(ctx.shape)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
 class Net(nn.Module):
     """Two layers; what it returns is up to the case."""
 
@@ -188,6 +209,13 @@ CASES: dict[str, Case] = {
     "a hook of what a view is of": Case(lambda net, x, h, y: (y, y[..., :2]), hooked_hidden),
     "a hook of a view": Case(lambda net, x, h, y: (y[..., :2], y), hooked_hidden),
     "retain_grad of what a view is of": Case(lambda net, x, h, y: (y, y.t()[:2]), retained_hidden),
+    "a view of a custom function": Case(lambda net, x, h, y: Flat.apply(y), backward(lambda out: out.mul_(2.0))),
+    "a view of a custom function, no_grad": Case(
+        lambda net, x, h, y: Flat.apply(y)[2:], backward(without_grad(lambda out: out.mul_(2.0)))
+    ),
+    "a custom function's own": Case(lambda net, x, h, y: Double.apply(y), backward(lambda out: out.add_(2.0))),
+    "detach_ of a view of a custom function": Case(lambda net, x, h, y: Flat.apply(y), detached),
+    "detach_ of a view by strides": Case(lambda net, x, h, y: y.as_strided((2, 2), (OUT, 1)), detached),
     "detach_ of a view": Case(lambda net, x, h, y: y[..., :2], detached),
     "detach_ of a product of three dims": Case(lambda net, x, h, y: h @ net.second.weight.t(), detached, dims=3),
     "detach_ of a stack": Case(lambda net, x, h, y: torch.stack([y, y * 2], 1), detached),
