@@ -28,6 +28,7 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.reads import Reads
+from shardc.ir.returned import Memory
 from shardc.passes import Canonicalize, Localize
 from shardc.runtime.sim.training import Simulation
 from tests.models.alike import trains_alike
@@ -115,7 +116,7 @@ def joint(model: nn.Module, tensors: Sequence[Tensor]) -> tuple[fx.GraphModule, 
             fakes = tuple(fake_like(x, x.device) for x in tensors)
         made = aot_autograd.aot_export_joint_with_descriptors(stack, model, fakes, {}, decompositions=decompositions())
     kinds = [type(desc).__name__ for desc in made.graph_module.graph.output_node().meta["desc"]]
-    memories = tuple(range(kinds.count("PlainAOTOutput")))  # each output has one of its own
+    memories = tuple(map(Memory, range(kinds.count("PlainAOTOutput"))))  # each output has one of its own
     names = tuple(f"x{at}" for at in range(len(tensors)))
     traced = Traced(
         made.graph_module,
