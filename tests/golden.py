@@ -1,4 +1,4 @@
-"""Golden files: `check` compares a text with a file; ``SHARDC_UPDATE_GOLDEN=1`` writes the file instead."""
+"""Golden files: `check` compares a text with a file, `change` makes one text of two; ``SHARDC_UPDATE_GOLDEN=1`` writes the file instead."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ import os
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "golden"
+
+
+def change(before: str, after: str) -> str:
+    """``before`` and ``after`` in one text: a line is marked with - where only the first has it, with + the second."""
+    old, new = before.splitlines(), after.splitlines()
+    lines = difflib.unified_diff(old, new, n=len(old), lineterm="")
+    return "\n".join([line.rstrip() for line in list(lines)[3:]] or old) + "\n"
 
 
 def check(text: str, name: str) -> None:
