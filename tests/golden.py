@@ -1,4 +1,4 @@
-"""Golden files: `check` compares a text with a file, `change` makes one text of two; ``SHARDC_UPDATE_GOLDEN=1`` writes the file instead."""
+"""Golden files: ``SHARDC_UPDATE_GOLDEN=1`` writes the files that `check` compares texts with."""
 
 from __future__ import annotations
 
