@@ -1,4 +1,4 @@
-"""Decompose: collectives of activations in pieces of rows, each beside the products of another piece."""
+"""Decompose: cut collectives of activations in chunks of rows, so that one is sent while another is computed."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shardc.ir.mesh import Mesh
 
 aten = torch.ops.aten
 PIECES = (2, 4, 8)
-_PAYS = 0.95  # of the time whole: what is predicted is no closer than this
+_PAYS = 0.95  # of the uncut time: predictions are no more accurate than this
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A collective beside a product, and what was decided.
+    """Collective next to a matrix product, with the decision about it.
 
     Args:
         name, module, source: of the collective.
-        pieces: in how many it is cut; 1 if it is not.
+        pieces: number of chunks that it is cut in; 1 if it is not cut.
         reason: why.
     """
 
@@ -45,19 +45,25 @@ class Candidate:
 class Decompose:
     """Cuts collectives of activations, and the products before and behind them, in pieces of rows.
 
-    Rows are those that no rank has to itself, so all ranks cut alike. A piece goes from the product that makes it
-    through its collective and what is done to each row (views, pointwise ops, norms) to the products that read it, and
-    on to their collective. All pieces of one stretch, from collective to collective, are computed one after another:
-    while one is, the last one travels. What takes no pieces (attention, a weight's gradient) takes them put together,
-    and runs when the last ones are on their way.
+        %y = mm(%x, %w)                     %y0 = mm(%x0, %w);  %a0 = all_reduce(%y0)
+        %a = all_reduce(%y)             ->  %y1 = mm(%x1, %w);  %a1 = all_reduce(%y1)
+                                            (%a0 is sent while %y1 is computed)
 
-    Takes: a local joint graph. Leaves alone: what leads to a parameter's gradient, and gathers of parameters: the
-    schedule hides those under other work.
+    Rows run along a dim that every rank cuts the same way. A chunk goes from the product that makes it through its
+    collective and row-wise ops (views, pointwise ops, norms) to the products that read it, and on to their collective.
+    The chunks of one stretch, from collective to collective, are computed one after another. An op that cannot be
+    chunked (attention, a weight's gradient) reads the chunks concatenated, and runs while the last ones are sent.
+
+    *Requires:* a local joint graph. *Ensures:* values are the same; collectives of parameters and of their gradients
+    are left alone, since the schedule hides those under other work.
 
     Args:
-        cost: says what a message takes; None: nobody has, and everything is left whole unless ``pieces`` is a number.
-        compute: says what a product takes.
-        pieces: "auto": as many as take least time, if that is less than whole; a number: so many, wherever it can be.
+        cost: predicts collectives; None if nothing measured or described the links: then nothing is cut unless
+            ``pieces`` is a number.
+        compute: predicts matrix products.
+        pieces: "auto" takes the number of chunks with the least predicted time, if that beats the uncut one; a number
+            cuts every collective in so many chunks where its sizes allow.
+        report: called with every candidate.
     """
 
     mesh: Mesh
@@ -85,7 +91,7 @@ class Decompose:
         return gm
 
     def _tried(self, graph: fx.Graph, starts: list[fx.Node], count: int) -> tuple[float, _Cuts, dict[fx.Node, str]]:
-        """What ``count`` pieces save, in seconds, how the graph is cut then, and why each collective is or is not."""
+        """Returns the seconds that ``count`` chunks save, the cuts, and for each collective the reason."""
         cuts = _Cuts(graph, count, starts)
         reasons = dict.fromkeys(starts, "as the option says") | cuts.stopped
         if self.pieces != "auto":
@@ -102,7 +108,7 @@ class Decompose:
         return saved, _Cuts(graph, count, paying), reasons
 
     def _seconds(self, cuts: _Cuts, node: fx.Node) -> tuple[float, float]:
-        """The time of a collective and the products beside it: whole, and in pieces."""
+        """Predicts the seconds of a collective and the products next to it: (uncut, in chunks)."""
         assert self.cost is not None
         axes, ranks = group_of(node, self.mesh)
         kind = collective_kind(node)
@@ -116,13 +122,18 @@ class Decompose:
                 sum(self._product(x, n) / cuts.near[x] for x in each) for each in (before, behind)
             )
             times.append(self._run(before_seconds, beside, behind_seconds, sent, ranks, n))
-        for x in before | behind:  # what comes together again
+        for x in before | behind:  # chunks that are concatenated again
             if any(user not in cuts.cuts for user in x.users):
                 times[1] += self.compute.copy_seconds(2 * ir.value(x).nbytes) / cuts.near[x]
         return times[0], times[1]
 
     def _run(self, before: float, beside: float, behind: float, sent: float, ranks: int, count: int) -> float:
-        """When all is done if ``count`` pieces are computed, sent, and computed on, each of which takes so long."""
+        """Simulates ``count`` chunks that are computed, sent and computed on; returns the seconds until all are done.
+
+        Args:
+            before, sent, behind: seconds of each chunk's producers, collective and consumers.
+            beside: seconds of compute that runs between the collective and its first use anyway.
+        """
         start = share = 0.0
         if isinstance(self.cost, Hardware):  # a rank's own core sends: it starts messages, and is slower beside them
             start, share = self.cost.start_seconds(ranks - 1), self.cost.share
@@ -139,7 +150,7 @@ class Decompose:
         return now
 
     def _product(self, node: fx.Node, count: int = 1) -> float:
-        """Seconds of one of ``count`` pieces of a product."""
+        """Predicts the seconds of one of ``count`` chunks of a matrix product; 0 for other ops."""
         operations = flops_of(node)
         if not operations:
             return 0.0
@@ -149,7 +160,7 @@ class Decompose:
 
 
 def _is_of_activations(node: fx.Node) -> bool:
-    """Whether ``node`` is a collective, not of a parameter, whose result more is computed with."""
+    """Tells whether ``node`` is a collective of an activation: not of a parameter, and a later op computes with it."""
     if collective_kind(node) not in _KINDS or [user.target for user in node.users] != [WAIT]:
         return False
     above = node
@@ -169,14 +180,14 @@ def _is_of_activations(node: fx.Node) -> bool:
 
 
 class _Cuts:
-    """Which nodes of a graph are made in pieces.
+    """Nodes of a graph that are computed in chunks.
 
     Attributes:
-        count: pieces of each.
-        cuts: how.
-        near: how many of the collectives in pieces a node is beside.
-        stretch: the place of the last collective that a node in pieces waits for.
-        stopped: why a collective is whole.
+        count: chunks of each node.
+        cuts: node -> the dim and size of its chunks.
+        near: node -> the number of chunked collectives whose stretch it is in, among which its time is divided.
+        stretch: node -> the place of the last collective that it waits for.
+        stopped: collective -> why it is not chunked.
     """
 
     def __init__(self, graph: fx.Graph, count: int, starts: list[fx.Node]) -> None:
@@ -202,12 +213,12 @@ class _Cuts:
             collectives = [node for node in collectives if node not in alone]
 
     def beside(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
-        """What is in pieces in the stretch that a collective ends, and in the one that it begins."""
+        """Returns the chunked nodes of the stretch that a collective ends, and of the stretch that it begins."""
         (wait,) = node.users
         return self._reached(node, True), self._reached(wait, False)
 
     def meanwhile(self, node: fx.Node, seconds: Callable[[fx.Node], float]) -> float:
-        """Seconds of what is computed between a collective and the first use of its result anyway."""
+        """Sums the seconds of the ops that stand between a collective and the first use of its result anyway."""
         (wait,) = node.users
         first = min(self.place[user] for user in wait.users)
         nodes = [
@@ -247,12 +258,12 @@ class _Cuts:
                     self.cuts[node] = cut
 
     def _enter(self, node: fx.Node) -> None:
-        """Cuts a collective, and what makes what it takes, along the rows that leave most of it in one block."""
+        """Chunks a collective and the producers of its input, along the rows that leave the largest blocks intact."""
         source: fx.Node = arguments_of(node)["input"]
         if source in self.cuts:
             cut = through(node, {source: self.cuts[source]})
             if cut is None:
-                self.stopped[node] = "what it takes is in pieces that ranks split"
+                self.stopped[node] = "its input is in pieces that ranks split"
             else:
                 self.cuts[node] = cut
             return
@@ -274,7 +285,7 @@ class _Cuts:
             self.stopped[node] = "no matrix product is beside it whose rows divide"
 
     def _ways(self, node: fx.Node) -> Iterator[ChunkSpec]:
-        """How a collective's result may be cut."""
+        """Yields the cuts that a collective's result allows."""
         shape = ir.value(node).shape
         ranks = arguments_of(node).get("group_size", 1) if collective_kind(node) == "all_gather" else 1
         for dim, size in enumerate(shape if len(shape) > 1 else ()):
@@ -283,20 +294,20 @@ class _Cuts:
                 yield ChunkSpec(dim, outer, self.count, size // (outer * self.count))
 
     def _above(self, node: fx.Node, cut: ChunkSpec, marks: dict[fx.Node, ChunkSpec]) -> bool:
-        """Whether pieces of ``node`` are made of pieces of a product; ``marks`` gets how."""
+        """Tells whether chunks of ``node`` can be computed from chunks of a product; records the cuts in ``marks``."""
         if node in self.cuts or node in marks:
             return (self.cuts.get(node) or marks[node]) == cut
         need = None if collective_kind(node) or node.target is WAIT else operands(node, cut)
         if need is None or any(x in self.cuts and self.cuts[x] != part for x, part in need.items()):
             return False
         parts = [(x, part) for x, part in need.items() if part is not None]
-        # All are looked at: each may lead to a product.
+        # A list, not a generator: every operand may lead to a product, and all have to be recorded.
         if node.target in PRODUCTS or any([self._above(x, part, marks) for x, part in parts]):
             marks[node] = cut
         return node in marks
 
     def _below(self, node: fx.Node, cut: ChunkSpec) -> dict[fx.Node, ChunkSpec]:
-        """What is made of pieces of ``node`` as far as the first products."""
+        """Returns the nodes up to the first products that can be computed from chunks of ``node``, with their cuts."""
         cuts = {node: cut}
         work = [node]
         while work:
@@ -310,7 +321,7 @@ class _Cuts:
         return cuts
 
     def _prune(self) -> None:
-        """Leaves whole what leads to no product and no collective that is in pieces."""
+        """Drops the cuts of nodes that lead to no chunked product and no chunked collective."""
         useful: set[fx.Node] = set()
         for node in reversed(self.cuts and list(self.graph.nodes)):
             kind = collective_kind(node)
@@ -322,7 +333,7 @@ class _Cuts:
 
 
 def candidates(graph: fx.Graph, decompose: Decompose) -> list[Candidate]:
-    """What ``found`` says of each collective of activations of a graph that it takes; the graph stays as it is."""
+    """Returns the decision of ``decompose`` about each collective of activations; ``graph`` is not changed."""
     reported: list[Candidate] = []
     replace(decompose, report=reported.append)(fx.GraphModule(nn.Module(), ir.copied(graph)))
     return reported

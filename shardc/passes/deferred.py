@@ -1,4 +1,4 @@
-"""The reduction of gradients that were summed up without it, as a graph of its own."""
+"""Graph that reduces gradients which were accumulated without reduction (``no_sync``)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class Sum:
-    """A local sum of gradients of one parameter.
+    """Local accumulation of one parameter's gradients.
 
     Args:
         name: the parameter.
-        layout: how it lies on the mesh, at the stored (padded) shape: some of its sums are pending.
-        dtype: what it was summed in.
+        layout: its layout, at the stored (padded) shape, with pending sums over the axes of the reduction.
+        dtype: dtype of the accumulation.
     """
 
     name: str
@@ -35,11 +35,11 @@ def deferred_reduction(
     sums: Sequence[Sum], storages: Mapping[str, Layout], dtypes: Mapping[str, torch.dtype], fake_mode: Any,
     device: torch.device,
 ) -> fx.GraphModule:  # fmt: skip
-    """The graph that takes ``sums`` and gives each parameter's gradient, reduced to its storage layout.
+    """Builds the graph that takes ``sums`` and returns each parameter's gradient, reduced to its storage layout.
 
     Args:
         storages: storage layout of each parameter.
-        dtypes: what each gradient is cast to behind its reduction.
+        dtypes: dtype that each gradient is cast to after its reduction.
 
     Returns:
         A graph as after ``reshard``: a placeholder (role "accumulated") for each sum, an output for each parameter.
@@ -57,7 +57,7 @@ def deferred_reduction(
             node = rewriter.end(record, "reduced").typed(value, ops.reshard, node)
         if dtype != local_sum.dtype:
             node = rewriter.end(record, "stored").typed(stored, torch.ops.aten._to_copy.default, node, dtype=dtype)
-        if name in grads:  # summed in two layouts
+        if name in grads:  # accumulated in two layouts
             node = rewriter.end(record, "sum").typed(stored, torch.ops.aten.add.Tensor, grads[name], node)
         grads[name] = node
     output = graph.output(tuple(grads.values()))

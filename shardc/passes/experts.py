@@ -26,16 +26,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Experts:
-    """Makes one op of what one expert does with its rows, and one of its gradient.
+    """Collapses the traced function of one expert into one op over all experts, and its backward into another.
 
-    Takes: a captured graph in which the function of one expert stands between marks, as if the expert took all tokens.
-    Guarantees: no marks; `shardc_experts::call` and ``gradient``, which name a `Body`.
+        %r, %p = enter(%x, %w, ...)
+        %y = mm(%r, %p)                 ->  %z = shardc_experts::call(%x, %index, %w, [...], "body")
+        %z = exit(%y, %index)
+
+    *Requires:* a captured graph in which the function of one expert stands between marks, traced as if that expert
+    took all tokens. *Ensures:* no marks; `shardc_experts::call` and ``gradient`` name a registered `Body`.
 
     Raises:
-        CaptureError: the function mixes the rows of different tokens, or reads a tensor that it is not given.
+        CaptureError: the function mixes the rows of different tokens, or reads a tensor that is not its argument.
 
     Args:
-        entries: of the plan: how rows travel; of two that are about a module the later one holds.
+        entries: the plan's ep entries, which say how rows travel; if two match a module, the later one wins.
     """
 
     entries: tuple[Ep, ...] = ()
@@ -49,7 +53,7 @@ class Experts:
 
 
 def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
-    # Every call has an index of its own, by which its marks are known.
+    # Every call has its own index tensor, which identifies its marks.
     rows, index = end.args
     assert isinstance(index, fx.Node)
     marked = {node.target: node for node in index.users}
@@ -77,7 +81,7 @@ def _collapse(end: fx.Node, entries: Sequence[Ep]) -> None:
 
 
 def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
-    """By number, what the first mark gives, used or not."""
+    """Returns every result of the first mark by position; results that nothing uses get a getitem."""
     results = {int(node.args[1]): node for node in start.users}
     for at in range(count):
         if at not in results:
@@ -87,7 +91,7 @@ def _entered(start: fx.Node, count: int) -> dict[int, fx.Node]:
 
 
 def _owner(param: fx.Node) -> str:
-    """The module that has a parameter, which may be cast or turned round before its use."""
+    """Returns the module that owns a parameter, which may be cast or transposed before its use."""
     node = param
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
@@ -100,10 +104,10 @@ def _replace(node: fx.Node, target: Any, args: tuple[Any, ...], name: str) -> No
 
 
 def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[fx.Node]:
-    """What ``ends`` are made of from ``stops`` on, in order.
+    """Returns the nodes that ``ends`` depend on, without ``stops`` and what these depend on, in graph order.
 
     Raises:
-        CaptureError: they read a tensor that is neither.
+        CaptureError: they depend on a placeholder or on another call's mark.
     """
     inside: set[fx.Node] = set()
     work = [node for node in ends if isinstance(node, fx.Node) and node not in stops]
@@ -114,7 +118,7 @@ def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[
         if node.op == "placeholder" or node.target is expert_markers.ENTER:
             record = ir.info(border)
             raise CaptureError(
-                f"what an expert does reads {ir.info(node).name}, which it is not given",
+                f"an expert's function reads {ir.info(node).name}, which is not among its arguments",
                 source=record.origin.source or None,
                 fix="pass it as one of the experts' parameters, with a first dim of one entry for each expert",
             )
@@ -123,14 +127,14 @@ def _between(ends: Iterable[Any], stops: set[fx.Node], border: fx.Node) -> list[
     return [node for node in border.graph.nodes if node in inside]
 
 
-Where = dict[tuple[fx.Node, int], int]  # the dim of a result that its rows are
+Where = dict[tuple[fx.Node, int], int]  # (node, position of its result) -> the dim of the rows
 
 
 def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Where, strict: bool) -> Where:
-    """Which dim of each value is that of the rows.
+    """Finds the dim of the rows (tokens) in each value, from ``tensors``, whose rows are dim 0, and from ``base``.
 
     Raises:
-        CaptureError: if ``strict``, where one row's result depends on others.
+        CaptureError: if ``strict``, an op whose result in one row depends on other rows.
     """
     where: Where = {**base, **{(node, 0): 0 for node in tensors if node is not None}}
     for node in nodes:
@@ -161,7 +165,7 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
         elif not strict:
             continue
         raise CaptureError(
-            f"{node.target} in what an expert does mixes the rows of different tokens",
+            f"{node.target} in an expert's function mixes the rows of different tokens",
             source=ir.info(node).origin.source or None,
             fix="compute each row of the result from that row alone",
         )
@@ -169,11 +173,11 @@ def _rows(nodes: Sequence[fx.Node], tensors: Iterable[fx.Node | None], base: Whe
 
 
 class _Builder:
-    """Makes a `Body` of nodes between marks.
+    """Builds a `Body` from the nodes between marks.
 
     Args:
-        size: how many rows they were traced with.
-        entered: by number, what the first mark gives: rows, scale, parameters.
+        size: number of rows that they were traced with.
+        entered: results of the first mark by position: rows, scale, parameters.
     """
 
     def __init__(self, size: int, entered: Mapping[int, fx.Node]) -> None:
@@ -203,7 +207,7 @@ class _Builder:
     def _saved_products(
         self, results: Iterable[Any], backward: Iterable[fx.Node], forward: set[fx.Node]
     ) -> list[fx.Node]:
-        """The products of the forward that the backward is made of; what lies between is computed again."""
+        """Returns the forward's matrix products that the backward reads; ops between them are recomputed."""
         read = [*results, *(x for node in backward for x in node.all_input_nodes)]
         work = [x for x in read if isinstance(x, fx.Node) and x in forward]
         products: dict[fx.Node, None] = {}
@@ -221,7 +225,7 @@ class _Builder:
     def _graph(
         self, nodes: Sequence[fx.Node], before: Sequence[fx.Node], results: Sequence[Any], where: Where
     ) -> fx.Graph:
-        """A graph of ``nodes``; ``before`` are the tangent and what was kept."""
+        """Builds a graph of ``nodes``; its inputs are the tangent (``before[0]``), the marks' results, saved values."""
         graph = fx.Graph()
         size = ir.set_info(graph.placeholder("n"), Info("n", None))
         env: dict[fx.Node, Any] = {}
@@ -239,7 +243,7 @@ class _Builder:
         return graph
 
     def _sized(self, node: fx.Node, size: fx.Node, where: Where) -> tuple[Any, Any]:
-        """The arguments of ``node`` with the number of rows in the place of the one that it was traced with."""
+        """Returns (args, kwargs) of ``node`` with the traced number of rows in shapes replaced by ``size``."""
         value, at = ir.info(node).value, where.get((node, 0))
         if isinstance(value, Value) and not node.all_input_nodes and value.shape[:1] == (self.size,):
             at = 0  # a constant for every row

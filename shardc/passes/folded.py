@@ -1,4 +1,4 @@
-"""Folded: what a program of a few alike blocks says of the whole model."""
+"""Folded: the graphs of the whole model from those of a few of its repeated blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardc.plan.bound import BoundPlan
 
 @dataclass(frozen=True)
 class Folded:
-    """What a program of a few blocks says of the whole model.
+    """Relation between a program that was captured with a few repeated blocks and the whole model.
 
     Args:
-        repeats: the runs of blocks of the whole model.
-        keep: how many blocks of each the program has.
-        unfolds: for each run, on what the ones before it make.
-        bound: the plan against the whole model.
-        reads: what captures of all blocks would have looked at.
-        graphs: what `whole` has made, by stage.
+        repeats: the runs of repeated blocks in the whole model.
+        keep: number of blocks of each run that the program has.
+        unfolds: one for each run, applied in order.
+        bound: the plan, resolved against the whole model.
+        reads: what a capture of all blocks would have read (guards).
+        graphs: stage -> the graph of all blocks, as `whole` has computed it.
     """
 
     repeats: tuple[Repeat, ...]
@@ -40,18 +40,20 @@ class Folded:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was folded, for people."""
+        """Sentences for reports: the runs of blocks that were folded."""
         return tuple(f"{each}: {each.count} blocks alike, analysed on {self.keep}" for each in self.repeats)
 
     def levels(self, few: Mapping[str, int]) -> dict[str, int]:
-        """How each parameter of the whole model is gathered, by those of the blocks that were captured."""
+        """Returns the reshard level of each parameter of the whole model, given those of the captured blocks."""
         return {name: few[_counterpart(name, self.repeats, self.keep)] for name in self.bound.params}
 
     def whole(self, stage: str, graph: fx.Graph) -> fx.Graph:
-        """``graph``, which is that of a few blocks after ``stage``, of the whole model, gradients beside their blocks.
+        """Returns the graph of all blocks after ``stage``, given ``graph``, that of the captured ones.
+
+        Gradient epilogues are hoisted first, since they have to stand in their blocks.
 
         Raises:
-            PlanError: the blocks do not repeat in it, node by node.
+            PlanError: the blocks do not repeat node by node.
         """
         if stage not in self.graphs:
             graph = Settle()(LazyGraphModule({}, ir.copied(graph))).graph
@@ -68,12 +70,12 @@ class Folded:
         return self.graphs[stage]
 
     def alike(self, name: str) -> str:
-        """The blocks that the one that ``name`` is in is like; "" for what is in none."""
+        """Describes the run of equal blocks that the node ``name`` is in; "" if it is in none."""
         repeats = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
         return "".join(f"{each.count} blocks alike, {each}" for each in list(repeats)[-1:])
 
     def joint(self, gm: fx.GraphModule) -> fx.GraphModule:
-        """The localized joint graph of the whole model."""
+        """Returns the localized joint graph of the whole model."""
         graph = gm.graph
         for unfold in self.unfolds:
             graph = unfold.joint(graph)
@@ -82,19 +84,19 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """The forward (or the inference) and the backward of the whole model."""
+        """Returns the forward (or inference) graph and the backward graph of the whole model."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)
         return LazyGraphModule(first, forward), None if backward is None else LazyGraphModule(second, backward)
 
     def times(self, name: str) -> int:
-        """How many nodes of the whole model the one of that name stands for."""
+        """Returns the number of nodes of the whole model that the node ``name`` stands for."""
         return 1 + sum(unfold.missing for unfold in self.unfolds if unfold.repeats(name))
 
 
 def _counterpart(name: str, repeats: Sequence[Repeat], keep: int) -> str:
-    """What ``name`` is called in the shortened model, or, if it does without, its like in an inner block.
+    """Maps a name of the whole model to the shortened one: itself, or its counterpart in the second block of its run.
 
     >>> [_counterpart(f"layers.{n}.w", [Repeat("layers", 0, 8)], 4) for n in (0, 2, 3, 7)]
     ['layers.0.w', 'layers.2.w', 'layers.1.w', 'layers.3.w']

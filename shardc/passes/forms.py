@@ -1,4 +1,4 @@
-"""Forms: the padded and the unpadded forms of the values of a graph, made where they are first needed."""
+"""Padded and unpadded forms of the values of a graph, each computed where it is first needed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Padded:
-    """A value with filling.
+    """Padded form of a value.
 
     Args:
         node: in the new graph.
-        padding: which of its places hold elements.
-        filling: what the others hold, None where that is anything.
+        padding: which places of each dim hold elements.
+        filling: value of the other places; None if it is not defined.
     """
 
     node: fx.Node
@@ -39,15 +39,15 @@ class Padded:
 
 
 class Calls:
-    """A graph in the making, each op with its fake value, and a record like that of what it stands for.
+    """Builder of a new graph: each op gets a fake value and the record of the old node that it stands for.
 
     Args:
-        old: the graph whose names are taken, if any.
+        old: a graph whose names are not to be used again; None for no graph.
         fake_mode, device: of fake values.
 
     Attributes:
-        record: of the old node that what is made stands for.
-        traced: the old node: an op of its target gets operands that lie as its operands did.
+        record: record of the old node that is being rewritten; new nodes get a copy.
+        traced: the old node that is being rewritten: an op of its target gets operands with the strides of its trace.
     """
 
     def __init__(self, old: fx.Graph | None, fake_mode: Any, device: torch.device) -> None:
@@ -60,17 +60,19 @@ class Calls:
         self._once: dict[Any, Any] = {}
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns ``make()``, computed at the first call with ``key``."""
         if key not in self._once:
             self._once[key] = make()
         return self._once[key]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Appends a call of ``target``; operands whose strides its kernel does not take are copied first."""
         args, kwargs = self.with_strides(target, args, kwargs)
         fx.map_arg((args, kwargs), self.val)
         return self.rewriter.end(self.record).call(target, *args, **kwargs)
 
     def with_strides(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The arguments of an op, with copies of those that do not lie in memory as its rule wants."""
+        """Returns (args, kwargs) of an op, with copies of tensors whose strides are not those that its rule wants."""
         strides = strides_of(target)
         if strides == ANY:
             return args, kwargs
@@ -87,10 +89,10 @@ class Calls:
         return self.like(x, old, strides) if isinstance(x, fx.Node) else x
 
     def like(self, x: fx.Node, old: Any, strides: str = TRACED) -> fx.Node:
-        """``x``, as a copy where it does not lie as the value of ``old`` was traced (or contiguous, if that is known).
+        """Returns ``x``, or a copy with the memory order that ``old`` had in the trace (contiguous if it had no value).
 
         Args:
-            strides: ``CONTIGUOUS`` where that will do, too.
+            strides: ``CONTIGUOUS`` if a contiguous ``x`` will do, too.
         """
         val, traced = self.val(x), _traced(old)
         if not isinstance(val, Tensor) or (strides == CONTIGUOUS and val.is_contiguous()):
@@ -107,7 +109,7 @@ class Calls:
         return self.call(aten.permute.default, dense, [order.index(dim) for dim in range(len(order))])
 
     def val(self, node: fx.Node) -> Any:
-        """The fake value of ``node``; a node of the new graph that has none gets one."""
+        """Returns the fake value of ``node``; a node of the new graph that has none gets one."""
         if "val" not in node.meta:
             value = ir.value(node)
             with self.fake_mode:
@@ -119,7 +121,7 @@ class Calls:
 
 
 def _traced(x: Any) -> Tensor | None:
-    """The value of an operand in the trace; a change of its layout has none of its own."""
+    """Returns the fake value that operand ``x`` had in the trace, through markers, which were not traced."""
     while isinstance(x, fx.Node) and "val" not in x.meta and x.target in ops.MARKERS.values():
         x = x.all_input_nodes[0]
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
@@ -127,11 +129,11 @@ def _traced(x: Any) -> Tensor | None:
 
 
 class Forms(Calls):
-    """A graph in the making whose values may have filling: the `Builder` that rules spell padded ops through.
+    """Builder of a graph whose values may be padded: the `Builder` through which rules emit padded ops.
 
     Attributes:
-        plain: old node -> new, without filling.
-        padded: old node -> its padded form, where it has one.
+        plain: old node -> its unpadded form.
+        padded: old node -> its padded form, if it has one.
     """
 
     def __init__(self, old: fx.Graph, fake_mode: Any, device: torch.device) -> None:
@@ -141,7 +143,7 @@ class Forms(Calls):
         self._nodes: dict[Any, fx.Node] = {}
 
     def without(self, x: fx.Node) -> fx.Node:
-        """``x`` without filling."""
+        """Returns the unpadded form of ``x``."""
         if x not in self.plain:
             padded = self.padded[x]
             node = padded.node
@@ -151,7 +153,7 @@ class Forms(Calls):
         return self.plain[x]
 
     def at(self, x: fx.Node, padding: Padding, filling: float | None = None) -> fx.Node:
-        """``x`` padded as ``padding`` says; its filling is ``filling`` if that is given."""
+        """Returns ``x`` with ``padding``, its other places set to ``filling`` if that is not None."""
         key = (x, padding, filling)
         if key not in self._nodes:
             padded = self.padded.get(x)
@@ -162,7 +164,7 @@ class Forms(Calls):
         return self._nodes[key]
 
     def _map_runs(self, x: fx.Node, dim: int, runs: Runs, change: Callable[[fx.Node, int, Run], fx.Node]) -> fx.Node:
-        """``change`` done to every padded run of ``dim``, which is then one dim of a view; one dim again after."""
+        """Applies ``change`` to every padded run of ``dim``: views each run as a dim, and joins them again after."""
         if not is_padded(runs):
             return x
         shape = list(self.shape(x))
@@ -181,7 +183,7 @@ class Forms(Calls):
         return self.call(aten.slice.Tensor, x, dim, 0, run.true)
 
     def grown(self, x: fx.Node, padding: Padding) -> fx.Node:
-        """``x``, without filling, grown to ``padding`` with zeros."""
+        """Pads the unpadded ``x`` to ``padding`` with zeros."""
 
         def grow(node: fx.Node, dim: int, run: Run) -> fx.Node:
             widths = [0, 0] * (len(self.shape(node)) - dim - 1) + [0, run.size - run.true]
@@ -192,7 +194,7 @@ class Forms(Calls):
         return x
 
     def _fill(self, x: fx.Node, padding: Padding, now: float | None, wanted: float | None) -> fx.Node:
-        """``x`` with ``wanted`` in the places that hold no element."""
+        """Writes ``wanted`` to the places of ``x`` that hold no element; ``now`` is their value, None if undefined."""
         if wanted is None or wanted == now:
             return x
 
@@ -205,7 +207,7 @@ class Forms(Calls):
         return x
 
     def _past(self, run: Run, device: torch.device, below: int) -> fx.Node:
-        """bool [size, 1, ...]: which places of ``run`` hold no element, with ``below`` dims of size 1 under it."""
+        """Builds the mask of the places of ``run`` that hold no element: bool [size, 1, ...], ``below`` dims of 1."""
         key = ("past", run.size, run.true, device, below)
         if key not in self._nodes:
             at = self.call(aten.arange.default, run.size, dtype=torch.int64, device=device)
@@ -216,17 +218,17 @@ class Forms(Calls):
     # --- Builder
 
     def coordinate(self, axes: tuple[str, ...]) -> fx.Node:
-        raise AssertionError(f"a value that is whole needs no coordinate along {axes}")
+        raise AssertionError(f"a replicated value needs no coordinate along {axes}")
 
     def key(self) -> fx.Node:
-        raise AssertionError("random draws are made without filling")
+        raise AssertionError("random draws are not padded")
 
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
-        raise AssertionError(f"a value that is whole needs no group along {axes}")
+        raise AssertionError(f"a replicated value needs no group along {axes}")
 
 
 def _as(filling: float, dtype: torch.dtype) -> float | int | bool:
-    """``filling`` as a number of ``dtype``; infinities are the ends of a range of integers."""
+    """Converts ``filling`` to a number of ``dtype``; infinities become the ends of an integer range."""
     if dtype.is_floating_point or dtype.is_complex:
         return filling
     if dtype == torch.bool:

@@ -1,7 +1,7 @@
-"""What is there from the start of a half: its inputs, and what moves and a few cheap ops make of them.
+"""Prefetchable ops: those that depend on a half's inputs alone, through moves, casts and a few cheap ops.
 
-A parameter that is moved, cast, padded or turned before it is gathered is as good as there from the beginning, and so
-is a count of the targets. Buckets and the schedule may take such a collective to an earlier place, its ops with it.
+A parameter that is moved, cast, padded or transposed before its gather delays that gather no more than an input does.
+Buckets and the schedule may move such a collective to an earlier place, and its ops with it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from shardc.ir.graph import Value, output_node
 from shardc.ir.host import move_kind
 from shardc.passes.starts import is_start, result_bytes
 
-# Below this an op costs its launch and no more, and what it makes may lie about.
+# Below this an op costs no more than its launch, and keeping its result longer costs no memory worth counting.
 SMALL = 1 << 16  # bytes
 
 
 def from_start(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Moves to the device, the waits for these, and ops in front of moves and collectives, that need inputs alone.
+    """Returns the prefetchable ops: moves to the device with their waits, and the ops before moves and collectives.
 
-    They can stand anywhere in front of their use, so what uses them alone is as free as what uses inputs. They are no
-    matrix products, nothing that communicates, and, but for small ones, make what only their collective needs: no more
-    bytes than twice what it makes itself.
+    They depend on inputs alone, so they can stand anywhere before their use. Matrix products and collectives are never
+    among them. Ops before a collective count only if, small ones excepted, nothing else reads their results, and if
+    their results have no more than twice the bytes of its own: they are held longer when it is prefetched.
     """
     free: set[fx.Node] = set()
-    early: set[fx.Node] = set()  # what needs no more than inputs, free or not
+    early: set[fx.Node] = set()  # nodes that depend on inputs alone, prefetchable or not
     output = output_node(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -52,7 +52,7 @@ def from_start(graph: fx.Graph) -> frozenset[fx.Node]:
 
 
 def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
-    """The ops between inputs (or what is free already) and ``start``; None where they are too much."""
+    """Returns the ops between inputs (or prefetchable ops) and ``start``; None if they make too many bytes."""
     ops: set[fx.Node] = set()
     left = max(SMALL, 2 * result_bytes(start))
     todo = list(start.all_input_nodes)
@@ -71,13 +71,13 @@ def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
 
 
 def pull(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
-    """Wishes what is ``free`` right in front of its first use, as that is wished."""
+    """Gives each op in ``free`` a priority just before that of its first user."""
     for node in reversed(graph.nodes):
         if node in free:
             priority[node] = min((priority[user] for user in node.users), default=priority[node]) - 1e-3
 
 
 def _bytes(node: fx.Node) -> int | None:
-    """The size of what a local op makes; None where it is not one tensor."""
+    """Returns the bytes of a local op's result; None if it is not a single tensor."""
     value = ir.info(node).value
     return value.nbytes if isinstance(value, Value) else None

@@ -1,10 +1,9 @@
 """Greedy: choose every op's strategy and every value's layout at least cost, one op after another.
 
 One forward sweep over the joint graph. At each op the strategies that its operands' layouts suggest are
-compared by the time of the reshards that they need (a reshard that an earlier consumer already asked for
-costs nothing) and of the compute that they leave on each rank. Parameters keep their compute layout unless
-nothing else works. Then one sweep back: a value that all consumers want sliced, and that can be computed
-sliced without more communication, is.
+compared by the time of the reshards that they need (a reshard that an earlier consumer already needs costs
+nothing) and of the compute of each rank. Parameters keep their compute layout unless nothing else works. Then
+one backward sweep: a value that all consumers want sliced is computed sliced, if that adds no communication.
 """
 
 from __future__ import annotations
@@ -35,41 +34,49 @@ from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, proj
 
 @dataclass(frozen=True)
 class Greedy:
-    """Chooses by one sweep forward and one back."""
+    """Chooses layouts by one forward and one backward sweep over the graph."""
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
         return _Sweep(problem, graph).run()
 
 
 class _Sweep:
-    """The state of one propagation."""
+    """State of the two sweeps over one graph.
+
+    Attributes:
+        demanded: value -> the layouts at which ops that are decided need it.
+        pinned: values whose layout the plan fixes; resharding them is a last resort.
+        wanted: graph output -> the layout in which the caller gets it; the result of `run`.
+        grad_target: nodes that only lead to one parameter's gradient -> the layout wanted there.
+    """
 
     def __init__(self, problem: Problem, graph: fx.Graph) -> None:
         self.problem, self.graph = problem, graph
         self.mesh, self.cost = problem.mesh, problem.cost
         self.demanded: dict[fx.Node, frozenset[Layout]] = {}
         self.pinned: set[fx.Node] = set()
-        self.wanted: dict[fx.Node, Layout] = {}  # of the graph's outputs
+        self.wanted: dict[fx.Node, Layout] = {}
         self.grad_target = _grad_targets(graph, problem.mesh, problem.compute_layouts)
 
     def run(self) -> dict[fx.Node, Layout]:
-        settled = False
+        """Writes layouts and needs on all nodes; returns the layout in which each output is wanted."""
+        has_tangents = False
         last: list[fx.Node] = []
         for node in self.graph.nodes:
             if node.op == "output":
-                if not settled:
-                    self._forward_outputs()
+                if not has_tangents:
+                    self.wanted |= self._forward_outputs()
                 for leaf in last:
                     self._visit(leaf)
-                self._grad_outputs()
+                self.wanted |= self._grad_outputs()
             elif node.op == "placeholder":
                 if ir.role(node).kind == "param":
                     self.pinned.add(node)
             elif node.op == "call_function":
-                if not settled and ir.info(node).origin.phase == "backward":
-                    self._forward_outputs()
-                    settled = True
-                # What leads to a parameter's gradient alone decides last, when all that others gather is known.
+                if not has_tangents and ir.info(node).origin.phase == "backward":
+                    self.wanted |= self._forward_outputs()
+                    has_tangents = True
+                # Ops that only lead to a parameter's gradient come last, when the gathers of all others are known.
                 if node in self.grad_target:
                     last.append(node)
                 else:
@@ -123,7 +130,7 @@ class _Sweep:
         decide(node, strategy)
 
     def _demand(self, node: fx.Node, layout: Layout) -> None:
-        """Notes that some use wants ``node`` at ``layout``, and so, if it only moves data, its source moved back."""
+        """Records that a use needs ``node`` at ``layout``; through views and transposes, also at their source."""
         if layout in self.demanded.get(node, ()):
             return
         self.demanded[node] = self.demanded.get(node, frozenset()) | {layout}
@@ -131,7 +138,7 @@ class _Sweep:
             self._demand(node.args[0], back.operands[0])
 
     def _reachable(self, node: fx.Node) -> frozenset[Layout]:
-        """The layouts at which ``node`` is wanted already, or is had by moving its source that is."""
+        """Returns the layouts of ``node`` that cost no reshard: those needed already, by itself or before a view."""
         wanted = self.demanded.get(node, frozenset())
         if (spec := move_of(node)) is None:
             return wanted
@@ -139,7 +146,7 @@ class _Sweep:
         return wanted | {results[0] for results in moved if not isinstance(results, str)}
 
     def _warn_cut(self, node: fx.Node, have: Layout, want: Layout, spec: Spec) -> None:
-        """Warns where a view's sizes do not let an axis through, so that the value is gathered over it."""
+        """Warns if an axis does not divide the sizes of a view's result, so that the value is gathered over it."""
         carried = {d.axis for digits in project(spec, spec.operands[0], have).values() for d in digits}
         lost = [axis for axis in have.bound if axis not in carried and axis in self.mesh and axis not in want.bound]
         moved = redistribute.wire_bytes(have, want, ir.value(node).itemsize, self.cost)
@@ -165,12 +172,17 @@ class _Sweep:
             fix = "\n  fix: write one expert as a function under @shardc.experts" if "grouped_mm" in text else ""
             warnings.warn(ShardcWarning(f"{text}\n  source: {record.origin.source}{fix}"), stacklevel=2)
 
-    # --- what the outside wants
+    # --- layouts at the graph's boundary
 
-    def _forward_outputs(self) -> None:
-        """Layouts of the forward's outputs, and from them those of the tangents."""
+    def _forward_outputs(self) -> dict[fx.Node, Layout]:
+        """Returns the layout of each forward output, and writes on the tangents the layouts that follow from these.
+
+        It runs after all of the forward's ops and before the first of the backward, which reads the tangents. An
+        output stays split over batch axes only, unless the plan says otherwise.
+        """
         split: set[str] = set()
-        layouts: dict[int, Layout] = {}
+        layouts: dict[int, Layout] = {}  # by index of the output
+        wanted: dict[fx.Node, Layout] = {}
         for role, node in ir.outputs(self.graph):
             if not isinstance(node, fx.Node) or role.kind == "grad":
                 continue
@@ -182,28 +194,38 @@ class _Sweep:
                 split.update(layout.bound)
             else:
                 layout = Layout.whole(self.mesh, ir.value(node).shape)
-            self.wanted[node] = layout
+            wanted[node] = layout
         summed = [a for a in self.problem.batch_axes if a in split]
         op = "avg" if self.problem.reduce == "mean" else "sum"
         for node in ir.placeholders(self.graph, "tangent"):
             base = layouts[ir.role(node).index]
             pending = [(axis, op) for axis in summed if axis not in base.bound]
             ir.set_info(node, ir.info(node).at(base.replace(partial=pending)))
+        return wanted
 
-    def _grad_outputs(self) -> None:
+    def _grad_outputs(self) -> dict[fx.Node, Layout]:
+        """Returns the layout that each gradient leaves the graph in; all ops have to be decided.
+
+        A parameter's gradient gets the layout that the parameter is stored in, with the sums that ``deferred`` leaves
+        for later; an input's gradient gets the layout of the input.
+        """
         tensors = [n for n in ir.placeholders(self.graph, "input") if ir.is_tensor(n)]
         inputs = {ir.role(node).index: ir.layout(node) for node in tensors}
+        wanted: dict[fx.Node, Layout] = {}
         for role, node in ir.outputs(self.graph):
-            if role.kind == "grad" and isinstance(node, fx.Node):
-                stored = self.problem.grad_layouts.get(role.name)
-                if stored is not None:
-                    stored = self.problem.deferred.layout(role.name, stored, ir.layout(node)) or stored
-                self.wanted[node] = stored if stored is not None else inputs[role.index]
+            if role.kind != "grad" or not isinstance(node, fx.Node):
+                continue
+            stored = self.problem.grad_layouts.get(role.name)
+            if stored is None:
+                wanted[node] = inputs[role.index]
+            else:
+                wanted[node] = self.problem.deferred.layout(role.name, stored, ir.layout(node)) or stored
+        return wanted
 
-    # --- sweep back
+    # --- backward sweep
 
     def _sweep_back(self) -> None:
-        """Computes sliced what every consumer wants sliced."""
+        """Computes a value sliced if all its uses want that slice, and reshards and compute take no more time then."""
         for node in reversed(self.graph.nodes):
             needs = ir.info(node).needs if node.op == "call_function" else None
             if needs is None or node.target is ops.pad or not ir.is_tensor(node):
@@ -219,7 +241,7 @@ class _Sweep:
             operands, itemsize = operands_of(node), ir.value(node).itemsize
             now = Strategy(needs, (ir.layout(node),))
             saved = self._price(operands, needs) - self._price(operands, sliced.operands)
-            saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # which its uses then need not
+            saved += redistribute.seconds(ir.layout(node), target, itemsize, self.cost)  # its uses do not reshard
             saved += compute_seconds(spec, now, work, self.cost)
             saved -= compute_seconds(spec, sliced, work, self.cost)
             others = self._follow(node, target)
@@ -229,14 +251,14 @@ class _Sweep:
                     self._decide(user, strategy)
 
     def _wanted_slice(self, node: fx.Node) -> Layout | None:
-        """The one layout other than the present one that uses of ``node`` want, if slicing gives it."""
+        """Returns the one other layout that uses of ``node`` want, if local slices lead there; else None."""
         current = ir.layout(node)
         wants = set()
         for user in node.users:
             if user.op == "output":
                 wants.add(self.wanted[node])
                 continue
-            if user.target is ops.reshard:  # the plan pins what it makes
+            if user.target is ops.reshard:  # a tag, pinned by the plan
                 wants.add(ir.layout(user))
                 continue
             needs = ir.info(user).needs
@@ -253,7 +275,10 @@ class _Sweep:
         return want if all(step.kind == "shard" for step in steps) else None
 
     def _follow(self, node: fx.Node, target: Layout) -> list[tuple[fx.Node, Strategy, float]] | None:
-        """How the uses that want ``node`` as it is now can take it at ``target``, and what each then costs more."""
+        """Returns (use, strategy with ``node`` at ``target``, extra seconds) of each use that now takes it otherwise.
+
+        None if one of them cannot take it there.
+        """
         out = []
         for user in node.users:
             if user.target is ops.reshard and ir.layout(user) != target:
@@ -282,13 +307,13 @@ class _Sweep:
 
 
 def _last(node: fx.Node) -> fx.Node:
-    """The output that single uses lead to."""
+    """Follows single uses from ``node`` to the node that the output reads."""
     (user,) = node.users
     return node if user.op == "output" else _last(user)
 
 
 def _fitting(node: fx.Node, call: Call) -> Spec | None:
-    """The factors of ``node``; an error of its op's rule names the line that calls it."""
+    """Returns the factors of ``node``'s op; an error of its rule then names the source line of the call."""
     try:
         return spec_of(call)
     except RuleError as error:
@@ -297,7 +322,10 @@ def _fitting(node: fx.Node, call: Call) -> Spec | None:
 
 
 def _grad_targets(graph: fx.Graph, mesh: Mesh, compute: Mapping[str, Layout]) -> dict[fx.Node, Layout | None]:
-    """The nodes whose only use, through linear ops, is one parameter's gradient: the layout wanted there."""
+    """Maps each node that is used only, through linear ops, by one parameter's gradient to the layout it needs there.
+
+    That is the layout from which the gradient gets the parameter's compute layout; None if it cannot be derived.
+    """
     grads = {
         node: compute.get(role.name)
         for role, node in ir.outputs(graph)
