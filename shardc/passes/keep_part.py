@@ -1,4 +1,4 @@
-"""Keep part: parameters that stay split over fewer ranks between forward and backward."""
+"""Keep part: between forward and backward, parameters stay sharded over fewer axes than in storage."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class KeepPart:
-    """Gives a gathered parameter's uses what is gathered again from the part that each rank keeps.
+    """Regathers a parameter for backward from a larger slice that each rank keeps (``reshard_after_forward=n``).
 
-    Takes: a graph whose reshards are spelled as steps. Behind the last gather of a parameter, which makes ``w.full``,
-    stand ``w.full.kept``, its slice over fewer ranks, and ``w.full.regathered``, which is gathered from that and has
-    the other one's uses. ``partition`` saves the slice and gathers again in backward; in forward `SkipRegather` reads
-    ``w.full`` itself.
+        %w.full = all_gather(%w)            %w.full = all_gather(%w)
+        %y = mm(%x, %w.full)            ->  %w.full.kept = shard(%w.full)
+                                            %w.full.regathered = all_gather(%w.full.kept)
+                                            %y = mm(%x, %w.full.regathered)
+
+    `Partition` saves the slice and gathers again in backward; in forward `SkipRegather` reads ``w.full`` itself.
+
+    *Requires:* reshards are steps (`Collectives`). *Ensures:* values are the same; a parameter whose slice would be no
+    larger than its shard is left alone.
 
     Args:
-        kept: by parameter, the axes and parts of axes over which it stays split.
+        axes: parameter -> the axes, and parts of axes, over which it stays split.
     """
 
     axes: Mapping[str, tuple[str, ...]]
@@ -51,7 +56,7 @@ class KeepPart:
 
 
 def _gathered(param: fx.Node) -> list[fx.Node]:
-    """The last of each chain of forward's gathers of ``param``, or of casts of it."""
+    """Returns the last gather of each chain of forward's gathers of ``param``, or of a cast of it."""
     last_gathers: list[fx.Node] = []
     work = [param]
     while work:
@@ -65,7 +70,7 @@ def _gathered(param: fx.Node) -> list[fx.Node]:
 
 
 def _split(whole: Layout, stored: Layout, axes: tuple[str, ...]) -> Layout | None:
-    """``whole`` split over ``axes`` too, at the dims where ``stored`` is; None where that is not split over them."""
+    """Splits ``whole`` over ``axes`` at the dims where ``stored`` is split over them; None if it is not."""
     layout: Layout | None = whole
     for axis in axes:
         dim = next((stored.dim_of(bound) for bound in stored.bound if stored.mesh.overlap(bound, axis)), None)

@@ -1,6 +1,6 @@
 """Localize: the global graph becomes the program of one rank, at local shapes.
 
-Every op is spelled on local tensors by its rule, every step by ``spell``. The rank itself enters only
+Every op is lowered to local tensors by its rule, every step of a reshard by ``spell``. The rank enters only
 through ``coordinate`` placeholders, so all ranks have the same graph.
 """
 
@@ -37,13 +37,16 @@ _MOVES = (*ops.COLLECTIVES, *ops.LOCAL_MOVES)
 class Localize:
     """Makes a new graph of aten and ``_c10d_functional`` ops at local shapes.
 
-    Takes: a graph in which layouts agree and every change of layout is a step. Guarantees: the same graph
-    on every rank; placeholders in the same order, coordinates after the other primals; ``Value.layout`` is
-    None and ``Value.shape`` local; ``node.meta["val"]`` fake local tensors.
+        %w: f32[8@dp,4]                           %w: f32[4,4]
+        %w.full: f32[8,4] = all_gather(%w)    ->  %w.full: f32[8,4] = wait(all_gather_into_tensor(%w, 2, "dp"))
+
+    *Requires:* layouts agree at every use and every change of layout is a step. *Ensures:* the same graph on every
+    rank; placeholders in the same order, coordinates after the other primals; ``Value.layout`` is None and
+    ``Value.shape`` local; ``node.meta["val"]`` are fake local tensors.
 
     Args:
         fake_mode: mode of the captured graph's fake values.
-        device: where coordinates live.
+        device: device of the coordinates.
     """
 
     mesh: Mesh
@@ -81,7 +84,7 @@ class Localize:
 
 
 def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
-    """One op by its rule; an op without one is whole and stays as it is."""
+    """Emits one op by its rule; an op without a rule has replicated operands and is copied."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
     rule = find_rule(node.target)
     if rule is None:
@@ -95,13 +98,13 @@ def _op(node: fx.Node, env: dict[fx.Node, Any], emitter: Emitter) -> Any:
 
 
 def _true_size(node: fx.Node, dim: int, size: int) -> int:
-    """The size of ``dim`` of the operands of ``node`` without what `Pad` grew it by to ``size``."""
+    """Returns the size, before `Pad` grew it to ``size``, of the ``dim``-th dim of the operands, counted in a row."""
     sizes = ir.info(node).true_sizes
     return size if sizes is None else sizes[dim]
 
 
 def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
-    """``pad`` or ``unpad`` of a dim that is whole."""
+    """Emits a ``pad`` or ``unpad`` of a dim that is not split."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     have = emitter.shape(x)
     if node.target is ops.unpad:
@@ -111,7 +114,7 @@ def _resize(node: fx.Node, x: Any, emitter: Emitter) -> Any:
 
 
 class Emitter(Calls):
-    """Builds the local graph: the `Builder` that rules and steps spell through."""
+    """Builder of the local graph, through which rules and steps emit their nodes."""
 
     def __init__(self, mesh: Mesh, fake_mode: Any, device: torch.device) -> None:
         super().__init__(None, fake_mode, device)
@@ -120,7 +123,7 @@ class Emitter(Calls):
         self._last_primal: fx.Node | None = None
 
     def at(self, node: fx.Node) -> None:
-        """What is emitted from here on stands for ``node``; `named` gives the last of it the name of that."""
+        """Starts the emission of ``node``: new nodes get its record; `named` then gives the last one its name."""
         self.record = ir.info(node) if node.op != "output" else Info("", None)
         self.traced = node
 
@@ -134,7 +137,7 @@ class Emitter(Calls):
         return self._fed("key", "key", "key")
 
     def _fed(self, name: str, kind: str, role_name: str) -> fx.Node:
-        """The placeholder of a number (int64 [1]) that the runtime feeds."""
+        """Returns the placeholder of a number (int64 [1]) that the runtime feeds; one for each ``name``."""
         if name not in self._numbers:
             with self.graph.inserting_after(self._last_primal) if self._last_primal else self.graph.inserting_before():
                 node = self.graph.placeholder(f"primals_{kind}_{len(self._numbers)}")
@@ -148,7 +151,7 @@ class Emitter(Calls):
     def group(self, axes: tuple[str, ...]) -> tuple[int, str]:
         return prod(self.mesh.size(axis) for axis in axes), group_name(axes)
 
-    # --- the frame
+    # --- inputs and outputs of the graph
 
     def placeholder(self, node: fx.Node) -> fx.Node:
         local = self.graph.placeholder(node.name)
@@ -170,7 +173,7 @@ class Emitter(Calls):
         return local
 
     def named(self, result: Any) -> Any:
-        """Gives what stands for the current global node that node's name."""
+        """Gives ``result``, which stands for the current global node, that node's name."""
         if isinstance(result, fx.Node) and result.op == "call_function":
             record = ir.info(result)
             if record.name != self.record.name and record.name.startswith(f"{self.record.name}."):

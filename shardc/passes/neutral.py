@@ -1,4 +1,4 @@
-"""Neutral: the value that a reduction ignores, for the filling of padded operands."""
+"""Identity of a reduction: the value that it ignores, with which padded operands are filled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from math import inf
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec
 
-# The reductions of elements as they are; others (a norm, a deviation) do something to each element before.
+# Reductions of the elements themselves; others (a norm, a deviation) transform each element before.
 PLAIN = {
     "aten.sum": 0.0,
     "aten.nansum": 0.0,
@@ -21,10 +21,10 @@ PLAIN = {
 
 
 def neutral(call: Call, spec: Spec, factor: str) -> float | None:
-    """What the operands that run over ``factor`` hold in places that the op's result must not depend on.
+    """Returns the filling of operands along ``factor`` with which padded places do not change the op's result.
 
-    Zero, where the op sums over the factor and is linear in some operand that runs over it: that operand's
-    slice is zero there, and so is its share of the sum. None where no such value is known.
+    It is zero if the op sums over the factor and is linear in some operand that runs over it: that operand's slice is
+    zero there, and so is its term of the sum. None if no such value is known.
     """
     if spec.routed is not None and factor == spec.routed.owners:
         return 0.0  # no row is theirs, or they are left out

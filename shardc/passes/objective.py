@@ -1,4 +1,4 @@
-"""Objective: what the gradients that come in from outside mean for the global objective, and those that go out."""
+"""Objective: units of the gradients that enter a program (tangents) and of the input gradients that leave it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ from shardc.ir.rewriter import GraphRewriter
 class Objective:
     """Scales tangents, so that the objective is the mean (or sum) of the ranks' losses; scales inputs' gradients back.
 
-    A tangent of an output that is split over the batch axes is the gradient of this rank's own loss alone;
-    one of an output that is whole over an axis is already averaged (or summed) over it by its layout (``propagate``).
-    The gradient of an input is handed out in the unit in which tangents come in, so that it can be the tangent of
-    another module: of an input that is split, of this rank's own loss; of one that is whole, what the mean (or sum)
-    over the ranks of what each is handed is the gradient. Where no output is split over an axis, the ranks' losses are
-    one, and nothing is scaled.
+        %t = tangent                        %t = tangent
+        %g = mm(%t, %w)                 ->  %t.scaled = mul(%t, 0.5)          (mean over 2 ranks)
+                                            %g = mm(%t.scaled, %w)
+
+    The tangent of an output that is split over the batch axes is the gradient of this rank's own loss. The tangent of
+    an output that is replicated over an axis is averaged (or summed) over it already, by its layout (`Propagate`). An
+    input's gradient leaves in the unit in which tangents enter, so that it can be the tangent of another module. For a
+    split input this is the gradient of this rank's own loss; for a replicated input, a value whose mean (or sum) over
+    the ranks is the gradient. If no output is split over an axis, the ranks share one loss, and nothing is scaled.
+
+    *Requires:* tangents have layouts. *Ensures:* each value keeps its layout.
 
     Args:
-        batch_axes: the axes over which ranks' losses are averaged.
+        batch_axes: axes over which the ranks' losses are averaged or summed.
         reduce: "mean" or "sum".
-        grad_scale: a further factor, on parameters' gradients.
-        own: whether tangents are of each rank's own loss; else, of one global loss.
+        grad_scale: a further factor on parameters' gradients.
+        own_losses: True if tangents are of each rank's own loss, False if of one global loss.
     """
 
     batch_axes: tuple[str, ...]
@@ -74,11 +79,11 @@ class Objective:
 
 
 def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
-    """What the gradient of an input is multiplied by, which is the objective's, to be this rank's own.
+    """Returns the factor from the objective's gradient of an input to the gradient of this rank's own loss.
 
     Args:
         layout: of the input.
-        losses: the axes along which each rank has a loss of its own.
+        losses: axes along which the ranks have different losses.
     """
     size = _size(layout, [axis for axis in losses if (axis in layout.bound) == (reduce == "mean")])
     return size if reduce == "mean" else 1 / size
@@ -87,7 +92,7 @@ def unit(layout: Layout, losses: Collection[str], reduce: str) -> float:
 def unit_of(
     plan_axes: Collection[str], reduce: str, own_losses: bool, outputs: Iterable[ir.Role], layout: Layout
 ) -> float:
-    """As `unit`, of a program with these ``outputs``."""
+    """Returns `unit` for an input at ``layout`` of a program with these ``outputs``."""
     bound = {axis for role in outputs if role.kind == "output" and role.layout for axis in role.layout.bound}
     return unit(layout, [axis for axis in plan_axes if axis in bound and own_losses], reduce)
 

@@ -21,15 +21,20 @@ _TO_DEVICE, _TO_HOST = torch.ops.shardc.to_device.default, torch.ops.shardc.to_h
 class Offload:
     """Moves each parameter on the host to the device before its first use, and its gradient back.
 
-    Takes: a local joint graph, or one that reduces what was summed up. Guarantees: the parameters in ``entries``, and
-    their gradients, lie on the host (`Value.host`); all that computes or communicates lies on the device. What moves
-    is a parameter's shard in the dtype that it is stored in: a cast to a smaller dtype runs on the device, in front of
-    the gather, and that of a gradient behind its reduction, in front of the move.
+        %w (host)                               %w.device = wait(to_device(%w))
+        %f = all_gather(%w)                 ->  %f = all_gather(%w.device)
+        return %g                               return wait(to_host(%g))
+
+    A parameter's shard moves in the dtype that it is stored in: its cast to a smaller dtype runs on the device, before
+    the gather, and a gradient's cast runs after its reduction, before the move.
+
+    *Requires:* a local joint graph, or one that reduces accumulated gradients. *Ensures:* the parameters in
+    ``entries`` and their gradients are on the host (`Value.host`); every other value is on the device.
 
     Args:
         entries: parameter -> the plan entry that keeps it on the host.
         fake_mode: mode of the graph's fake values.
-        device: where the program runs.
+        device: the device that the program runs on.
         pending: parameters whose gradients stay on the device as they are, to be reduced later.
     """
 
@@ -56,7 +61,7 @@ class Offload:
         return gm
 
     def _fetch(self, param: fx.Node, rewriter: GraphRewriter) -> None:
-        """Marks ``param`` as lying on the host; what used it uses a copy on the device."""
+        """Marks ``param`` as a value on the host; its users read a copy on the device."""
         val, users = param.meta["val"], list(param.users)
         ir.update(param, value=replace(ir.value(param), host=True))
         with self.fake_mode:
@@ -69,7 +74,7 @@ class Offload:
                 user.replace_input_with(param, on_device)
 
     def _move(self, rewriter: GraphRewriter, x: fx.Node, before: fx.Node, entry: str, op: Any, *args: Any) -> fx.Node:
-        """The result of moving ``x``, waited for, in front of ``before``."""
+        """Inserts the move of ``x`` by ``op`` and its wait in front of ``before``; returns the wait."""
         to_host = op is _TO_HOST
         value, phase = replace(ir.value(x), host=to_host), "backward" if to_host else "forward"
         names = ("to_host", "host") if to_host else ("to_device", "device")

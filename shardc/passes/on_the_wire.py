@@ -1,4 +1,4 @@
-"""On the wire: functions of the user's around collectives of parameters and of their gradients."""
+"""User functions around collectives of parameters and of their gradients: compression, quantization."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ REDUCE = (c10d.reduce_scatter_tensor.default, c10d.all_reduce.default)
 
 @dataclass(frozen=True)
 class OnTheWire:
-    """Sends what ``before`` makes of a tensor, and uses what ``after`` makes of what arrives.
+    """Applies a user's function to a tensor before its collective, and another one to the result.
 
-    Stands in front of ``bucket``: ``Options(pipeline=lambda passes: passes.before("bucket", OnTheWire(...)))``. Both
-    functions are traced into the graph, so they are seen in its text, counted and fused. They may round; values are
-    then no longer those of one device.
+        %a = all_gather(%w)     ->  %b = all_gather(before(%w)),  %a = after(wait(%b))
+
+    Insert it before ``bucket``: ``Options(pipeline=lambda passes: passes.before("bucket", OnTheWire(...)))``. Both
+    functions are traced into the graph, so they are seen in its text, counted and fused. They may round; values then
+    differ from those on one device.
+
+    *Requires:* one half of a local graph, before `Bucket`. *Ensures:* shapes and dtypes of results are as before.
 
     Args:
         before: for gathers, takes a shard [d, ...] and returns one tensor or several, of any shapes. For reductions,
@@ -62,7 +66,7 @@ class OnTheWire:
         return gm
 
     def _replace(self, node: fx.Node, rewriter: GraphRewriter) -> None:
-        """``node`` and its wait as collectives of what ``before`` makes."""
+        """Replaces ``node`` and its wait by collectives of the results of ``before``."""
         x, (wait,) = node.args[0], waits_of(node)
         ranks = node.args[1] if self.of == "gather" else None
         val, start, end = wait.meta["val"], rewriter.before(node), rewriter.before(wait)
@@ -86,7 +90,7 @@ class OnTheWire:
         rewriter.graph.erase_node(node)
 
     def _traced(self, function: Callable[..., Any], inputs: Sequence[fx.Node], at: Inserter) -> list[fx.Node]:
-        """The nodes that ``function`` makes of ``given``, inserted ``at``."""
+        """Inserts the ops that ``function`` does to ``inputs`` at ``at``; returns its results."""
         fakes = [x.meta["val"] for x in inputs]
 
         def several(*tensors: Tensor) -> list[Tensor]:
@@ -116,7 +120,7 @@ class OnTheWire:
 
 
 def _gradients(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """Of each reduction that leads to gradients alone, the parameters whose."""
+    """Maps each reduction, and each op after it, that leads to gradients alone to the names of their parameters."""
     out = leaving(graph)
     names: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):

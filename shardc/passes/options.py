@@ -95,29 +95,29 @@ class Options:
         check_fields(self)
 
     def bucket_bytes(self) -> int:
-        """The size of a bucket: by default where latency is a twentieth of a collective's time, 8 MiB at most."""
+        """Returns the bytes of a bucket; by default latency is a twentieth of a bucket's time, 8 MiB at most."""
         if self.bucket_size is not None:
             return cast(int, self.bucket_size)
         latency, bandwidth = self.cost.linear(self.direct is not False)
         return min(int(20 * latency * bandwidth), 8 << 20)
 
     def budget_bytes(self) -> int:
-        """Bytes for parameters that stay whole from forward to backward."""
+        """Returns the bytes on each rank for parameters that stay gathered from forward to backward."""
         return cast(int, self.memory_budget)
 
     def in_flight_bytes(self) -> int:
-        """Bytes that may be started ahead of their use."""
+        """Returns the bytes of collectives' results that may be started ahead of their use."""
         if self.max_in_flight is not None:
             return cast(int, self.max_in_flight)
         return -1 if self.bucket_bytes() < 0 else max(2 * self.bucket_bytes(), 16 << 20)
 
     def silent(self) -> frozenset[str] | None:
-        """The kinds of collectives that `comm` makes local copies, None for all of them."""
+        """Returns the kinds of collectives that ``comm`` replaces by local copies; None for all."""
         if isinstance(self.comm, str):
             return None if self.comm == "none" else frozenset()
         return frozenset(kind for what, how in self.comm.items() if how == "none" for kind in SILENCED[what])
 
     def with_plan_settings(self, plan: Plan) -> Options:
-        """These options, where they do not say it themselves, with what ``plan`` says of collectives."""
+        """Returns these options with the settings of ``plan`` for collectives, if they do not set these themselves."""
         size = plan.setting("bucket_size") if self.bucket_size is None else self.bucket_size
         return replace(self, bucket_size=size, overlap=self.overlap and plan.setting("overlap"))

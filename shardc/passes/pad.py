@@ -1,10 +1,9 @@
-"""Pad: sizes that the plan's axes do not divide, grown to sizes that they do.
+"""Pad: grow sizes that the plan's axes do not divide to sizes that they do.
 
-An op on padded operands computes filling beside its results, and filling beside filling: no element of a
-result depends on it as long as the op's loops run over each place by itself. Where a loop ends in a
-reduction, the filling becomes a value that the reduction ignores first: zero where the op is linear in what
-it sums, the lowest value under a maximum, and so on. Where there is no such value the padded values are cut
-back to their elements, which needs them whole.
+An op on padded operands also computes the padded places of its results. No element of a result depends on these
+places as long as each place is computed from its own. Before a reduction, the padded places are set to its identity:
+zero for an op that is linear in what it sums, the lowest value for a maximum, and so on. If the reduction has no
+identity, the values are gathered and cut back to their elements.
 """
 
 from __future__ import annotations
@@ -55,8 +54,11 @@ Grow = Callable[[str, Sequence[int], Sequence[int]], Layout | None]
 class Pad:
     """Grows dims to sizes that the axes which split them divide.
 
-    Takes a seeded graph; leaves it as it is where everything divides. What comes in and goes out keeps its
-    shape: an input is padded, and split, at its first use.
+        %x: f32[10]                         %x.padded: f32[12@dp] = reshard(constant_pad_nd(%x, [0, 2]))
+        %y: f32[] = sum(%x)             ->  %y: f32[] = sum(%x.padded)
+
+    *Requires:* a seeded graph. *Ensures:* inputs and outputs keep their shapes: an input is padded, and split, at its
+    first use. A graph in which all sizes divide is returned as it is.
 
     Args:
         inputs: by position, the layout at padded sizes of each tensor input that does not divide, and its cause.
@@ -85,7 +87,11 @@ class Pad:
 
 
 class _Padder(Forms):
-    """Makes the new graph, op by op."""
+    """Rewrites the graph op by op, with padded and unpadded forms of its values.
+
+    Attributes:
+        several: node with several results -> (results, their paddings, filling).
+    """
 
     def __init__(self, options: Pad, old: fx.Graph) -> None:
         super().__init__(old, options.fake_mode, options.device)
@@ -139,7 +145,7 @@ class _Padder(Forms):
             self.padded[node] = Padded(placed, padding, 0)
 
     def _param(self, node: fx.Node) -> None:
-        """The last ``unpad`` of a parameter that the plan splits: it has a padded form already."""
+        """Copies an ``unpad``; for the last one of a split parameter, the value before it is its padded form."""
         self.plain[node] = self._copy(node)
         chain: list[Any] = [node]
         while chain[-1].op == "call_function":
@@ -160,7 +166,7 @@ class _Padder(Forms):
         while source.target is ops.pad:
             (source,) = source.args
         self.record = replace(ir.info(source), role=None)
-        # What fills storage stays zero whatever the optimizer does with this.
+        # Zero, so that padded places of storage stay zero whatever the optimizer does.
         padded = self.at(source, _padding_of(layout, ir.value(source).shape), 0)
         return padded if cast is None else self.call(cast.target, padded, **cast.kwargs)
 
@@ -227,7 +233,10 @@ class _Padder(Forms):
         self._keep(node, result, padding, filling)
 
     def _factors_kept(self, node: fx.Node, call: Call, spec: Spec, operands: list[fx.Node]) -> dict[str, Runs]:
-        """The factors that the op can run over with filling, as its padded operands have them."""
+        """Returns the runs of each factor along which the op can compute on padded operands.
+
+        Warns of each operand that the op needs unpadded.
+        """
         padded_factors: dict[str, Runs] = {}
         lost: dict[fx.Node, str] = {}
         drawn = find_rule(node.target) in random_draws.TABLE.values()
@@ -268,7 +277,7 @@ class _Padder(Forms):
         warnings.warn(str(LayoutError(text, source=record.origin.source or None, fix=fix)), ShardcWarning, stacklevel=2)
 
     def _operand(self, x: fx.Node, call: Call, spec: Spec, at: int, padded_factors: Mapping[str, Runs]) -> fx.Node:
-        """Operand ``at`` with filling where ``kept`` says, of a value that the op's reductions ignore."""
+        """Returns operand ``at`` padded along ``padded_factors``, filled with the identity of the op's reductions."""
         dims = spec.operands[at]
         padding = _padding(spec, dims, padded_factors)
         if not any(map(is_padded, padding)):
@@ -297,7 +306,7 @@ class _Padder(Forms):
         grown: list[Padding],
         results: list[Padding],
     ) -> Any:
-        """The op at padded sizes: what its rule says for shards of that shape."""
+        """Emits the op at padded sizes, by its rule, as if these were the sizes of a shard."""
         rule = find_rule(node.target)
         assert rule is not None
         args, kwargs = with_operands(node, operands)
@@ -312,7 +321,7 @@ class _Padder(Forms):
 
 
 def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
-    """A value of ``shape`` at the padded sizes of ``layout``."""
+    """Returns the padding of a value of ``shape`` to the sizes of ``layout``."""
     return tuple(
         (Run(size, true, layout.dim_axes(dim) if size != true else ()),)
         for dim, (size, true) in enumerate(zip(layout.shape, shape, strict=True))
@@ -320,7 +329,7 @@ def _padding_of(layout: Layout, shape: Sequence[int]) -> Padding:
 
 
 def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mapping[str, Runs]) -> Padding:
-    """The padding of an operand or result with ``dims``, whose factors are padded as ``kept`` says."""
+    """Returns the padding of an operand or result with ``dims``, given that of the factors."""
     return tuple(
         canonical([run for f in factors for run in padded_factors.get(f, (Run(spec.size(f), spec.size(f)),))])
         for factors in dims
@@ -328,5 +337,5 @@ def _padding(spec: Spec, dims: Sequence[tuple[str, ...]], padded_factors: Mappin
 
 
 def _alone(spec: Spec, factor: str) -> bool:
-    """Whether ``factor`` makes up every dim in which it stands."""
+    """Tells whether ``factor`` is never joined with another factor in one dim."""
     return all(factors == (factor,) for one in (*spec.operands, *spec.results) for factors in one if factor in factors)

@@ -1,4 +1,4 @@
-"""Partition: the joint graph as a forward and a backward graph, by each parameter's reshard policy."""
+"""Partition: cut the joint graph into a forward and a backward graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 Mark = Callable[[fx.Node, int], None]
 Cut = tuple[Split, Mark, Mark]
 
-# The region of gathers: the last, for what goes from a region into a later one is saved between them.
+# The region of gathers: the last, since values that go from a region into a later one are saved between them.
 _GATHERS = 1 << 30
 
 
@@ -28,16 +28,22 @@ _GATHERS = 1 << 30
 class Partition:
     """Splits the joint graph into forward and backward; values that both need are saved or run again.
 
-    Level 3 gathers a parameter again in backward, from the part of it that is kept, if there is one (`KeepPart`);
-    levels 1 and 2 keep it whole from forward to backward.
-    What stands in a checkpoint region of the model runs again, its collectives as ``collectives`` says. Collectives
-    that neither of these is about run once.
+        %f = all_gather(%w)                 forward:  %f = all_gather(%w);  %y = mm(%x, %f)
+        %y = mm(%x, %f)                 ->  backward: %f = all_gather(%w);  %gx = mm(%gy, %f)
+        %gx = mm(%gy, %f)                             (level 3; else %f is saved)
+
+    At level 3 (ZeRO-3) a parameter is gathered again in backward, from the slice that is kept, if there is one
+    (`KeepPart`); at levels 1 and 2 it stays gathered from forward to backward. Ops of a checkpoint region run again in
+    backward, its collectives as ``collectives`` says. All other collectives run once.
+
+    *Requires:* a local joint graph. *Ensures:* both halves have roles on inputs and outputs; a saved output's role has
+    the name of the backward's placeholder that reads it. Without gradients there is one half, for inference.
 
     Args:
-        levels: gives, for the joint graph, the reshard level of each parameter that is gathered.
-        split: cuts a joint graph after so many forward outputs.
+        levels: returns, for the joint graph, the reshard level of each parameter that is gathered.
+        split: cuts a joint graph after the given number of forward outputs.
         recompute, save: mark a node for the cut.
-        collectives: of checkpoint regions; see `shardc.cost.recompute`.
+        collectives: policy for checkpoint regions; see `shardc.cost.recompute`.
     """
 
     levels: Callable[[fx.Graph], Mapping[str, int]]
@@ -92,7 +98,7 @@ class Partition:
 
 
 def _moved(param: fx.Node) -> list[fx.Node]:
-    """Everything that is made of ``param`` alone by gathering, moving and casting."""
+    """Returns the nodes that depend on ``param`` alone, through gathers, views and casts."""
     chain, work = [], list(param.users)
     seen = {param}
     while work:
@@ -108,13 +114,13 @@ def _moved(param: fx.Node) -> list[fx.Node]:
 
 
 def _reads(graph: fx.Graph) -> dict[str, Role]:
-    """By the name of each placeholder, and of what is made of it alone by moving: the role of the placeholder."""
+    """Maps the name of each placeholder, and of the nodes of `_moved`, to the placeholder's role."""
     inputs = [node for node in ir.placeholders(graph) if ir.role(node).kind in ("param", "buffer", "input")]
     return {moved.name: ir.role(node) for node in inputs for moved in (node, *_moved(node))}
 
 
 def inference(gm: fx.GraphModule) -> fx.GraphModule:
-    """The forward outputs alone: gradients, and what only they need, dropped."""
+    """Returns the graph of the forward outputs alone, without gradients and the ops that only they need."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     outputs = [(role, x) for role, x in ir.outputs(gm.graph) if role.kind != "grad"]
@@ -131,8 +137,11 @@ def inference(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _send_once(graph: fx.Graph) -> None:
-    """One of equal collectives: the cut makes one of equal ops (two biases of one sum), but not of their waits, and so
-    not of what is made of these by moving and by further collectives."""
+    """Merges equal collectives, and the casts and views that read them.
+
+    The partitioner merges equal ops (the gradients of two biases of one sum), but neither their waits nor what reads
+    these.
+    """
     seen: dict[Any, fx.Node] = {}
     rewriter = GraphRewriter(graph)
     for node in list(graph.nodes):
@@ -146,14 +155,14 @@ def _send_once(graph: fx.Graph) -> None:
 
 
 def _moves_or_casts(node: fx.Node) -> bool:
-    """Whether ``node`` may stand between a parameter and the ops that compute with it."""
+    """Tells whether ``node`` is a view or a cast, which may stand between a parameter and the ops that use it."""
     return moves_data(node.target) or node.target is CAST
 
 
 def _restore(gm: fx.GraphModule, roles: tuple[Role, ...]) -> None:
-    """Roles on the output node and on the placeholders for saved values.
+    """Writes roles on the output node and on the placeholders of saved values.
 
-    A saved output's role has the name of the backward's placeholder that takes it, which no later pass changes.
+    A saved output's role has the name of the backward's placeholder that reads it, which no later pass changes.
     """
     output = ir.output_node(gm.graph)
     saved = output.args[0][len(roles) :]

@@ -15,7 +15,7 @@ from shardc.validate import near
 
 
 class Pass(Protocol):
-    """What every pass is: a frozen dataclass that takes a graph and gives one, often the same, changed."""
+    """Interface of a pass: a frozen dataclass that takes a graph and returns one, often the same one, changed."""
 
     name: str
 
@@ -29,10 +29,10 @@ class Hook:
     """Looks at the graph around every pass; does nothing unless a subclass says so."""
 
     def before(self, stage: str, gm: fx.GraphModule) -> None:
-        """Called with the graph that the pass ``stage`` is about to take."""
+        """Called with the graph before the pass ``stage``."""
 
     def after(self, stage: str, gm: fx.GraphModule) -> None:
-        """Called with the graph that the pass ``stage`` gave."""
+        """Called with the graph after the pass ``stage``."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The passes' names in order."""
+        """Names of the passes in order."""
         return tuple(pass_.name for pass_ in self.passes)
 
     def run(self, gm: fx.GraphModule, *hooks: Hook) -> fx.GraphModule:
@@ -74,31 +74,31 @@ class Pipeline:
         return gm
 
     def before(self, name: str, *passes: Pass) -> Pipeline:
-        """With ``passes`` in front of the one of that name."""
+        """Returns a pipeline with ``passes`` inserted before the pass ``name``."""
         at = self._at(name)
         return Pipeline((*self.passes[:at], *passes, *self.passes[at:]))
 
     def after(self, name: str, *passes: Pass) -> Pipeline:
-        """With ``passes`` behind the one of that name."""
+        """Returns a pipeline with ``passes`` inserted after the pass ``name``."""
         at = self._at(name) + 1
         return Pipeline((*self.passes[:at], *passes, *self.passes[at:]))
 
     def without(self, *names: str) -> Pipeline:
-        """With these left out."""
+        """Returns a pipeline without the passes of these ``names``."""
         out = {self._at(name) for name in names}
         return Pipeline(tuple(pass_ for at, pass_ in enumerate(self.passes) if at not in out))
 
     def replaced(self, *passes: Pass) -> Pipeline:
-        """With each of ``passes`` in the place of the one that has its name."""
+        """Returns a pipeline in which each of ``passes`` replaces the pass of its name."""
         at = {self._at(pass_.name): pass_ for pass_ in passes}
         return Pipeline(tuple(at.get(place, pass_) for place, pass_ in enumerate(self.passes)))
 
     def until(self, name: str) -> Pipeline:
-        """What stands in front of the pass of that name."""
+        """Returns the passes before the pass ``name``."""
         return Pipeline(self.passes[: self._at(name)])
 
     def behind(self, name: str) -> Pipeline:
-        """What stands behind the pass of that name."""
+        """Returns the passes after the pass ``name``."""
         return Pipeline(self.passes[self._at(name) + 1 :])
 
     def __getitem__(self, kind: type[P]) -> P:
@@ -124,6 +124,6 @@ class Pipeline:
 
 
 def _summary(pass_: Pass) -> str:
-    """The first sentence of a pass's docstring."""
+    """Returns the first sentence of a pass's docstring."""
     text = " ".join((type(pass_).__doc__ or "").split("\n\n")[0].split())
     return text.partition(". ")[0].removesuffix(".").replace("`", "")

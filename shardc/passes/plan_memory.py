@@ -1,4 +1,4 @@
-"""Plan memory: where the results of direct collectives lie, from how long each is in use."""
+"""Plan memory: place the results of direct collectives in an arena, by their lifetimes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,13 @@ from shardc.passes.starts import is_start
 class PlanMemory:
     """Gives each result of a direct collective a slot, and each slot its place in an arena (`shardc.ir.arena`).
 
-    Takes: one half of a local graph, in the order in which it runs. Guarantees: the same graph, but for the slots'
-    numbers as the last argument of each direct collective, and a `MemoryPlan` on its output node. A slot is in use
-    from the start of its collective to the last op that reads it, through whatever views; what a collective sends,
-    until that is waited for. Torch's own collectives make their own memory and are left alone.
+        %a = gather([%w], 2, "dp", [])      ->  %a = gather([%w], 2, "dp", [0])        (slot 0 of the arena)
+
+    A slot is in use from the start of its collective to the last op that reads it, through views; a slot that a
+    collective sends from, until the wait. Torch's own collectives allocate their own memory and are left alone.
+
+    *Requires:* one half of a local graph, scheduled. *Ensures:* the same graph, except for the slots' numbers as the
+    last argument of each direct collective, and a `MemoryPlan` on the output node.
 
     A collective's slots: one for each result; where it reduces over n > 2 ranks by messages, one for each result of
     what comes from the other n - 2; and where tensors share a message (`shardc.ir.packing`), one for these messages as
@@ -51,7 +54,7 @@ class PlanMemory:
         return gm
 
     def _slots(self, node: fx.Node, at: int) -> list[Slot]:
-        """The slots of one collective, in use at its start alone; their order is `results_of`'s, then the wire's."""
+        """Returns the slots of one collective, its results' first, then its messages'; lifetimes are set later."""
         results = node.meta["val"]
         names = _names(node)
         _, ranks = group_of(node, self.mesh)
@@ -73,15 +76,15 @@ class PlanMemory:
 
 
 def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
-    """``slots`` from the start of their collective to their last use, and where they lie."""
+    """Sets the lifetimes of ``slots``, and places them in the arena."""
     place_of = {node: at for at, node in enumerate(graph.nodes)}
-    behind: dict[fx.Node, frozenset[int]] = {}  # the slots that a value lies in
+    behind: dict[fx.Node, frozenset[int]] = {}  # the slots that hold a value's memory
     ends: dict[int, int] = {}
     for at, node in enumerate(graph.nodes):
         if node.op == "output":
             continue
         reads = frozenset().union(*(behind.get(read, frozenset()) for read in node.all_input_nodes))
-        # What is sent must stay as it is until it has arrived.
+        # A collective's input must not be overwritten until the collective is done.
         until = max([at, *(place_of[wait] for wait in waits_of(node))]) if is_start(node) else at
         for slot in reads:
             ends[slot] = max(ends.get(slot, 0), until)
@@ -116,12 +119,12 @@ def _plan(graph: fx.Graph, slots: list[Slot]) -> MemoryPlan:
 
 
 def _names(node: fx.Node) -> list[str]:
-    """The names of the results of ``node``: of the items that stand for them, where there are."""
+    """Returns the names of the results of ``node``, after the getitems that read them."""
     items = {user.args[1]: ir.info(user).name for user in node.users if user.target is getitem}
     return [items.get(at, f"{ir.info(node).name}.{at}") for at in range(len(node.meta["val"]))]
 
 
 def _bytes(x: Tensor) -> int:
-    """The size of ``x``; 0, which means memory of its own, where it is only known at run time."""
+    """Returns the bytes of ``x``; 0, which gives it memory outside the arena, if its size is symbolic."""
     size = prod(x.shape) * x.dtype.itemsize
     return size if isinstance(size, int) else 0
