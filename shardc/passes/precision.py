@@ -1,4 +1,4 @@
-"""Precision: gradients are reduced in the dtype that the plan says, whatever they are computed and stored in."""
+"""Precision: reduce gradients in the dtype that the plan sets, whatever they are computed and stored in."""
 
 from __future__ import annotations
 
@@ -15,23 +15,27 @@ from shardc.ir.layout import Layout
 from shardc.ir.rewriter import GraphRewriter
 
 _CAST = torch.ops.aten._to_copy.default
-# The cause of a cast in front of a reduction. To a smaller dtype it rounds each rank's term, which is asked for.
+# The cause of a cast before a reduction. A cast to a smaller dtype rounds each rank's term, as the plan asks for.
 REDUCED_IN = "the dtype that gradients are reduced in"
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Casts each parameter's gradient to what it is reduced in, reduces it, and casts it to what it is kept in.
+    """Casts each parameter's gradient to its reduce dtype, reduces it, and casts it to the dtype that it is stored in.
 
-    The order is fixed: cast, reduce (over the shard axes, then the replicate axes), cast. What scales a gradient
-    stands before all of it, in the gradient of the output; see `Objective`.
+        %g: bf16 (partial sum)              %c: f32 (partial sum) = _to_copy(%g)
+        return %g                       ->  %r: f32 = reshard(%c)
+                                            return _to_copy(%r)
 
-    Takes: a graph with layouts. Guarantees: a pending sum of a gradient stays pending up to the cast.
+    The order is fixed: cast, reduce (over the shard axes, then the replicate axes), cast. Scaling comes before all of
+    these, on the tangents; see `Objective`.
+
+    *Requires:* a graph with layouts. *Ensures:* a gradient's partial sum is not reduced before the first cast.
 
     Args:
-        layouts: storage layout of each parameter, by name.
-        reduced: the dtype in which each parameter's gradient is reduced.
-        kept: the dtype in which it is kept.
+        layouts: parameter -> its storage layout.
+        reduced: parameter -> the dtype in which its gradient is reduced.
+        stored: parameter -> the dtype of its gradient after the reduction.
         deferred: parameters whose gradients are reduced later, or over some axes later: these are not cast back.
     """
 
@@ -51,12 +55,12 @@ class Precision:
 
         ir.change_outputs(gm.graph, reduced)
         for _, node in before:
-            if isinstance(node, fx.Node) and not node.users:  # a cast that another took the place of
+            if isinstance(node, fx.Node) and not node.users:  # a cast that was replaced
                 gm.graph.erase_node(node)
         return gm
 
     def _reduced(self, rewriter: GraphRewriter, output: fx.Node, grad: fx.Node, name: str) -> fx.Node:
-        # What was computed in another dtype than the parameter's ends in a cast to it.
+        # A gradient that is computed in another dtype than the parameter's ends in autograd's cast to that.
         computed = node = grad.args[0] if grad.target is _CAST else grad
         stored, dtype, reduce = self.stored[name], ir.value(node).dtype, self.reduced[name]
         if node is grad and stored == dtype == reduce:

@@ -1,4 +1,4 @@
-"""Gathers that a plan wants started before a module computes (`shardc.plan.entries.Prefetch`)."""
+"""Gathers that the plan prefetches before a module computes (`shardc.plan.entries.Prefetch`)."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ Wanted = list[tuple[Prefetch, fx.Node, fx.Node]]
 
 
 def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, float], limit: int) -> Wanted:
-    """Wishes the gathers that ``entries`` name in front of their modules.
+    """Gives each gather that ``entries`` name a priority just before the first op of its entry's module.
 
     Args:
+        priority: place of each node in the schedule, smallest first; changed in place.
         limit: bytes that may be in flight; -1 for no limit.
 
     Raises:
-        PlanError: an entry asks for more than that.
+        PlanError: an entry needs more bytes in flight than ``limit``.
     """
     wanted: Wanted = []
     made_of = parameters(graph) if entries else {}
@@ -50,7 +51,11 @@ def ask(graph: fx.Graph, entries: Sequence[Prefetch], priority: dict[fx.Node, fl
 
 
 def check(graph: fx.Graph, wanted: Wanted) -> None:
-    """Raises PlanError where a gather does not start before the op that it is wanted before."""
+    """Checks that each gather starts before the op that its entry names.
+
+    Raises:
+        PlanError: it does not.
+    """
     place = {node: at for at, node in enumerate(graph.nodes)} if wanted else {}
     for entry, gather, first in wanted:
         if place[gather] > place[first]:
@@ -62,7 +67,7 @@ def check(graph: fx.Graph, wanted: Wanted) -> None:
 
 
 def parameters(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """What is made of parameters alone, or of kept parts of them, and their names."""
+    """Maps each node that depends on parameters alone, or on kept slices of them, to the names of these."""
     names: dict[fx.Node, frozenset[str]] = {}
     reads = ir.output_node(graph).meta.get(ir.READS, {})
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Propagate: a layout for every value, and what each op needs of its operands."""
+"""Propagate: choose a layout for every value, and the layouts that each op needs of its operands."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PinLayout = Callable[[str, Layout], tuple[Layout, str]]
 
 @dataclass(frozen=True)
 class Problem:
-    """What the plan says, and what strategies are priced by.
+    """Input of a chooser: what the plan fixes, and the cost model.
 
     Args:
-        mesh, cost: what strategies are priced on.
+        mesh, cost: mesh and cost model by which strategies are compared.
         batch_axes: axes that split the batch; outputs stay split over these only, by default.
         output_layout: (index, name, natural layout) -> (layout, plan entry) of a forward output.
         pin_layout: (tag name, layout as it comes) -> (layout, plan entry) of a tagged activation.
         grad_layouts: storage layout of each parameter's gradient, by name.
-        compute_layouts: compute layout of each parameter, by name: what its gradient has before the batch axes.
-        reduce: "mean" or "sum": what the gradient of an output that is whole over a batch axis is of the ranks'.
+        compute_layouts: compute layout of each parameter, by name: its gradient's before it is reduced over the batch.
+        reduce: "mean" or "sum": how the ranks' tangents of an output that is replicated over a batch axis combine.
         strict: an op without a rule is an error.
-        deferred: parameters whose gradients stay as they come, pending sums and all.
+        deferred: parameters whose gradients are not reduced, or over some axes only.
     """
 
     mesh: Mesh
@@ -49,9 +49,9 @@ class Problem:
 
 
 class Chooser(Protocol):
-    """Gives every value of a seeded graph a layout, and every op its ``Info.needs``.
+    """Interface of a chooser: gives every value of a seeded graph a layout, and every op its ``Info.needs``.
 
-    The verifier checks behind it that every op's needs and layouts agree with its rule, and that what is pinned stayed.
+    The verifier then checks that each op's needs and layouts agree with its rule, and that pinned layouts are kept.
     """
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
@@ -62,9 +62,15 @@ class Chooser(Protocol):
 class Propagate:
     """Gives every value a layout; ``Info.needs`` then says which reshards are missing.
 
+        %x: f32[8@dp,4]                     %x: f32[8@dp,4]
+        %y = mm(%x, %w)                 ->  %y: f32[8@dp,2] = mm(%x, %w)     (needs [8@dp,4], [4,2])
+
+    *Requires:* placeholders except tangents have layouts (`Seed`). *Ensures:* every value has a layout, every op its
+    needs, and every output's role the layout in which the caller gets it.
+
     Args:
         problem: what the plan fixes.
-        chooser: chooses the rest; nothing behind this pass knows how.
+        chooser: chooses the rest; later passes do not depend on which one it is.
     """
 
     problem: Problem
@@ -84,7 +90,7 @@ class Propagate:
 
 
 def decide(node: fx.Node, strategy: Strategy) -> None:
-    """Writes on ``node`` what it needs of its operands, and the layouts of its results."""
+    """Writes ``strategy`` on ``node``: the layouts that it needs of its operands, and those of its results."""
     record = replace(ir.info(node), needs=strategy.operands)
     if isinstance(record.value, tuple):
         results = iter(strategy.results)
@@ -94,7 +100,7 @@ def decide(node: fx.Node, strategy: Strategy) -> None:
 
 
 def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
-    """Makes a tag, whose operand comes in ``source``, the reshard to what the plan says."""
+    """Turns a tag, whose operand has layout ``source``, into a reshard to the layout that the plan pins."""
     layout, cause = problem.pin_layout(node.kwargs["name"], source)
     record = ir.info(node)
     node.target, node.kwargs = ops.reshard, {}
@@ -102,7 +108,7 @@ def pin(problem: Problem, node: fx.Node, source: Layout) -> None:
 
 
 def take(node: fx.Node) -> None:
-    """Gives a result that is taken out of several its layout."""
+    """Gives a getitem the layout of the result that it reads."""
     source, index = node.args
     value = ir.info(source).values[index]
     assert value is not None
@@ -110,7 +116,7 @@ def take(node: fx.Node) -> None:
 
 
 def padded(node: fx.Node, source: Layout) -> Strategy:
-    """The strategy of a ``pad`` of what comes in ``source``: it takes the dim that it grows whole."""
+    """Returns the strategy of a ``pad`` whose operand has layout ``source``: the dim that it grows is not split."""
     dim, size = node.kwargs["dim"], node.kwargs["size"]
     base = source.unbind(source.dim_axes(dim))
     return Strategy((base,), (base.replace(dims=[*base.dims[:dim], (Digit(size),), *base.dims[dim + 1 :]]),))

@@ -1,4 +1,4 @@
-"""Regions of `local_map` in the pipeline: their layouts, and what they do on one rank."""
+"""Regions of `local_map` in the pipeline: their layouts, and their ops on one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPS = (CALL, GRADIENT)
 
 
 class Emitter(Protocol):
-    """What `shardc.passes.localize` builds the local graph with."""
+    """Interface of the builder of a local graph (`shardc.passes.localize`)."""
 
     fake_mode: Any
     device: torch.device
@@ -40,10 +40,10 @@ class Emitter(Protocol):
 
 
 def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
-    """The layouts that a region's node takes and gives.
+    """Returns the layouts of a region's operands and results.
 
-    The gradient of an argument lies as the argument does, and is a pending sum over the axes on which that is whole:
-    ranks that hold the same elements each have a part of their gradient.
+    The gradient of an argument has the argument's layout, with a pending sum over the axes on which that is
+    replicated: ranks that hold the same elements each have a term of their gradient.
 
     Raises:
         PlanError, LayoutError: a layout that does not fit the tensor, with the region's source.
@@ -85,10 +85,10 @@ def strategy_of(node: fx.Node, mesh: Mesh) -> Strategy:
 
 
 def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[Any]:
-    """The region's ops on one rank.
+    """Traces the region's function on shards and emits its ops.
 
     Raises:
-        RuleError: a result that is not this rank's shard of what the region makes of whole tensors.
+        RuleError: a result's shape is not that of this rank's shard.
     """
     it, mesh = _region(node), ir.layout(operands_of(node)[0]).mesh
     operands = [emitter.like(x, old) for x, old in zip(operands, operands_of(node), strict=True)]
@@ -112,7 +112,7 @@ def emit(node: fx.Node, operands: Sequence[fx.Node], emitter: Emitter) -> list[A
 
 
 def _inlined(traced: fx.GraphModule, feed: Sequence[Any], emitter: Emitter, it: Region) -> list[Any]:
-    """The nodes of ``traced`` emitted; what feeds a placeholder is a node, or the axis of a rank's index."""
+    """Emits the ops of ``traced``; ``feed`` gives each placeholder a node, or the axes of a coordinate."""
     env: dict[fx.Node, Any] = {}
     waiting = iter(feed)
     traced.graph.eliminate_dead_code()
@@ -156,7 +156,7 @@ def _check(it: Region, node: fx.Node, results: Sequence[Any]) -> None:
 
 @contextmanager
 def _explained(it: Region, fakes: Sequence[Tensor]) -> Iterator[None]:
-    """What goes wrong in a region's function on shards, with its name and its arguments."""
+    """Turns an exception of the region's function into a `RuleError` with its name and the shapes of its arguments."""
     try:
         yield
     except (TypeError, RuntimeError, ValueError, IndexError) as error:
@@ -176,7 +176,7 @@ def _region(node: fx.Node) -> Region:
 
 
 def _tangents(it: Region, mesh: Mesh, values: Sequence[Value]) -> list[Layout]:
-    """The layout of each result, whose tangents ``values`` are; pending sums stay noted."""
+    """Returns the layout of each result, given the ``values`` of its tangents, with pending sums."""
     return [_layout(it, "out", at, it.outputs[at], mesh, value) for at, value in enumerate(values)]
 
 
@@ -186,11 +186,11 @@ def _layout(it: Region, side: str, at: int, spec: Any, mesh: Mesh, value: Value)
 
 
 def _unused(layout: Layout) -> tuple[str, ...]:
-    """The axes on which a tensor at ``layout`` is whole."""
+    """Returns the axes over which a tensor at ``layout`` is replicated."""
     return tuple(axis for axis in layout.mesh.axes if axis not in layout.axes and layout.mesh.size(axis) > 1)
 
 
 def _part(tangent: Tensor, layout: Layout) -> Tensor:
-    """A rank's part of the gradient of a result: where its sum is pending each rank holds a term of its own."""
+    """Returns this rank's term of a result's gradient: over axes on which the result is replicated, an equal share."""
     copies = prod(layout.mesh.size(axis) for axis in _unused(layout))
     return tangent / copies if copies > 1 and tangent.is_floating_point() else tangent

@@ -1,4 +1,4 @@
-"""Reshard: every disagreement between a producer's layout and a consumer's need, as a node."""
+"""Reshard: insert a node wherever a value's layout is not the one that a use needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ from shardc.passes.calls import operands_of, with_operands
 class Reshard:
     """Inserts one ``reshard`` for each (value, layout) that some use needs and the value does not have.
 
-    Takes: a graph whose values have layouts and whose ops say what they need. Guarantees: layouts agree at
-    every use, and every output is in the layout that the outside wants.
+        %w: f32[8@tp,4]                     %w: f32[8@tp,4]
+        %y = mm(%x, %w)                 ->  %w.at: f32[8,4] = reshard(%w)
+        (needs %w: f32[8,4])                %y = mm(%x, %w.at)
+
+    *Requires:* values have layouts and ops have needs (`Propagate`). *Ensures:* layouts agree at every use, and every
+    output has the layout of its role.
     """
 
     name = "reshard"
@@ -28,7 +32,7 @@ class Reshard:
         rewriter = GraphRewriter(gm.graph)
 
         def at(x: fx.Node, want: Layout | None, user: fx.Node | None, consumer: str) -> fx.Node:
-            """``x`` at layout ``want``, in front of ``user``; for None of the outside, right behind ``x``."""
+            """Returns ``x`` at layout ``want``, resharded before ``user``; for an output (None), right after ``x``."""
             if want is None or ir.layout(x) == want:
                 return x
             if (x, want) not in inserted:
@@ -53,7 +57,7 @@ class Reshard:
 
 
 def _after(x: fx.Node) -> fx.Node:
-    """The node in front of which a reshard of ``x`` stands as early as it can."""
+    """Returns the first node before which a reshard of ``x`` may be inserted."""
     after = x.next
     while after.op in ("placeholder", "get_attr"):
         after = after.next

@@ -1,4 +1,4 @@
-"""Schedule: where collectives, and moves between host and device, start and where they are waited for."""
+"""Schedule: order the starts and waits of collectives, and of moves between host and device."""
 
 from __future__ import annotations
 
@@ -21,23 +21,30 @@ from shardc.plan.entries import Prefetch
 class Schedule:
     """Starts collectives and moves early and waits for them late; the values are the same.
 
-    Takes: one half of a local graph, bucketed. A collective starts as soon as its inputs are there, one whose
-    inputs are all there from the beginning (a parameter's gather), or are made of such by moves and cheap ops (see
-    `from_start`), under the compute before the present use of another, as far ahead as ``max_in_flight`` allows. A
-    wait stands in front of the first use; of a collective whose results only leave the graph, where more than that
-    would be on its way. A move to the device starts ahead of its gather (or first use) in the same way. A reduced
-    gradient that is reduced over other axes too, or goes to the host, is waited for, and goes on, when the next
-    reduction starts; what is moved to the host is waited for at the end, where nothing else is left to start. The
-    collectives start in one order, the same on every rank, since every rank has this graph.
+        %a = all_gather(%w1)                %a = all_gather(%w1)
+        %wa = wait(%a)                      %y = mm(%x, %w0)
+        %y = mm(%x, %w0)                ->  %wa = wait(%a)
+        %z = mm(%y, %wa)                    %z = mm(%y, %wa)
+
+    - A collective starts as soon as its inputs are computed. If its inputs are there from the beginning (a parameter's
+      gather; see `prefetchable`), it starts under the compute before an earlier collective's first use, as far ahead
+      as ``max_in_flight`` allows. A move to the device starts ahead of its gather (or first use) in the same way.
+    - A wait stands before the first use. For a collective whose results only leave the graph, it stands where more
+      than ``max_in_flight`` would be on its way.
+    - A reduced gradient that is reduced over other axes too, or goes to the host, is waited for, and goes on, when the
+      next reduction starts. A move to the host is waited for at the end.
+
+    *Requires:* one half of a local graph, bucketed. *Ensures:* collectives start in the same order on every rank,
+    since every rank has this graph.
 
     Args:
-        max_in_flight: bytes of results that may be on their way or waiting for their first use, of collectives
-            that are started ahead or only leave the graph, and as many of moves; -1 for no limit.
+        max_in_flight: bytes of results on their way or waiting for their first use, of collectives that are prefetched
+            or only leave the graph, and as many of moves; -1 for no limit.
         blocking: leave every collective where it is, and wait for it there.
         prefetch: the gathers that have to start before a module computes.
 
     Raises:
-        PlanError: an entry of ``prefetch`` that these limits, or what a gather is made of, do not allow.
+        PlanError: an entry of ``prefetch`` cannot be met within these limits, or by what a gather depends on.
     """
 
     max_in_flight: int
@@ -82,10 +89,11 @@ class Schedule:
     def _prefetch(
         self, gathers: list[fx.Node], uses: dict[fx.Node, float], priority: dict[fx.Node, float], first: float
     ) -> None:
-        """Starts each gather behind the first use of an earlier one, so that those after it may fly together.
+        """Gives each gather a priority after the first use of an earlier one, so that at most the limit is in flight.
 
         Args:
-            first: the place of those that nothing is in front of.
+            uses: first use of each gather.
+            first: priority of gathers that can start at once.
         """
         gathers.sort(key=lambda node: (uses[node], priority[node]))
         for at, node in enumerate(gathers):
@@ -102,20 +110,19 @@ class Schedule:
 def _drain(
     graph: fx.Graph, starts: list[fx.Node], free: frozenset[fx.Node], priority: dict[fx.Node, float], limit: int
 ) -> None:
-    """Waits for collectives whose results only leave the graph: where more than ``limit`` would be on its way.
+    """Gives priorities to the waits of collectives whose results only leave the graph: at most ``limit`` is in flight.
 
-    Each is waited for behind the start of a later such one, at the earliest the next; the last ones at the end. What
-    then is reduced over other axes, or goes to the host, starts when the next one does, and is not held back from
-    there any longer.
+    Each is waited for after the start of a later such collective, at the earliest the next one; the last ones at the
+    end. A second reduction, or a move to the host, starts when the next collective does, and is not delayed further.
     """
     level = leaving(graph)
-    going_on: set[fx.Node] = set()  # what leads to another start
+    going_on: set[fx.Node] = set()  # nodes that lead to another start
     for node in reversed(graph.nodes):
         if node in level and (is_start(node) or any(user in going_on for user in node.users)):
             going_on.add(node)
     tails = {node: [wait for wait in waits_of(node) if wait in level] for node in starts}  # others of a bucket are used
     every = [node for node in starts if tails[node]]
-    # What gathers inputs is started ahead of its use already.
+    # Gathers of inputs are prefetched already.
     every = [node for node in every if going_on.isdisjoint(tails[node]) or not _always_ready(node, free)]
     for turn in sorted({level.get(node, 0) for node in every}):
         drained = sorted((node for node in every if level.get(node, 0) == turn), key=priority.__getitem__)

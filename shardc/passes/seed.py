@@ -1,4 +1,4 @@
-"""Seed: what the plan says, as layouts on parameters, inputs, outputs and named activations."""
+"""Seed: write the plan's layouts on parameters, buffers, inputs and named activations."""
 
 from __future__ import annotations
 
@@ -23,15 +23,22 @@ from shardc.plan.resolve import ParamPlan
 class Seed:
     """Gives every placeholder except tangents its layout.
 
-    Each parameter's first use has in front of it an explicit ``reshard`` from storage to compute layout (and
-    ``unpad`` where storage is padded), behind the cast where its one use is a cast to a smaller dtype; each parameter's
-    gradient is brought back the same way by ``pad``.
+        %w: f32[8,4]                        %w: f32[8@fsdp,4]
+        %y = mm(%x, %w)                 ->  %w.full: f32[8,4] = reshard(%w)
+                                            %y = mm(%x, %w.full)
+
+    A ``reshard`` from storage to compute layout stands before each parameter's first use, and an ``unpad`` if storage
+    is padded; they stand after the cast if the only use is a cast to a smaller dtype. A ``pad`` brings the gradient to
+    the stored shape.
+
+    *Requires:* a captured graph in canonical form. *Ensures:* placeholders have layouts and causes; tags that the plan
+    does not mention are gone.
 
     Args:
-        params: of each parameter, by qualified name.
-        inputs: of each tensor input in order.
-        pinned: activation tags that the plan speaks of; the other tags are dropped.
-        regions: modules whose activations backward computes again, as checkpoint regions of the model.
+        params: qualified name -> the parameter's plan.
+        inputs: plan of each tensor input, in order.
+        pinned: activation tags that the plan mentions.
+        regions: modules whose activations are recomputed in backward, like checkpoint regions of the model.
     """
 
     mesh: Mesh
@@ -67,7 +74,7 @@ class Seed:
         return gm
 
     def _mark_regions(self, graph: fx.Graph) -> None:
-        """Numbers the regions that the plan names behind those that the model has, in which they change nothing."""
+        """Numbers the plan's checkpoint regions after the model's own; ops inside one of these keep their region."""
         origins = {node: ir.info(node).origin for node in graph.nodes if node.op == "call_function"}
         first = 1 + max((origin.region for origin in origins.values()), default=0)
         for node, origin in origins.items():
@@ -89,7 +96,7 @@ class Seed:
             return
         padded = _repad(seeded.compute, seeded.storage.shape)
         last = narrowed(node)
-        if last is not node:  # what is gathered is cast before
+        if last is not node:  # the cast is gathered, not the parameter
             dtype, users = ir.value(last).dtype, list(last.users)
             ir.set_info(last, replace(ir.info(last), value=Value(dtype, seeded.storage.shape)))
             last.meta["val"] = last.meta["val"].new_empty(seeded.storage.shape)
@@ -127,7 +134,7 @@ class Seed:
         output.args = (tuple(results),)
 
     def _padded(self, rewriter: GraphRewriter, grad: fx.Node, before: fx.Node, name: str) -> fx.Node:
-        """``grad`` at the shape that parameter ``name`` is stored in."""
+        """Pads ``grad`` to the shape that parameter ``name`` is stored in."""
         shape, want = list(ir.value(grad).shape), self.params[name].storage.shape
         for dim, (have, size) in enumerate(zip(tuple(shape), want, strict=True)):
             if have != size:
@@ -162,7 +169,7 @@ def _check_experts(param: fx.Node, plan: ParamPlan) -> None:
 
 
 def narrowed(param: fx.Node) -> fx.Node:
-    """What of a parameter is gathered: its cast to a smaller dtype where that is its one use, else itself."""
+    """Returns the node gathered for a parameter: itself, or its cast to a smaller dtype if that is its only use."""
     cast = next(iter(param.users)) if len(param.users) == 1 else param
     if cast.target is not torch.ops.aten._to_copy.default or set(cast.kwargs) != {"dtype"}:
         return param
@@ -170,7 +177,7 @@ def narrowed(param: fx.Node) -> fx.Node:
 
 
 def _repad(compute: Layout, shape: Sequence[int]) -> Layout:
-    """``compute`` at the padded ``shape``: a padded dim is whole in the compute layout."""
+    """Returns ``compute`` at the padded ``shape``; a padded dim is not split in the compute layout."""
     for dim, (have, want) in enumerate(zip(compute.shape, shape, strict=True)):
         if have != want:
             compute = _resize(compute, dim, want)

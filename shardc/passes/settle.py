@@ -1,4 +1,4 @@
-"""Settle: what only makes a gradient stands right behind what it is made of."""
+"""Settle: hoist the last ops of each gradient to where their operands are computed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from shardc.ir.order import places, reorder
 class Settle:
     """Moves the last ops of each gradient to directly after their operands.
 
-    Casts, pads and moves of gradients are inserted in front of the output, and autograd casts a parameter's gradient
-    when all uses are through. Left there, they would keep every whole gradient until the end of backward, and its
-    reduction with it.
+        %g1 = mm(...)                           %g1 = mm(...)
+        %g0 = mm(...)                       ->  %r1 = reduce_scatter(%g1)
+        %r1 = reduce_scatter(%g1)               %g0 = mm(...)
 
-    Takes: a local joint graph. Guarantees: an op of backward whose every use leads to an output, and that is no matrix
-    product, attention or convolution, stands behind the last of its operands that backward makes if one of these stood
-    between; all else keeps its order.
+    Casts, pads and moves of gradients are inserted before the output, and autograd casts a parameter's gradient after
+    its last use. Left there, they would keep every unsharded gradient, and its reduction, until the end of backward.
+
+    *Requires:* a local joint graph. *Ensures:* a backward op whose uses all lead to outputs stands right after its
+    last operand from backward, if a matrix product, attention or convolution stood between them; such products
+    themselves, random draws and all other ops keep their order.
     """
 
     name = "settle"
@@ -40,7 +43,7 @@ class Settle:
 
 
 def _last_ops(graph: fx.Graph) -> list[fx.Node]:
-    """The ops of backward that only outputs need, in order, but for those that take long or draw random numbers."""
+    """Returns the backward ops that only outputs need, in order, without dense kernels and random draws."""
     last_ops: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if not _is_backward(node) or not node.users or is_dense(node):

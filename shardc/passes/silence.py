@@ -1,4 +1,4 @@
-"""Silence: collectives replaced by local copies, to time what a step costs without its communication."""
+"""Silence: replace collectives by local copies, to time a step without its communication."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Silence:
-    """Takes a scheduled half; each collective becomes a copy of its input, repeated or cut to the result's shape.
+    """Replaces each collective by a copy of its input, repeated or cut to the result's shape.
 
-    The values are wrong: what comes out is for timing alone.
+        %a = all_gather(%w, 2)      ->  %a = clone(cat([%w, %w]))
+        %f = wait(%a)                   (no wait)
+
+    *Requires:* a scheduled half. *Ensures:* shapes and dtypes only: the values are wrong, and serve for timing.
 
     Args:
-        kinds: of collectives, None for all.
+        kinds: kinds of collectives; None for all.
     """
 
     kinds: frozenset[str] | None = None
@@ -40,7 +43,7 @@ class Silence:
 
 
 def _started(node: fx.Node) -> bool:
-    """Whether ``node`` is the result of a collective that is still there."""
+    """Tells whether ``node`` is the result of a collective that was not replaced."""
     return collective_kind(node.args[0] if node.target is getitem else node) is not None
 
 
@@ -57,7 +60,7 @@ def _replace(node: fx.Node, rewriter: GraphRewriter) -> None:
 
 
 def _copy(x: fx.Node, like: Tensor, at: Inserter) -> fx.Node:
-    """``x`` as a tensor of its own, of the shape of ``like``."""
+    """Copies ``x`` into a new tensor of the shape of ``like``."""
     have, want = x.meta["val"].numel(), like.numel()
     flat = at.call(aten.reshape.default, x, [have])
     if want > have:

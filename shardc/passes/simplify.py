@@ -1,4 +1,4 @@
-"""Simplify: reshards that repeat, undo or contain each other, made one."""
+"""Simplify: merge reshards that repeat, undo or contain each other."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from shardc.rules.spec import from_results
 class Simplify:
     """Merges chains of reshards, drops those that change nothing, and starts one from another's result if cheaper.
 
-    - reshards of moves (views, transposes) of one value to what is one layout of it: one reshard before the moves;
-    - reshard of a reshard: from the first value at once, where nobody else uses the middle one;
-    - a reshard that is cheaper from an earlier reshard of the same value (all-reduce, then a slice of it)
-      starts from there;
-    - dead nodes go.
+        %b = reshard(%a)                    %c = reshard(%a)
+        %c = reshard(%b)                ->
+
+    - reshards of views of one value that need the same layout of it become one reshard before the views;
+    - a reshard of a reshard starts from the first value, if nothing else reads the middle one and it costs no more;
+    - a reshard that is cheaper from an earlier reshard of the same value (all-reduce, then a slice of that) starts
+      from there;
+    - dead nodes are erased.
+
+    *Requires:* layouts agree at every use (`Reshard`). *Ensures:* they still do, and the predicted cost is no higher.
+
+    Args:
+        cost: predicts the seconds of reshards.
     """
 
     cost: Pricing
@@ -64,7 +72,7 @@ class Simplify:
 
 
 def _share_before_moves(graph: fx.Graph) -> None:
-    """One reshard of a value instead of several of its views, each view then taken of that one."""
+    """Reshards a value once instead of its views; the views then read that reshard."""
     groups: dict[tuple[fx.Node, Layout], list[tuple[fx.Node, list[fx.Node]]]] = {}
     for node in graph.nodes:
         if node.target is ops.reshard:
@@ -91,7 +99,7 @@ def _share_before_moves(graph: fx.Graph) -> None:
 
 
 def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
-    """The value behind the moves that ``node`` reshards, the layout it then needs, and the moves in order."""
+    """Returns the value before the views that ``node`` reshards, the layout that it needs, and the views in order."""
     source, layout = node.args[0], ir.layout(node)
     moves: list[fx.Node] = []
     while (spec := move_of(source)) is not None:
@@ -104,7 +112,7 @@ def _root(node: fx.Node) -> tuple[fx.Node, Layout, list[fx.Node]]:
 
 
 def _wanted_through(node: fx.Node, moves: list[fx.Node], move: fx.Node) -> Layout:
-    """The layout of ``move``'s result on the way to ``node``'s."""
+    """Returns the layout that the result of ``move`` needs, so that ``node`` gets its own."""
     layout = ir.layout(node)
     for later in reversed(moves[moves.index(move) + 1 :]):
         spec = move_of(later)

@@ -1,4 +1,4 @@
-"""Skip regather: forward reads a parameter as it was gathered first."""
+"""Skip regather: forward reads the first gather of a parameter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from shardc.ir.rewriter import GraphRewriter
 
 @dataclass(frozen=True)
 class SkipRegather:
-    """Reads ``w.full`` in the place of ``w.full.regathered`` where one half has both; they are equal.
+    """Reads w.full in place of w.full.regathered in a half that has both, since they are equal.
 
-    Takes: one half of a local graph, as it was cut. What `KeepPart` slices for backward is an output of forward, which
-    has no gather of that.
+        %y = mm(%x, %w.full.regathered)     ->  %y = mm(%x, %w.full)
+
+    *Requires:* one half of a local graph, as `Partition` cut it. *Ensures:* forward gathers each parameter once; the
+    slice that `KeepPart` takes for backward is its output.
     """
 
     name = "skip_regather"

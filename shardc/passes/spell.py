@@ -1,8 +1,8 @@
-"""Spells one step of a reshard as local aten ops and functional collectives.
+"""Lowers one step of a reshard to local aten ops and functional collectives.
 
-The local tensor is seen as its digits: one dim for each local digit of the layout. Every collective acts
-on the leading dim, so the digits that it makes or takes are brought to the front and put back. The rank
-enters through `Builder.coordinate` alone, so that one graph serves every rank.
+The local tensor is viewed as its digits: one dim for each local digit of the layout. Every collective acts
+on the leading dim, so the digits that it binds or unbinds are moved to the front and back. The rank enters
+only through `Builder.coordinate`, so that one graph serves every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ c10d = torch.ops._c10d_functional
 
 
 class Slot(NamedTuple):
-    """A digit in the common refinement of a step's two layouts, and who is bound to it before and after."""
+    """Digit in the common refinement of a step's two layouts, with the axis bound to it before and after."""
 
     radix: int
     before: str | None
@@ -30,14 +30,14 @@ class Slot(NamedTuple):
 
 
 def spell(step: Step, x: Any, builder: Builder) -> Any:
-    """The value of ``x`` (local, laid out as ``step.src``) laid out as ``step.dst``: of its local shape."""
+    """Emits ``step`` on the local tensor ``x``, a shard at ``step.src``; returns the shard at ``step.dst``."""
     if step.src.numel == 0:
         return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
     return _SPELLINGS[step.kind](step, x, builder)
 
 
 def slots(src: Layout, dst: Layout) -> list[Slot]:
-    """The digits of all dims in a row, fine enough for both layouts."""
+    """Returns the digits of all dims in a row, in the common refinement of both layouts."""
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
         fine_before = refine(src.mesh, before, strides(after))
@@ -61,7 +61,7 @@ def _wait(builder: Builder, x: Any) -> Any:
 
 
 def _to_front(step: Step, x: Any, builder: Builder) -> Any:
-    """``x`` with the digits that the step binds in front, in mesh order: [their radices, the other local digits]."""
+    """Moves the digits that the step binds to the front, in mesh order: [their radices, the other local digits]."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.before is None]
     leading = _in_mesh_order(step, {k: slot.after for k, slot in enumerate(digits) if slot.after})
     order = leading + [k for k in range(len(digits)) if k not in leading]
@@ -76,7 +76,7 @@ def _in_mesh_order(step: Step, bound: Mapping[int, str]) -> list[int]:
 
 
 def _from_front(step: Step, x: Any, builder: Builder) -> Any:
-    """The inverse for the digits that the step unbinds: ``x`` has them in front, in mesh order."""
+    """Moves the digits that the step unbinds, which ``x`` has in front in mesh order, to their places."""
     digits = [slot for slot in slots(step.src, step.dst) if slot.after is None]
     freed = _in_mesh_order(step, {k: slot.before for k, slot in enumerate(digits) if slot.before})
     order = freed + [k for k in range(len(digits)) if k not in freed]
@@ -100,7 +100,7 @@ def _reduce_scatter(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def _with_leading(builder: Builder, x: Any, size: int) -> Any:
-    """``x`` with a leading dim that ``size`` divides."""
+    """Returns ``x`` with a leading dim that ``size`` divides."""
     shape = builder.shape(x)
     if shape and shape[0] % size == 0:
         return x
@@ -127,9 +127,9 @@ def _permute_ranks(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def destinations(step: Step) -> tuple[int, ...]:
-    """For each rank of a group to which rank of the group it sends its shard; the same in every group.
+    """Returns, for each rank of a group, the rank of the group to which it sends its shard; the same in every group.
 
-    Ranks that hold what they want keep it; the others are matched in order.
+    Ranks that already hold the shard of ``step.dst`` keep it; the others are matched in order.
     """
     ranks = step.src.mesh.group(step.axes, 0)
     have = [_origin(step.src, rank) for rank in ranks]
@@ -143,7 +143,7 @@ def destinations(step: Step) -> tuple[int, ...]:
 
 
 def _origin(layout: Layout, rank: int) -> tuple[int, ...]:
-    """The global index of the first element that ``rank`` holds."""
+    """Returns the global index of the first element that ``rank`` holds."""
     return tuple(
         sum(layout.mesh.index(d.axis, rank) * below for d, below in zip(digits, strides(digits), strict=True) if d.axis)
         for digits in layout.dims
@@ -169,7 +169,7 @@ def _shard(step: Step, x: Any, builder: Builder) -> Any:
 
 
 def _to_partial(step: Step, x: Any, builder: Builder) -> Any:
-    """One rank along the axes keeps the value, the others hold the reduction's neutral element."""
+    """Emits a partial value: one rank along the axes keeps ``x``, the others get the reduction's identity."""
     if step.op not in ("sum", "product"):
         return x
     others = builder.call(aten.ne.Scalar, builder.coordinate(step.axes), 0)

@@ -1,4 +1,4 @@
-"""Collectives and moves in a local graph: what starts one, what waits for it, how large its results are."""
+"""Starts of collectives and moves in a local graph, the bytes of their results, and the ops that only finish them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from shardc.ir.op_traits import CAST, moves_data, starts
 
 aten = torch.ops.aten
 
-# What may stand, besides moves, between a collective and the output, or the next collective on the way there.
+# Ops that, beside views, may stand between a collective and the output, or the next collective before it.
 _FINISHING = {WAIT, CAST, aten.sum.dim_IntList, aten.div.Tensor}
 
 
 def is_start(node: fx.Node) -> bool:
-    """Whether ``node`` starts a collective, or a move between host and device."""
+    """Tells whether ``node`` starts a collective, or a move between host and device."""
     return node.op == "call_function" and starts(node.target)
 
 
 def result_bytes(node: fx.Node) -> int:
-    """Bytes of what the collective or move ``node`` makes."""
+    """Returns the bytes of the results of the collective or move ``node``, on a rank."""
     return sum(value.nbytes for value in ir.info(node).tensors)
 
 
 def leaving(graph: fx.Graph) -> dict[fx.Node, int]:
-    """What is behind collectives and leads to the graph's output alone, with how many collectives stand in front of it.
+    """Maps each node that depends on collectives and leads only to the output to the number of collectives before it.
 
-    On the way are moves, casts, sums of what came, further collectives, and copies to the host.
+    These are waits, views, casts and sums of received terms, further collectives, and copies to the host.
     """
     out: set[fx.Node] = set()
     for node in reversed(graph.nodes):

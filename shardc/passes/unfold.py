@@ -1,9 +1,8 @@
 """Unfold: a graph of a few repeated blocks becomes the graph of all of them.
 
-A model whose blocks repeat is captured with a few of them (`shardc.capture.repeats`). In its local graphs, the joint
-one or the halves that it is cut into, the nodes of the middle blocks repeat with a period. A period that is, node by
-node, the one before it moved on by one block is copied as often as blocks are missing. What cannot be shown to repeat
-so is not unfolded: that is an error.
+A model whose blocks repeat is captured with a few of them (`shardc.capture.repeats`). In its local graphs (the joint
+one, or its halves) the nodes of the middle blocks repeat with a period. A period that equals, node by node, the one
+before it shifted by one block is copied once for each missing block. A graph that does not repeat so is an error.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from shardc.passes.unfold_names import Names, NotPeriodic
 
 
 class Unfold:
-    """Makes graphs of ``run.count`` blocks from those of ``keep``.
+    """Builds graphs of ``run.count`` blocks from graphs of ``keep`` blocks.
 
-    Guarantees: nodes and their names are those of the graph of the whole model. So is their order, but where a forward
-    also computes ops of backward: these stand behind its own, and what they save may come in another order.
+    *Ensures:* nodes, names and order are those of the graph of the whole model. One exception: if a forward also
+    computes ops of backward, these stand after its own, and their saved outputs may come in another order.
 
     Args:
         joint: the localized joint graph.
-        run: the blocks of the whole model.
-        keep: how many of them were captured.
+        run: the repeated blocks of the whole model.
+        keep: number of blocks that were captured.
 
     Raises:
         NotPeriodic: the blocks' nodes do not repeat.
@@ -46,9 +45,9 @@ class Unfold:
         scan = _Unfolding(self, joint, phases(joint), {})
         both = sorted(set.intersection(*(set(body.whole) for body in scan.bodies if body.nodes)))
         if not both:
-            raise NotPeriodic("no block is like the one before it, both forward and backward")
-        # New blocks read from this one in forward and from the one behind it in backward: both are far from the ends,
-        # for in the halves, the blocks there may be less alike than they are here.
+            raise NotPeriodic("no block equals the one before it in both forward and backward")
+        # The block that is copied should be far from both ends: in the halves, the first and last blocks may differ
+        # from the others more than in the joint graph.
         middle = run.first + (keep - 1) // 2
         self.names.last = min(both, key=lambda block: abs(block - middle))
         at = {place: node for node, place in scan.places.items() if node.op != "placeholder"}
@@ -69,15 +68,15 @@ class Unfold:
         self.block_names = frozenset(_name(n) for p, n in at.items() if p.block == self.names.last)
 
     def repeats(self, name: str) -> bool:
-        """Whether the node of that name, of the localized graph or of one before it, is in the block that is copied."""
+        """Tells whether the node ``name``, of the localized graph or an earlier one, is in the block that is copied."""
         return name in self.block_names or self.names.block_of(name) == self.names.last
 
     def joint(self, graph: fx.Graph) -> fx.Graph:
-        """The joint graph."""
+        """Returns the joint graph of all blocks, given that of the captured ones."""
         return _Unfolding(self, graph, phases(graph), {}).graph()
 
     def halves(self, forward: fx.Graph, backward: fx.Graph | None) -> tuple[fx.Graph, fx.Graph | None]:
-        """The forward (or the inference), and the backward that the same joint graph was cut into."""
+        """Returns the forward (or inference) graph of all blocks, and the backward of the same partition."""
         first = _Unfolding(self, forward, phases(forward), {})
         whole_forward = first.graph()
         if backward is None:
@@ -89,10 +88,16 @@ class Unfold:
 
 
 class _Unfolding:
-    """One graph on its way.
+    """State of the unfolding of one graph.
 
     Args:
-        saved: the places of what the forward saves, by the names of the placeholders.
+        saved: name of a saved value's placeholder -> the place of the forward's node that it comes from.
+
+    Attributes:
+        places: node -> its place in a period (or among a block's parameters).
+        copied: place -> the node of a block that was not captured.
+        env: captured node -> its node in the new graph.
+        twins: place of a saved value in a new block -> the name that the forward gave it.
     """
 
     def __init__(self, unfold: Unfold, graph: fx.Graph, bodies: list[Body], saved: Mapping[str, Place]) -> None:
@@ -121,13 +126,13 @@ class _Unfolding:
     # --- what repeats
 
     def _locate_periods(self, body: Body) -> None:
-        """Finds the longest stretch of alike periods, and gives its nodes, and those like them around it, places."""
+        """Finds the longest stretch of equal periods; gives places to its nodes and to equal ones next to it."""
         first_of: dict[int, int] = {}
         for at, node in enumerate(body.nodes):
             if (block := self.names.block_of(ir.info(node).name)) is not None:
                 first_of.setdefault(block, at)
         if not set(first_of) - self.names.ends:
-            return  # what only the first block or the last one has is not repeated
+            return  # only the first or the last block has ops here: nothing repeats
         start = 0
         for block, at in first_of.items():
             if (after := first_of.get(block + body.step)) is None or after <= at:
@@ -138,7 +143,7 @@ class _Unfolding:
             if len(whole) > max(1, len(body.whole)):
                 body.whole, body.period, start = whole, period, at
         if not body.whole:
-            raise NotPeriodic("no two blocks are alike, node by node")
+            raise NotPeriodic("no two blocks are equal, node by node")
         body.start, body.end = start, start + body.period * len(body.whole)
         while body.end < len(body.nodes) and self._matches(body, body.end - body.period, body.period):
             body.end += 1
@@ -149,12 +154,12 @@ class _Unfolding:
             self.places[body.nodes[at]] = Place((body.name, role), body.whole[0] + turn * body.step)
 
     def _like(self, body: Body, start: int, period: int) -> bool:
-        """Whether the period behind the one at ``start`` is like it."""
+        """Tells whether the period after the one at ``start`` equals it."""
         inside = start + 2 * period <= len(body.nodes)
         return inside and all(self._matches(body, at, period) for at in range(start, start + period))
 
     def _matches(self, body: Body, at: int, period: int) -> bool:
-        """Whether a node and the one a period later do the same to things that are a block apart."""
+        """Tells whether the node at ``at`` and the one a period later apply the same op to operands one block apart."""
         node, later = body.nodes[at], body.nodes[at + period]
         if node.target != later.target or _value_kind(node) != _value_kind(later):
             return False
@@ -170,7 +175,7 @@ class _Unfolding:
         )
 
     def _block_apart(self, body: Body, x: fx.Node, y: fx.Node, period: int) -> bool:
-        """Whether ``y`` is to one block what ``x`` is to the one before, or both are the same."""
+        """Tells whether ``y`` is ``x`` shifted by one block, or both are the same node."""
         if x is y:
             return True
         ours, theirs = self.places.get(x), self.places.get(y)
@@ -181,10 +186,10 @@ class _Unfolding:
             return False
         return y_position[1] - x_position[1] == period
 
-    # --- the whole graph
+    # --- the graph of all blocks
 
     def graph(self) -> fx.Graph:
-        """The graph of all blocks."""
+        """Returns the graph of all blocks."""
         self.copies = range(self.names.last + 1, self.names.last + 1 + self.missing)
         group: list[fx.Node] = []
         for node in [*ir.placeholders(self.source), None]:
@@ -207,7 +212,7 @@ class _Unfolding:
         return self.new
 
     def _order(self, body: Body) -> list[tuple[fx.Node, int | None]]:
-        """The nodes of a body and, for a copy, its block, as they stand in the whole graph."""
+        """Returns (node, block of its copy or None) for each node of ``body`` in the graph of all blocks, in order."""
         if not body.whole:
             return [(node, None) for node in body.nodes]
         template, all_new = body.whole[-1], body.period * self.missing
@@ -226,7 +231,7 @@ class _Unfolding:
         return [(node, block) for _, node, block in order]
 
     def _shift(self, node: fx.Node) -> int:
-        """By how many blocks ``node`` is moved: those behind the new ones are, the same way in both phases."""
+        """Returns the number of blocks by which ``node`` is shifted: those after the new blocks, in both phases."""
         if (place := self.places.get(node)) is not None:
             return self.missing if place.block > self.names.last else 0
         body, at = self.position.get(node, (None, 0))
@@ -234,11 +239,11 @@ class _Unfolding:
             return self.missing if (at >= body.end) == (body.step > 0) else 0
         block = self.names.block_of(ir.info(node).name)
         if block is None and any(x in self.places for x in node.all_input_nodes):
-            raise NotPeriodic(f"{ir.info(node).name} is of no block and works on what one makes")
+            raise NotPeriodic(f"{ir.info(node).name} belongs to no block and reads a block's result")
         return self.missing if block is not None and block > self.names.last else 0
 
     def _counterpart(self, node: fx.Node, shift: int) -> fx.Node:
-        """What stands in the whole graph for ``node`` to a user that is moved by ``shift`` blocks."""
+        """Returns the node that a user of ``node`` reads if that user is shifted by ``shift`` blocks."""
         if (place := self.places.get(node)) is None:
             return self.env[node]
         block = place.block + shift
@@ -252,11 +257,11 @@ class _Unfolding:
         return counterpart
 
     def _keep(self, node: fx.Node) -> None:
-        """``node`` as it is, among more blocks."""
+        """Adds a node that was captured."""
         self.env[node] = self._node(node, self._shift(node), node.name)
 
     def _copy(self, node: fx.Node, block: int) -> None:
-        """The counterpart of ``node`` in a block that was not captured."""
+        """Adds the counterpart of ``node`` in a block that was not captured."""
         place = self.places[node]
         copy = self._node(node, block - place.block, f"{node.name}_block_{block}")
         self.copied[Place(place.role, block)] = copy
@@ -299,7 +304,7 @@ class _Unfolding:
         )  # fmt: skip
 
     def _output(self) -> None:
-        """The outputs of the blocks that were captured, and those that the copies have like them."""
+        """Adds the outputs of the captured blocks, and their counterparts in the copies."""
         results: list[tuple[Role, Any]] = []
         group: list[tuple[Role, Any]] = []
         for role, node in [*ir.outputs(self.source), (None, None)]:
@@ -323,7 +328,7 @@ class _Unfolding:
             output.meta[ir.READS] = dict(self._reads(reads))
 
     def _reads(self, reads: Mapping[str, Role]) -> Iterator[tuple[str, Role]]:
-        """What each of the placeholders, now of all blocks, was made of."""
+        """Yields (name, role of the forward's input that it depends on) for each placeholder, now of all blocks."""
         for node in (each for each in ir.placeholders(self.source) if each.name in reads):
             role, place = reads[node.name], self.places.get(node)
             moved = {self._shift(node): self.env[node]}
@@ -338,14 +343,14 @@ class _Unfolding:
     def _one_output(self, role: Role, node: Any, shift: int) -> tuple[Role, Any]:
         copied = shift and self.names.block_of(role.name) == self.names.last
         if copied and isinstance(node, fx.Node) and node not in self.places:
-            raise NotPeriodic(f"{ir.info(node).name}, which gives {role.name}, stands apart from its block")
+            raise NotPeriodic(f"{ir.info(node).name}, which computes {role.name}, stands outside its block")
         counterpart = self._counterpart(node, shift) if isinstance(node, fx.Node) else node
         if role.kind == "saved":
             return replace(role, name=counterpart.name), counterpart
         return replace(role, name=self.names.module(role.name, shift)), counterpart
 
     def _block_of(self, role: Role, node: Any) -> int | None:
-        """The block of the run that an output is of."""
+        """Returns the block of the run that an output belongs to."""
         if role.kind == "saved":
             place = self.places.get(node)
             return None if place is None else place.block
@@ -363,14 +368,14 @@ def _leaves(tree: Any) -> list[Any]:
 
 
 def _value_kind(node: fx.Node) -> Any:
-    """What must be equal of what alike nodes make."""
+    """Returns dtype, shape and strides of each result, which have to be equal in corresponding nodes."""
     value = node.meta.get("val")
     parts = value if isinstance(value, list | tuple) else [value]
     return [(x.dtype, x.shape, x.stride()) if isinstance(x, Tensor) else type(x) for x in parts]
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """The meta of a node, with a note of whose memory its value is: copies share their example values."""
+    """Returns the meta of a node, and records whose memory its value shares: copies have the same fake values."""
     meta = dict(node.meta)
     if node.op == "call_function":
         owner = aliased(node)

@@ -1,4 +1,4 @@
-"""Where a graph's nodes repeat: the ops of one phase, the periods of blocks among them, and what place a node has."""
+"""Bodies (the ops of one phase of a graph), the periods of blocks in them, and the place of a node in its period."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardc.ir import graph as ir
 
 
 class Place(NamedTuple):
-    """Which of a period's nodes (or of a block's parameters) a node is, and of which block."""
+    """Position of a node in a period (or among a block's parameters), and its block."""
 
     role: Any
     block: int
@@ -19,15 +19,15 @@ class Place(NamedTuple):
 
 @dataclass
 class Body:
-    """The ops of one phase of a graph, and where they repeat.
+    """Ops of one phase of a graph, and the stretch in which they repeat.
 
     Args:
         nodes: in order.
         name: of the phase.
-        step: 1 where later periods are of later blocks, -1 where they are of earlier ones.
-        period: nodes of a block.
-        whole: the blocks whose periods are all there and alike, in the order of the nodes.
-        start, end: the nodes that have places.
+        step: 1 if later periods belong to later blocks (forward), -1 if to earlier ones (backward).
+        period: number of nodes of a block.
+        whole: the blocks whose periods are complete and equal, in the order of the nodes.
+        start, end: range of the nodes that have places.
     """
 
     nodes: list[fx.Node]
@@ -40,11 +40,12 @@ class Body:
 
 
 def calls(graph: fx.Graph) -> list[fx.Node]:
+    """Returns the nodes that are neither inputs nor the output."""
     return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
 
 
 def phases(graph: fx.Graph) -> list[Body]:
-    """The ops of forward, then those of backward: of a joint graph, or of a forward that computes some of them."""
+    """Returns the bodies of forward and backward, of a joint graph or of a forward that runs some backward ops."""
     ops = calls(graph)
     of = {phase: [n for n in ops if ir.info(n).origin.phase == phase] for phase in ("forward", "backward")}
     return [Body(of["forward"], "forward", 1), Body(of["backward"], "early", -1)]

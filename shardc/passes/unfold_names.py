@@ -1,4 +1,4 @@
-"""How the names of nodes go on from block to block, for `shardc.passes.unfold`."""
+"""Names of nodes in copied blocks, for `shardc.passes.unfold`."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from shardc.ir.repeat import Repeat
 
 
 class NotPeriodic(ShardcError):
-    """A graph in which blocks do not repeat node by node."""
+    """Raised for a graph in which blocks do not repeat node by node."""
 
 
 class Names:
-    """The names in the whole graph of nodes of a graph of a few blocks.
+    """Map from names in a graph of a few blocks to names in the graph of all blocks.
 
-    A name has its block's number behind the container's path, or it is one of those that are numbered through the
-    graph (``d.add.7``); those count on by as many as a block has of them.
+    A name either has its block's number after the container's path (``layers.3.up``), or belongs to a family that is
+    numbered through the graph (``d.add.7``). The latter increases from block to block by the family's number of names
+    in a block.
 
     Args:
-        run: the blocks of the whole model.
-        keep: how many of them were captured.
+        run: the repeated blocks of the whole model.
+        keep: number of blocks that were captured.
     """
 
     def __init__(self, run: Repeat, keep: int) -> None:
         self.run, self.keep, self.missing = run, keep, run.count - keep
-        self.last = run.first  # the last block in front of those that are put in
+        self.last = run.first  # the last block before those that are inserted
         self.ends = {run.first, run.first + keep - 1}
         self._block = re.compile(rf"^(d\.)?{re.escape(run.prefix)}(\d+)(?=\.|$)")
         self._moved: dict[tuple[str, int], str] = {}
-        # What stands before the number -> (numbers in a block, the first behind the new blocks, direction).
+        # Family (the parts before the number) -> (numbers in a block, the first after the new blocks, direction).
         self._families: dict[tuple[str, ...], tuple[int, int, int]] = {}
 
     def block_of(self, name: str) -> int | None:
-        """The number of the block of the run in ``name``."""
+        """Returns the block of the run that ``name`` belongs to; None if it has no number of a captured block."""
         number = self._number(name)
         return number if number is not None and number < self.run.first + self.keep else None
 
     def learn(self, pairs: Iterable[tuple[str, str, int]], step: int) -> None:
-        """Takes in (name in one block, its counterpart in the next later in the graph, number of the first block).
+        """Records families from (name in a block, its counterpart one period later in the graph, the first's block).
 
         Args:
             step: 1 where blocks follow in their order, -1 where in reverse.
@@ -59,10 +60,10 @@ class Names:
             self._families[family] = (stride, min(family_count[1], behind), step)
 
     def node(self, name: str, moved_by: int, placed: bool) -> str:
-        """The name of what stands for a node ``moved_by`` blocks on in the whole graph.
+        """Returns the name, in the graph of all blocks, of the counterpart of node ``name`` shifted by ``moved_by``.
 
         Args:
-            placed: the node has a place in a period, so that it is moved with its block.
+            placed: the node has a place in a period, so that it is shifted with its block.
         """
         if self._number(name) is not None:
             return self.module(name, moved_by)
@@ -76,14 +77,17 @@ class Names:
         return _with_number(name, at, value + stride * blocks)
 
     def module(self, name: str, moved_by: int) -> str:
-        """The name of a module, or of what it holds, ``moved_by`` blocks on; behind the run all move alike."""
+        """Returns the name of a module, or of its parameter, shifted by ``moved_by`` blocks.
+
+        Modules after the captured blocks are shifted by all missing blocks.
+        """
         if (cached := self._moved.get((name, moved_by))) is not None:
             return cached
         moved, number = name, self._number(name)
         if number is not None:
             on = number + (moved_by if number < self.run.first + self.keep else self.missing)
             moved = self._block.sub(lambda m: f"{m[1] or ''}{self.run.prefix}{on}", name)
-        self._moved[name, moved_by] = moved  # the nodes of a module, and what one collective is for, share theirs
+        self._moved[name, moved_by] = moved  # cached: many nodes share their module's name
         return moved
 
     def _number(self, name: str) -> int | None:
@@ -91,7 +95,7 @@ class Names:
         return int(match[2]) if match and int(match[2]) >= self.run.first else None
 
     def _family(self, name: str) -> tuple[tuple[str, ...], int, int] | None:
-        """(family, place of its number, number) of a name that is numbered through the graph."""
+        """Returns (family, position of its number, number) of a name of a family; None for other names."""
         parts = name.split(".")
         for at in range(1, len(parts) + 1):
             if (family := tuple(parts[:at])) in self._families:
@@ -101,7 +105,7 @@ class Names:
 
 
 def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
-    """(what stands before the number, the number in ``early``, in ``late``) of names that differ in one number.
+    """Returns (family, number in ``early``, number in ``late``) of names that differ in one number.
 
     >>> _numbers("d.add.scattered", "d.add.8.scattered")
     (('d', 'add'), 0, 8)
@@ -117,7 +121,7 @@ def _numbers(early: str, late: str) -> tuple[tuple[str, ...], int, int]:
 
 
 def _with_number(name: str, at: int, value: int) -> str:
-    """``name`` with ``value`` as its part ``at``."""
+    """Returns ``name`` with the number ``value`` as its part ``at``; 0 is left out."""
     parts = name.split(".")
     rest = parts[at + 1 :] if at < len(parts) and parts[at].isdecimal() else parts[at:]
     return ".".join([*parts[:at], *([str(value)] if value else []), *rest])

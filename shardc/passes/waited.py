@@ -1,4 +1,4 @@
-"""Whether a schedule waits for its collectives as late as it says; looked at by the verifier."""
+"""Check of the verifier: a schedule waits for its collectives as late as `Schedule` promises."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from shardc.passes.starts import is_start, leaving
 
 
 def late(subject: Subject) -> Broken:
-    """No op computes between a wait and what first uses it.
+    """Checks that no op computes between a wait and its first use.
 
-    What only leaves the graph is waited for behind the start of another collective, or behind all that computes.
+    A collective whose result only leaves the graph has to be waited for after the start of another one, or after all
+    compute.
     """
     nodes, place, graph = subject.nodes, subject.place, subject.gm.graph
     leaves = leaving(graph)
     starts = [place[node] for node in subject.calls if collective_kind(node) is not None]
     last = max((place[node] for node in subject.calls if _computes(node) and node not in leaves), default=0)
-    sent_on: set[fx.Node] = set()  # what leads to another collective, or move, on its way out
+    sent_on: set[fx.Node] = set()  # nodes that lead to another collective, or move, before the output
     for node in reversed(nodes):
         if node in leaves and (is_start(node) or not sent_on.isdisjoint(node.users)):
             sent_on.add(node)
@@ -54,7 +55,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
-    """The first of ``nodes`` that computes, and is not ready from the beginning."""
+    """Returns the first of ``nodes`` that computes, and is not prefetchable."""
     computing = [node for node in nodes if _computes(node)]
     ready = from_start(graph) if computing else frozenset()
     return next((node for node in computing if node not in ready), None)
