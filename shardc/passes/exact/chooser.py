@@ -1,7 +1,6 @@
 """Exact: choose every op's strategy and every value's layout so that the sum of all costs is least.
 
-What the plan says stays as it is; what it leaves open is found by `shardc.solver`, with a bound that says how much
-better any other choice could be.
+Layouts that the plan fixes are kept; `shardc.solver` finds the others, with a lower bound on the cost of any solution.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from shardc.solver import Energy, solve
 
 @dataclass(frozen=True)
 class Weights:
-    """What a second counts that compute may hide, and how many ops a node stands for.
+    """Weights of seconds in the total cost; communication that compute may hide counts less than 1.
 
     Args:
-        gather: of a parameter's gathers.
-        reduce: of the reductions of parameters' gradients.
-        of: how many nodes of the whole model each stands for.
+        gather: weight of parameters' gathers.
+        reduce: weight of the reductions of parameters' gradients.
+        of: returns the number of nodes of the whole model that a node stands for (folded blocks).
     """
 
     gather: float = 0.2
@@ -60,7 +59,14 @@ class Exact:
 
 @dataclass
 class Choice:
-    """The problem of one graph, and how a solution of it is written on the graph's nodes."""
+    """Layout problem of one graph: builds the variables and costs, and writes a solution on the graph's nodes.
+
+    Attributes:
+        options: node -> its strategies, the labels of its variable.
+        variable: node -> its variable.
+        labels: value -> its variable and that variable's labels.
+        ways: for each axis of more than one rank, node -> the strategies over that axis alone.
+    """
 
     problem: Problem
     graph: fx.Graph
@@ -82,23 +88,23 @@ class Choice:
         self._finish()
 
     def _start(self) -> None:
-        """Called first."""
+        """Hook of subclasses, called before strategies are enumerated."""
 
     def _finish(self) -> None:
-        """Called last."""
+        """Hook of subclasses, called when all variables and costs are built."""
 
     def energy(self, byte: float = 0.0) -> Energy:
-        """The sum that is to be least, where a byte of memory counts ``byte`` seconds."""
+        """Returns the sum to minimize, in seconds; a byte of memory counts as ``byte`` seconds."""
         return self.builder.energy(byte)
 
     def bytes(self, labels: Sequence[int]) -> float:
-        """The memory that a solution holds on a rank."""
+        """Returns the bytes of memory that a solution holds on a rank."""
         return self.builder.bytes(labels)
 
     def apply(self, labels: Sequence[int]) -> dict[fx.Node, Layout]:
-        """Writes layouts and needs; returns the layouts in which outputs are wanted.
+        """Writes layouts and needs on the nodes; returns the layout in which each output is wanted.
 
-        It may be called again, with another solution.
+        It may be called again with another solution.
         """
         for node in self.graph.nodes:
             if node.target is getitem:
@@ -107,7 +113,7 @@ class Choice:
                 strategy = self.options[node][labels[self.variable[node]]]
                 if node.target is ops.tag:
                     pin(self.problem, node, strategy.operands[0])
-                elif node.target is ops.reshard and strategy.operands:  # what was a tag before
+                elif node.target is ops.reshard and strategy.operands:  # a tag, before the first call
                     ir.set_info(node, ir.info(node).at(strategy.results[0]))
                 elif node.op == "call_function" and node.target not in (ops.reshard, ops.unpad):
                     decide(node, strategy)
@@ -118,7 +124,7 @@ class Choice:
     # --- variables
 
     def _seeds(self) -> dict[Slot, list[Layout]]:
-        """Layouts that are fixed from outside, from which others spread."""
+        """Returns the layouts that are fixed at the graph's boundary, from which strategies are enumerated."""
         seeds: dict[Slot, list[Layout]] = {}
         for node, layout in (*self.outside.fixed.items(), *self.outside.pinned.items()):
             seeds.setdefault((node, 0), []).append(layout)
@@ -134,7 +140,7 @@ class Choice:
             self.variable[node] = self.builder.variable(self._costs(node, options), self._memory(node))
 
     def _costs(self, node: fx.Node, options: tuple[Strategy, ...]) -> np.ndarray:
-        """What each of a node's options takes on a rank."""
+        """Returns the seconds on a rank of each of a node's strategies."""
         costs = np.zeros(len(options))
         if node.target is ops.tag:
             item = ir.value(node).itemsize
@@ -144,11 +150,11 @@ class Choice:
         return self.weights.of(node) * costs
 
     def _memory(self, node: fx.Node) -> np.ndarray | float:
-        """The bytes that each of a node's options holds through the step."""
+        """Returns the bytes that each of a node's strategies holds through the step."""
         return 0.0
 
     def _options(self, node: fx.Node) -> tuple[Strategy, ...]:
-        """Every strategy of ``node``."""
+        """Returns every strategy of ``node``."""
         if node in self.outside.fixed:
             return (Strategy((), (self.outside.fixed[node],)),)
         if node.op != "call_function":
@@ -169,7 +175,7 @@ class Choice:
         return combined + self._fitting(node, spec, combined)
 
     def _fitting(self, node: fx.Node, spec: Any, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Strategies that take what is fixed as it is, where axes nest otherwise than `crossed` has them."""
+        """Returns strategies for fixed operand layouts whose nesting of axes `crossed` does not enumerate."""
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):
@@ -183,7 +189,7 @@ class Choice:
         )
 
     def _produced(self, node: fx.Node) -> list[Layout]:
-        """The layouts in which ``node`` may be made."""
+        """Returns the layouts that the strategies of its op give the value ``node``."""
         maker, index = slot_of(node)
         at = [i for i, v in enumerate(ir.info(maker).values) if v is not None].index(index)
         return [option.results[at] for option in self.options[maker]]
@@ -214,7 +220,7 @@ class Choice:
             )
 
     def _saved(self, maker: fx.Node, index: int) -> bool:
-        """Whether forward makes a value, in memory of its own, that backward reads."""
+        """Tells whether a value of forward has memory of its own and backward reads it, so that it is saved."""
         if maker.op != "call_function" or ir.info(maker).origin.phase != "forward" or maker not in self.traffic:
             return False
         readers = [u for u in maker.users if u.target is not getitem]
@@ -228,18 +234,18 @@ class Choice:
         return False
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Uses that are no op's."""
+        """Hook of subclasses: returns uses of values by other variables than ops."""
         return []
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What is not to be chosen.
+    """Layouts at the boundary of the problem, which are not chosen.
 
     Args:
-        fixed: layouts of placeholders, constants and pinned reshards.
-        wanted: of outputs.
-        pinned: of tagged activations, as the greedy sweep finds them.
+        fixed: placeholder, constant or pinned reshard -> its layout.
+        wanted: output -> its layout.
+        pinned: tagged activation -> the layout that the greedy sweep gives it.
         grads: the outputs that are gradients of parameters.
     """
 
@@ -250,11 +256,11 @@ class Outside:
 
 
 def _outside(problem: Problem, graph: fx.Graph) -> Outside:
-    """What the plan fixes; what the outputs and tangents are is found by the greedy sweep on a copy."""
+    """Returns the boundary layouts; those of outputs and tangents come from a greedy sweep over a copy of the graph."""
     copy = ir.copied(graph)
     twins = dict(zip(graph.nodes, copy.nodes, strict=True))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "a view turns", ShardcWarning)  # of layouts that are not chosen
+        warnings.filterwarnings("ignore", "a view turns", ShardcWarning)  # about layouts that are not used
         greedy_wanted = Greedy()(problem, copy)
     fixed, pinned = {}, {}
     for node, twin in twins.items():

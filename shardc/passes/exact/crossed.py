@@ -1,4 +1,4 @@
-"""Crossed: the ways of an op over each axis, combined to its strategies over all of them."""
+"""Combination of an op's strategies over single axes to its strategies over the whole mesh."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardc.rules.spec import Spec, Strategy, commute, merge
 
 @lru_cache(maxsize=1 << 12)
 def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[Way, ...], ...]) -> tuple[Strategy, ...]:
-    """Every strategy that takes one way over each axis, without repetition.
+    """Returns the distinct strategies that combine one single-axis strategy for each axis.
 
-    Where two axes split the same digit, the one that comes later on the mesh is nested under the earlier.
+    If two axes split the same digit, the later one in mesh order is nested under the earlier one.
 
     Args:
-        ways: of each axis, in mesh order.
+        ways: for each axis, in mesh order, the strategies over that axis alone.
     """
     out: dict[Strategy, None] = {}
     for choice in product(*ways):
@@ -49,9 +49,9 @@ def _combined(spec: Spec, mesh: Mesh, choice: Sequence[Way]) -> Strategy | None:
 
 
 def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
-    """``outer`` with each axis of ``inner`` bound where it stands there, or under what is bound there already.
+    """Binds each axis of ``inner`` in ``outer``, at its own stride or below the axes that are bound there already.
 
-    None where the sizes do not divide.
+    None if the sizes do not divide.
     """
     spans = _spans(outer)
     for top, bottom, axis in _spans(inner):
@@ -71,6 +71,6 @@ def nested(mesh: Mesh, outer: Digits, inner: Digits) -> Digits | None:
 
 
 def _spans(digits: Digits) -> list[tuple[int, int, str]]:
-    """The strides between which each axis stands, above and below, and the axis; major to minor."""
+    """Returns (stride above, stride below, axis) of each bound digit, major to minor."""
     below = strides(digits)
     return [(at * d.radix, at, d.axis) for d, at in zip(digits, below, strict=True) if d.axis is not None]

@@ -1,8 +1,8 @@
-"""Open: the same problem with where parameters are stored, and over which axes the batch is split, left open too.
+"""Layout problem in which the storage of parameters and the axes of the batch are chosen, too.
 
-A parameter has a variable whose labels say how it is computed with and how it is stored. Storage is the compute layout,
-split further over the axes of an ``fsdp`` entry or not; a label costs its gathers and the memory that it holds, and the
-parameter's gradient goes to where it is stored. One variable says which axes split the batch; all inputs follow it.
+The labels of a parameter's variable are pairs of a compute and a storage layout. Storage is the compute layout, or is
+split further over the axes of an ``fsdp`` entry. A label costs its gathers and the memory that it holds; the gradient
+goes to the storage layout. The labels of one more variable are the sets of axes that split the batch of all inputs.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shardc.passes.exact.problem import Use
 from shardc.passes.seed import narrowed
 from shardc.rules.spec import Strategy, merge
 
-Stored = tuple[Layout, Layout]  # for compute, and between steps
+Stored = tuple[Layout, Layout]  # (compute layout, storage layout)
 
 
 @dataclass(frozen=True)
 class Free:
-    """What is open.
+    """Storage and batch choices that the plan leaves open.
 
     Args:
-        over: the axes over which parameters may be stored split and are whole for compute.
-        params: (name, layout for compute) -> the layouts in which it may be stored; none of parameters that are not
-            open, and none of layouts that the plan does not let them be computed with.
-        batch: the sets of axes that may split the batch, each in mesh order; none if the plan says which do.
-        copies: how many copies of a parameter's storage memory holds: itself, its gradient, its optimizer's state.
-        gathers: how often a parameter is gathered in a step.
+        over: axes over which parameters may be sharded in storage and gathered for compute.
+        params: (name, compute layout) -> the storage layouts to choose from; none for a parameter that the plan fixes,
+            and none for a compute layout that the plan does not allow.
+        batch: the sets of axes that may split the batch, each in mesh order; none if the plan fixes them.
+        copies: copies of a parameter's shard in memory: itself, its gradient, its optimizer's state.
+        gathers: gathers of a parameter in a step.
     """
 
     over: tuple[str, ...]
@@ -48,18 +48,26 @@ class Free:
 
 @dataclass
 class OpenChoice(Choice):
-    """The problem of one graph in which a plan speaks of some parameters and inputs only."""
+    """Layout problem of one graph whose plan fixes only some parameters and inputs.
+
+    Attributes:
+        storages: open parameter -> its labels.
+        rows: input or tangent that follows the batch -> its layout for each set of batch axes.
+        results: output that follows the batch -> its layout for each set of batch axes.
+        param_of: gradient of an open parameter -> the parameter.
+        batch_variable: variable of the axes that split the batch.
+    """
 
     free: Free = field(default_factory=lambda: Free((), lambda name, compute: (), ((),)))
 
-    # --- what a solution says
+    # --- reading a solution
 
     def stored(self, labels: Sequence[int]) -> dict[str, Stored]:
-        """Of each open parameter."""
+        """Returns the compute and storage layout of each open parameter."""
         return {ir.info(node).name: found[labels[self.variable[node]]] for node, found in self.storages.items()}
 
     def batch(self, labels: Sequence[int]) -> tuple[str, ...]:
-        """The axes that split the batch."""
+        """Returns the axes that split the batch."""
         return self.free.batch[labels[self.batch_variable]] if self.free.batch else ()
 
     # --- the problem
@@ -86,7 +94,7 @@ class OpenChoice(Choice):
         self.batch_variable = self.builder.variable(np.zeros(max(len(self.free.batch), 1)))
 
     def _tied_outputs(self, sizes: set[int]) -> None:
-        """Outputs whose dim 0 is the batch, of one of ``sizes``, lie as the inputs do, and so do their tangents."""
+        """Ties outputs whose dim 0 has one of ``sizes`` (the batch), and their tangents, to the inputs' layouts."""
         by_index: dict[int, list[Layout]] = {}
         for role, node in ir.outputs(self.graph):
             if role.kind == "output" and isinstance(node, fx.Node):
@@ -129,7 +137,7 @@ class OpenChoice(Choice):
         return size * np.array([storage.local_numel for _, storage in self.storages[node]])
 
     def _computes(self, node: fx.Node) -> list[Layout]:
-        """The layouts in which a parameter may be computed with: none over the axes that split storage alone."""
+        """Returns a parameter's possible compute layouts; none is split over axes that may only split storage."""
         if ir.layout(node).axes:
             return [ir.layout(node)]
         choices = []
@@ -157,7 +165,7 @@ class OpenChoice(Choice):
 
 
 def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
-    """The layout that lies over each axis as one of ``alone`` does; None where they clash."""
+    """Combines the single-axis layouts ``alone`` of one tensor to one layout; None if they clash."""
     dims = list(whole.dims)
     for layout in alone:
         for dim, digits in enumerate(layout.dims):
@@ -170,7 +178,7 @@ def joined(whole: Layout, alone: Sequence[Layout]) -> Layout | None:
 
 
 def _rows(layout: Layout, axes: Sequence[str]) -> Layout:
-    """``layout`` with dim 0 split over ``axes``, as far as they divide it."""
+    """Splits dim 0 of ``layout`` over ``axes``; returns it as it is if they do not divide that."""
     split: Layout | None = layout
     for axis in axes:
         split = split.split(0, axis) if split is not None and layout.ndim else split

@@ -1,8 +1,8 @@
-"""Prices: the seconds from every layout of a value to every other, all at once.
+"""Prices: the seconds of resharding every layout of a value to every other, computed together.
 
-Over each part of an axis a value is whole, at a place, or pending. A change of the same kind over some parts is one
-collective, or a slice. The cheapest way between two layouts leads over such changes, by any of the layouts in between:
-shortest paths between all pairs (Floyd, 1962), in numpy. `shardc.cost.redistribute` looks at more ways for one pair.
+Over each part of an axis a value is replicated, split at a place of a dim, or a partial sum. A change of one kind over
+some parts is one collective, or a slice. A reshard may lead over other layouts of the list: shortest paths between all
+pairs (Floyd, 1962), in numpy. `shardc.cost.redistribute` searches more sequences for a single pair.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from shardc.rules.spec import atoms
 Table = np.ndarray
 _KINDS = ("", "shard", "all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 _NONE, _SLICE, _GATHER, _SCATTER, _REDUCE, _EXCHANGE = range(6)
-_AGAIN = 6  # an exchange between places that cut a dim in ways that clash: gathered, and cut again
+_AGAIN = 6  # an exchange between splits of a dim without a common refinement: gathered, then sliced
 _NEVER = 255
 
 
 @lru_cache(maxsize=1 << 10)
 def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Seconds from each of ``have`` to each of ``want``, layouts of one tensor; inf where no way leads there."""
+    """Returns the seconds from each of ``have`` to each of ``want``, layouts of one tensor; inf if there is no path."""
     every = tuple(dict.fromkeys((*have, *want)))
     at = {layout: index for index, layout in enumerate(every)}
     table = _closed(every, itemsize, cost)
@@ -37,7 +37,7 @@ def prices(have: tuple[Layout, ...], want: tuple[Layout, ...], itemsize: int, co
 
 
 def one_axis(have: tuple[Layout, ...], want: tuple[Layout, ...]) -> Table:
-    """From each of ``have`` to each of ``want``, whether one axis changes, and by a collective rather than a slice."""
+    """Tells, for each of ``have`` and each of ``want``, whether exactly one axis changes, and not only by a slice."""
     parts, codes = _codes(have[0].mesh, (*have, *want))
     source, target = codes[: len(have), None], codes[None, len(have) :]
     changed, axes = source != target, [split_part(part)[0] for part in parts]
@@ -56,7 +56,7 @@ def _closed(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 
 
 def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
-    """Seconds of one step from each layout to each other."""
+    """Returns the seconds of a single step from each layout to each other; inf if one step does not suffice."""
     mesh = layouts[0].mesh
     parts, codes = _codes(mesh, layouts)
     numel = np.array([layout.local_numel for layout in layouts])
@@ -91,10 +91,10 @@ def _direct(layouts: tuple[Layout, ...], itemsize: int, cost: Pricing) -> Table:
 def _reductions(
     table: Table, mesh: Mesh, parts: Sequence[str], kinds: Table, numel: Table, itemsize: int, cost: Pricing
 ) -> None:
-    """Slices, scatters and reductions one after another, in the best order: none of them is in another's way.
+    """Fills in pairs that take a mix of slices, reduce-scatters and all-reduces, in the cheapest order of these.
 
-    The layouts in between need not be among those of the value: a gradient is scattered over one axis, then what is
-    left of it is reduced over another.
+    They are independent, so any order is possible. The layouts in between need not be in the list: a gradient is
+    scattered over one axis, then its shard is reduced over another.
     """
     steps = (_SLICE, _SCATTER, _REDUCE)
     masks = [((kinds == kind) << np.arange(len(parts))).sum(axis=2) for kind in steps]
@@ -123,7 +123,7 @@ def _reductions(
 
 
 def _clashes(layouts: Sequence[Layout]) -> Table:
-    """Whether two layouts cut some dim in ways of which neither is finer."""
+    """Tells, for each pair of layouts, whether their splits of some dim have no common refinement."""
     out = np.zeros((len(layouts), len(layouts)), dtype=bool)
     for dims in zip(*(layout.dims for layout in layouts), strict=True):
         index = {digits: at for at, digits in enumerate(dict.fromkeys(dims))}
@@ -139,7 +139,7 @@ def _clash(mesh: Mesh, first: Digits, second: Digits) -> bool:
 
 
 def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
-    """The parts of axes that layouts bind, and for each layout where each is: 0 whole, < 0 pending, else a place."""
+    """Returns the parts of axes that layouts bind, and each layout's codes: 0 replicated, < 0 partial, else a place."""
     cut = atoms(mesh, [axis for layout in layouts for axis in layout.axes])
     parts = sorted({part for found in cut.values() for part in found}, key=mesh.order)
     column = {part: at for at, part in enumerate(parts)}
@@ -161,7 +161,7 @@ def _codes(mesh: Mesh, layouts: Sequence[Layout]) -> tuple[list[str], Table]:
 
 
 def _kinds(codes: Table) -> Table:
-    """What happens to each part from each layout to each other."""
+    """Returns the kind of change of each part from each layout to each other."""
     source, target = codes[:, None], codes[None, :]
     kinds = np.full(np.broadcast_shapes(source.shape, target.shape), _NEVER, dtype=np.uint8)
     kinds[np.broadcast_to(source == target, kinds.shape)] = _NONE

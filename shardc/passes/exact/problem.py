@@ -1,8 +1,8 @@
-"""The problem of choosing layouts, as a sum of costs of variables and of pairs of variables.
+"""The layout problem as a sum of costs of variables and of pairs of variables.
 
-A variable for each op says by which strategy it runs, and costs what its kernel takes. A variable for each value says
-in which layout it is made and which further layouts several uses share; it costs those reshards. Each use costs the
-reshard from there to what its op needs, nothing where the value is there already. ``docs/auto.md`` states it in full.
+The variable of an op is its strategy, and costs the seconds of its kernel. The variable of a value is the layout in
+which it is produced, with further layouts that several uses share; it costs the reshards to these. Each use costs the
+reshard from the nearest of them to the layout that its op needs. ``docs/auto.md`` states the problem in full.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SHARED = 600  # labels of a value beyond which only single layouts are shared
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a value.
+    """Use of a value.
 
     Args:
-        variable: the op that uses it, or None for the outside.
-        needs: what each of its labels needs of the value; of the outside, the one layout that it wants.
-        weight: what a second of the reshard counts.
+        variable: variable of the op that uses it; None for a graph output.
+        needs: layout of the value that each label of ``variable`` needs; for an output, its one layout.
+        weight: weight of the reshard's seconds.
     """
 
     variable: int | None
@@ -45,7 +45,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Label:
-    """Where a value is: the layout in which it is made, and further ones that several uses share."""
+    """Label of a value: the layout in which it is produced, and further ones that several uses share."""
 
     produced: Layout
     shared: tuple[Layout, ...] = ()
@@ -53,7 +53,13 @@ class Label:
 
 @dataclass
 class Builder:
-    """Collects variables and costs."""
+    """Collector of variables and costs.
+
+    Attributes:
+        unary: seconds of each label, by variable.
+        memory: bytes of each label, by variable; 0.0 if the variable holds none.
+        pairs: (variable, variable, costs of each pair of labels).
+    """
 
     cost: Pricing
     unary: list[Table] = field(default_factory=list)
@@ -61,18 +67,18 @@ class Builder:
     pairs: list[tuple[int, int, Table | PairCosts]] = field(default_factory=list)
 
     def variable(self, costs: Table, memory: Table | float = 0.0) -> int:
-        """A variable by what each of its labels costs, and the bytes of memory that it holds."""
+        """Adds a variable, given the seconds and the bytes of each of its labels; returns its number."""
         self.unary.append(costs)
         self.memory.append(memory)
         return len(self.unary) - 1
 
     def energy(self, byte: float) -> Energy:
-        """The sum; a byte of memory costs ``byte``."""
+        """Returns the sum to minimize; a byte of memory counts as ``byte`` seconds."""
         costs = (own + byte * memory for own, memory in zip(self.unary, self.memory, strict=True))
         return Energy(tuple(costs), tuple(self.pairs))
 
     def bytes(self, labels: Sequence[int]) -> float:
-        """The memory that the labels hold."""
+        """Returns the bytes of memory that the labels hold."""
         return float(
             sum(memory[at] for memory, at in zip(self.memory, labels, strict=True) if isinstance(memory, np.ndarray))
         )
@@ -80,11 +86,11 @@ class Builder:
     def value(
         self, maker: int, produced: tuple[Layout, ...], uses: Sequence[Use], itemsize: int, memory: float = 0.0
     ) -> tuple[int, tuple[Label, ...]]:
-        """A variable for a value.
+        """Adds a variable for a value; returns its number and labels.
 
         Args:
-            made: the layout in which each label of ``maker`` makes it.
-            held: how often its bytes on a rank count as memory.
+            produced: the layout in which each label of ``maker`` produces it.
+            memory: weight of its bytes on a rank; 0 if it is not saved.
         """
         labels, costs, tables = _value(produced, tuple((u.needs, u.weight) for u in uses), itemsize, self.cost)
         sizes = memory * itemsize * np.array([label.produced.local_numel for label in labels]) if memory else 0.0
@@ -100,7 +106,7 @@ class Builder:
 
 @lru_cache(maxsize=1 << 10)
 def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts:
-    """Forbids every label of a value that its maker does not make."""
+    """Returns the pair costs that forbid labels of a value whose layout its maker does not produce."""
     index = {layout: at for at, layout in enumerate(dict.fromkeys((*produced, *(label.produced for label in labels))))}
     rows, columns = _at(produced, index), _at([label.produced for label in labels], index)
     return PairCosts.by_class(np.where(np.eye(len(index), dtype=bool), 0.0, np.inf), rows, columns)
@@ -110,7 +116,7 @@ def _makes(produced: tuple[Layout, ...], labels: tuple[Label, ...]) -> PairCosts
 def _value(
     produced: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[PairCosts, ...]]:
-    """Labels of a value, what each costs, and for each use what each label costs it."""
+    """Returns the labels of a value, the seconds of each, and for each use the seconds that each label costs it."""
     layouts = tuple(dict.fromkeys(produced))
     place = {x: at for at, x in enumerate(dict.fromkeys((*layouts, *(x for needs, _ in uses for x in needs))))}
     wanted = tuple((tuple(sorted(set(needs), key=place.__getitem__)), w) for needs, w in uses)
@@ -125,7 +131,7 @@ def _value(
 def _priced(
     layouts: tuple[Layout, ...], uses: tuple[tuple[tuple[Layout, ...], float], ...], itemsize: int, cost: Pricing
 ) -> tuple[tuple[Label, ...], Table, tuple[tuple[Table, Table], ...]]:
-    """The same of distinct layouts; for each use, what each class of labels costs it, and the class of each label."""
+    """Returns `_value` of distinct layouts; for each use, the costs by class of labels, and the class of each label."""
     wanted = tuple(dict.fromkeys(x for needs, _ in uses for x in needs))
     table = prices(layouts, wanted, itemsize, cost)
     column = {layout: at for at, layout in enumerate(wanted)}
@@ -139,7 +145,7 @@ def _priced(
     labels = tuple(
         Label(layouts[r], tuple(wanted[s] for s in columns)) for r, columns in zip(rows, shared, strict=True)
     )
-    tables = {}  # one for uses that are alike
+    tables = {}  # equal uses share one
     for needs, w in dict.fromkeys(uses):
         some = {column[x] for x in needs}
         seen: dict[tuple[int, ...], int] = {}
@@ -157,11 +163,13 @@ def _at(layouts: Sequence[Layout], index: Mapping[Layout, int]) -> Table:
 def _shares(
     moves: Table, uses: Sequence[Sequence[Layout]], column: Mapping[Layout, int]
 ) -> tuple[list[int], list[list[int]]]:
-    """For each label the layout in which a value is made, and those of what at least two uses may want that it shares.
+    """Returns the labels: for each the row of its produced layout, and the columns of the layouts that it shares.
+
+    Only layouts that at least two uses may need are shared, at most half as many as there are uses, and at most two.
 
     Args:
-        moves: from each layout to each that is wanted, whether it is worth sharing.
-        column: the position of each that is wanted.
+        moves: whether the reshard from each produced layout to each needed one is worth sharing.
+        column: needed layout -> its column.
     """
     count = np.zeros(len(column), dtype=int)
     for needs in uses:
@@ -183,7 +191,7 @@ def _shares(
 def kernel_seconds(
     node: fx.Node, spec: Spec | None, strategies: Sequence[Strategy], traffic: Traffic, cost: Pricing
 ) -> Table:
-    """What each strategy's kernel takes on a rank: the roofline of its operations and of the bytes that it moves."""
+    """Predicts the seconds of each strategy's kernel on a rank: the roofline of operations and memory traffic."""
     if spec is None:
         return np.zeros(len(strategies))
     work = Work.of(call_of(node))

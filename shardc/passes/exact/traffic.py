@@ -1,7 +1,7 @@
-"""Traffic: which of an op's operands it reads from memory and which results it writes, as kernels fuse.
+"""Memory traffic of ops under fusion: the operands that an op reads from memory, and whether it writes its results.
 
-A run of ops between matrix products counts as one kernel, as in `shardc.cost.fused_kernels`: it reads what it does not
-make and writes what others read. Views do no work.
+A run of ops between matrix products counts as one kernel, as in `shardc.cost.fused_kernels`: it reads values from
+outside of the run and writes values that are read outside of it. Views have no traffic.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shardc.passes.calls import operands_of
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an op moves to and from memory.
+    """Memory traffic of an op.
 
     Args:
-        reads: positions of the operands that it reads.
-        writes: it writes its results.
-        dense: it is a kernel of its own.
+        reads: positions of the operands that it reads from memory.
+        writes: whether it writes its results to memory.
+        dense: whether it is a kernel of its own: a matrix product, attention or convolution.
     """
 
     reads: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class Traffic:
 
 
 def traffic_of(graph: fx.Graph) -> dict[fx.Node, Traffic]:
-    """That of every op of a graph at global shapes."""
+    """Returns the traffic of every op of a graph at global shapes; views have no entry."""
     runs: dict[fx.Node, int] = {}  # the run that makes each value
     roots: dict[fx.Node, fx.Node] = {}
     readers: dict[fx.Node, set[int]] = {}
@@ -80,5 +80,5 @@ def _traffic_per_op(
 
 
 def _moves_nothing(node: fx.Node) -> bool:
-    """Whether a node makes no memory of its own: a view, a marker, a result taken out of several."""
+    """Tells whether a node allocates no memory: a view, a marker, a getitem."""
     return node.target in ops.MARKERS.values() or aliases(node.target)

@@ -1,8 +1,8 @@
-"""Ways: every way to run each op of a program over one mesh axis.
+"""Enumeration of the strategies of each op over a single mesh axis.
 
-Over one axis a value is whole, split at some digit, or pending a reduction. What splits one value splits, through the
-factors of its op, others: from every factor that an axis divides, the layouts spread through the rules, from operands
-to results and back, until no op learns a new one.
+Over one axis a value is replicated, split at some digit, or a partial sum. A split of one value splits others through
+the factors of its op: from every factor that the axis divides, layouts spread through the rules, from operands to
+results and back, until no op gets a new strategy.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardc.rules import spec_of
 from shardc.rules.routed import Assignment, meets_requirements
 from shardc.rules.spec import Spec, carries, place, project, results_of
 
-Slot = tuple[fx.Node, int]  # one of the tensors that a node makes
+Slot = tuple[fx.Node, int]  # a node and the position of one of its results
 
 
 @dataclass(frozen=True)
 class Way:
-    """How an op runs over one axis.
+    """Strategy of an op over one axis.
 
     Args:
-        factors: factor -> its digits, of the factors that the axis splits.
-        carried: (axis, reduce op) of a pending reduction that passes through.
-        positions: the operands that are pending.
+        factors: (factor, its digits) of the factors that the axis splits.
+        carried: (axis, reduce op) of a pending reduction that passes through the op.
+        positions: the operands that are partial.
     """
 
     factors: tuple[tuple[str, Digits], ...] = ()
@@ -46,23 +46,25 @@ WHOLE = Way()
 
 
 def spec_at(node: fx.Node) -> Spec | None:
-    """The factors of an op whose strategies follow from its rule; None for markers, regions and ops without one."""
+    """Returns the factors of an op; None if its strategies do not follow from a rule: markers, regions, no rule."""
     if node.op != "call_function" or node.target is getitem or node.target in ops.MARKERS.values():
         return None
     return None if node.target in region.OPS else spec_of(call_of(node))
 
 
 def slot_of(node: fx.Node) -> Slot:
-    """What ``node`` is one of: itself, or a result of the op that makes several."""
+    """Returns the op that produces the value ``node``, and the position of that among its results."""
     return (node.args[0], node.args[1]) if node.target is getitem else (node, 0)
 
 
 @dataclass
 class Closure:
-    """The ways of every op over ``axis``, spread from ``known`` layouts and from every factor that the axis divides.
+    """Fixed point of the strategies of all ops over ``axis``.
 
     Args:
-        known: layouts that are fixed from outside, of any axes.
+        seeds: layouts at the graph's boundary, of any axes, from which others spread.
+        ways: op -> its strategies over the axis, as a set in order.
+        layouts: value -> its layouts over the axis, as a set in order.
     """
 
     graph: fx.Graph
@@ -73,6 +75,7 @@ class Closure:
     layouts: dict[Slot, dict[Layout, None]] = field(default_factory=dict)
 
     def run(self) -> dict[fx.Node, list[Way]]:
+        """Spreads layouts until no op gets a new strategy; returns each op's strategies."""
         self._touching: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
         self._queue: deque[tuple[Slot, Layout]] = deque()
         size = self.mesh.size(self.axis)
@@ -108,7 +111,7 @@ class Closure:
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
     def _meeting_requirements(self, spec: Spec, ways: list[Way]) -> list[Way]:
-        """Those in which rows travel as is asked for, if there are any."""
+        """Returns the ways in which routed rows travel as the plan requires; all of them if none does."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
         return [way for way in ways if meets_requirements(spec, dict(way.factors), (self.axis,))] or ways
@@ -123,7 +126,7 @@ class Closure:
             self._queue.append((slot, layout))
 
     def _spread(self, node: fx.Node, spec: Spec, at: int, is_result: bool, layout: Layout) -> None:
-        """What an operand (or, if ``made``, a result) at ``layout`` says of the op."""
+        """Adds the ways that follow from operand ``at`` (result ``at``, if ``is_result``) having ``layout``."""
         for axis, op in () if is_result else layout.partial:
             for positions in _carriers(spec, op, at):
                 self._learn(node, spec, Way((), ((axis, op),), positions))
@@ -136,7 +139,7 @@ class Closure:
                 self._learn_routed(node, spec, dict(split))
 
     def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
-        """What the axis splits of the rows, with what another way splits of their owners, and the other way round."""
+        """Combines a split of routed rows with each split of their owners, and the reverse."""
         if spec.routed is None:
             return
         both = (spec.routed.rows, spec.routed.owners)
@@ -163,11 +166,11 @@ def laid_out(
     carried: Sequence[tuple[str, str]],
     positions: Mapping[tuple[tuple[str, str], ...], frozenset[int]],
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    """The layouts of an op's operands and results.
+    """Returns the layouts of an op's operands and results.
 
     Args:
-        carried: the reductions that pass through.
-        positions: of each group of them, the operands that are pending.
+        carried: the pending reductions that pass through.
+        positions: group of these -> the operands that are partial.
     """
     operands = []
     for at, dims in enumerate(spec.operands):
@@ -177,9 +180,9 @@ def laid_out(
 
 
 def _first(spec: Spec) -> list[str]:
-    """The factors of an op that computes or reduces that are the major one of some dim; none of other ops.
+    """Returns the factors from which an op starts a split: those that are the major one of some dim.
 
-    Ops that take each element by itself, or move it, split what the ops around them split.
+    Pointwise ops and views start none; they follow the ops around them.
     """
     if not spec.flops and not spec.reduce:
         return []
@@ -187,7 +190,7 @@ def _first(spec: Spec) -> list[str]:
 
 
 def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
-    """The sets of operands, of which ``at`` is one, that the op lets a pending reduction of pass through."""
+    """Returns the sets of operands, with ``at`` among them, whose pending reduction by ``op`` passes through the op."""
     sets = [operands for operands in spec.linear if at in operands]
     if spec.moves and at == 0 and frozenset({0}) not in sets:
         sets.append(frozenset({0}))
@@ -195,12 +198,12 @@ def _carriers(spec: Spec, op: str, at: int) -> list[frozenset[int]]:
 
 
 def _alone(layout: Layout, axis: str) -> Layout:
-    """``layout`` as it lies over ``axis`` alone."""
+    """Returns ``layout`` restricted to ``axis`` and its parts."""
     mine = [a for a in layout.axes if a == axis or a.startswith(f"{axis}:")]
     others = [a for a in layout.axes if a not in mine]
     return layout.unbind(others).without_partial(others)
 
 
 def _result_indices(node: fx.Node) -> list[int]:
-    """The positions of the tensors that ``node`` makes."""
+    """Returns the positions of the results of ``node`` that are tensors."""
     return [at for at, value in enumerate(ir.info(node).values) if value is not None]
