@@ -67,7 +67,7 @@ def _named(options: argparse.Namespace, error: OSError) -> bool:
 
 
 def one_line(error: ShardcError) -> str:
-    """What is wrong, where, and what to do."""
+    """Formats an error as one line: what is wrong, where, and the fix."""
     parts = [error.what]
     if error.plan_entry:
         parts.append(f"plan entry: {error.plan_entry}")

@@ -1,4 +1,4 @@
-"""Where torch 2.11 to 2.13 differ: each name says which behaviour it gives on all of them."""
+"""Differences between torch 2.11 and 2.13: each name says which behaviour it gives on all of them."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def is_inplace(op: Any) -> bool:
 
 
 def spec_children(spec: pytree.TreeSpec) -> list[pytree.TreeSpec]:
-    """What a structure of values is made of (2.13), in torch before an attribute of another name."""
+    """Returns the children of a pytree spec; torch before 2.13 names the attribute otherwise."""
     return spec.children() if hasattr(spec, "children") else spec.children_specs
 
 

@@ -52,7 +52,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _shares_errors(function: Callable[..., Any]) -> Any:
-    """What is raised on this rank, while all ranks of its mesh compile a module, is raised on the others too."""
+    """Decorates a function that all ranks of a mesh call: an error on this rank is raised on the others too."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -166,7 +166,7 @@ def _compile(
     init_sync: bool,
     in_place: bool,
 ) -> Any:
-    """What `compile` returns or, ``in_place``, what `shard` makes of ``model``; the other arguments are theirs."""
+    """Implements `compile` and, with ``in_place``, `shard`; the arguments are theirs."""
     plan = fsdp() if plan is None else plan
     check_arguments(model, plan, backend, options, loss, precompiled, init_sync)
     if in_place:

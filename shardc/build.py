@@ -69,7 +69,7 @@ class Build:
         self.dynamic, self.families = dynamic, Families()
 
     def for_copy(self) -> Build:
-        """For another module of the same plan."""
+        """Returns a builder for a copy of the module: the same plan, no dynamic programs yet."""
         build = copy.copy(self)
         build.dynamic, build.families = DynamicDims(self.dynamic.names), Families()
         return build
@@ -120,7 +120,7 @@ class Build:
             warnings.warn(ShardcWarning(str(warning)), stacklevel=3)
 
     def _identity(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Identity:
-        """What a program is for, but for what its capture reads."""
+        """Returns the cache key of a program, without the guards of its capture."""
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
         around = Surroundings.now(self.device)
         signature = Signature.of(Census(template).mode(), around, names, args, kwargs)

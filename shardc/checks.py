@@ -1,4 +1,4 @@
-"""What `shardc.compile` refuses before it does anything: arguments of a wrong kind, models that are wrapped or lazy."""
+"""Checks of `shardc.compile` before it does anything: kinds of arguments, wrapped models, lazy models."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ KEEP = (4, 6)
 
 
 def build_folded(request: Request, make: Callable[[Joint, Folded | None], Program]) -> Program:
-    """What ``make`` makes of a few of each run of alike blocks, or of the whole model where that has none.
+    """Compiles a few blocks of each run of repeated ones and replicates the result; without any, the whole model.
 
-    So it is of one whose blocks look alike but do not come out so; with ``fold=True`` a warning says why.
+    The whole model is also compiled if the graphs of its blocks differ; with ``fold=True`` a warning says why.
     """
     why: NotPeriodic | None = None
     model, options = request.model, request.options
@@ -66,7 +66,7 @@ def build_folded(request: Request, make: Callable[[Joint, Folded | None], Progra
 
 
 def few_of(request: Request, repeats: Sequence[Repeat], keep: int) -> Request:
-    """What is asked of the shortened model."""
+    """Returns the request for the model with ``keep`` blocks of each run."""
     params = {short_name(name, repeats, keep): found for name, found in request.params.items()}
     pins = [(short_name(pin.module, repeats, keep), pin) for pin in request.activations()]
     regions = [short_name(name, repeats, keep) for name in request.recomputed()]
@@ -91,7 +91,7 @@ def unfolds_of(joint: Joint, repeats: Sequence[Repeat], keep: int) -> tuple[Unfo
 
 
 def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Lookup) -> Reads:
-    """What a capture of all blocks would have read, given that each reads what those read that were captured.
+    """Extends the reads of the captured blocks to all blocks of each run.
 
     Args:
         at: finds what is read in the whole model.
@@ -150,7 +150,7 @@ def repeats_of(request: Request, keep: int) -> list[Repeat]:
 def _plan_settings(
     block: str, params: Mapping[str, ParamPlan], pins: Sequence[ActivationPin], regions: Sequence[str], dtypes: Dtypes
 ) -> Any:
-    """What the plan says of what is in ``block``, in terms of names within it."""
+    """Returns the plan's settings for ``block``, by names within it: equal for blocks that may be folded."""
     inside = f"{block}."
     return (
         {name.removeprefix(inside): found for name, found in params.items() if name.startswith(inside)},

@@ -83,7 +83,7 @@ class Joint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the stages."""
+        """Names of the stages."""
         return ("capture", *self.pipeline.until(CUT).names)
 
     @cached_property
@@ -133,11 +133,11 @@ class Request:
 
     @property
     def dtypes(self) -> Dtypes:
-        """What the model's modules are traced in."""
+        """Dtypes in which the model's modules are traced."""
         return self.traced_in or Dtypes.of(self.model, self.precision.of)
 
     def activations(self) -> Sequence[ports.ActivationPin]:
-        """What the plan says of activations."""
+        """Layouts that the plan pins activations to."""
         if self.pins is not None:
             return self.pins
         return ports.resolve_activations(self.plan, self._modules())
@@ -208,10 +208,10 @@ def bound_of(request: Request, captured: Captured, pins: Sequence[ports.Activati
 
 
 def _outputs(plan: Plan, captured: Captured) -> dict[int, tuple[Form, str]]:
-    """What the plan says of each tensor output; of what is returned twice it says one thing.
+    """Returns the layout that the plan requests for each tensor output.
 
     Raises:
-        PlanError: it says two.
+        PlanError: an output that is returned twice has two layouts.
     """
     specs = ports.output_specs(plan, captured.output_spec)
     for at, output in enumerate(captured.returned):

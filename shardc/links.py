@@ -44,7 +44,7 @@ def measure_links(mesh: DeviceMesh) -> CostModel:
 
 
 def messages(sent: Sent, pair: Sent | None = None, ranks: int = 2) -> Messages:
-    """What was measured on ``ranks`` ranks, as a cost model has it.
+    """Converts measurements on ``ranks`` ranks for the cost model.
 
     Args:
         sent: of all of them.

@@ -252,7 +252,7 @@ class _Shard:
 
 
 class _AdamCall:
-    """What a step of Adam or AdamW comes to on the shards of one group: one call of the fused kernel.
+    """One call of the fused kernel: a step of Adam or AdamW on the shards of one parameter group.
 
     Args:
         shards: of the group, with the gradients that they had.

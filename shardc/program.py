@@ -41,7 +41,7 @@ from shardc.validate import near, typed
 
 @dataclass(frozen=True)
 class Source:
-    """What a program was asked for by.
+    """Origin of a program: its identity, and functions that compile it anew.
 
     Args:
         identity: what call and model it is for.
@@ -111,7 +111,7 @@ class Program(Executable):
 
     @property
     def halves(self) -> passes.Pipeline:
-        """What runs on each half."""
+        """Passes that run on each half, after the cut."""
         return self.pipeline.behind(CUT)
 
     @cached_property
@@ -146,7 +146,7 @@ class Program(Executable):
 
     @property
     def _hooks(self) -> tuple[passes.Hook, ...]:
-        """What looks at a half around each pass."""
+        """Hooks that inspect a half before and after each pass."""
         checks = (VerifyHalf(self.mesh, self.halves, self.causes),) if self.options.verify else ()
         return (*checks, *self.options.hooks)
 
@@ -264,7 +264,7 @@ class Program(Executable):
 
     @typed()
     def lint(self, hardware: str | Hardware = "h100", *, stage: str = "schedule") -> list[Finding]:
-        """What the plan makes ranks send or compute for nothing, the costliest first; arguments as `schedule`'s."""
+        """Lists needless communication and compute of the plan, the costliest first; arguments as `schedule`'s."""
         joint = self.schedule(hardware, stage="localize")
         findings = lint(self.whole("collectives"), joint, joint if stage == "localize" else self.schedule(hardware))
         loops = candidates(self.graph("settle"), self.pipeline[passes.Decompose])

@@ -1,4 +1,4 @@
-"""What a compile is doing, for a person who waits for it at a terminal."""
+"""Progress of a compile, for a person who waits for it at a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a value must be, read off its annotation: fields of options, and what a JSON file holds.
+"""Checks values against their annotations: fields of options, and the content of JSON files.
 
     @dataclass(frozen=True)
     class Options:
@@ -134,7 +134,7 @@ def typed(error: type[ShardcError] = InputError) -> Callable[[Function], Functio
 
 
 def near(word: Any, choices: Any, otherwise: str = "") -> str:
-    """What to do about ``word``, which is none of ``choices``; ``otherwise`` where it is like none of them.
+    """Returns the fix for a ``word`` that is none of ``choices``: the closest one, or else ``otherwise``.
 
     >>> near("inductr", ["inductor", "eager"])
     "did you mean 'inductor'?"

@@ -147,7 +147,7 @@ class Family:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What must hold of the sizes, as text."""
+        """Conditions on the sizes that the program serves, as text."""
         scales = [graph.scale for graph in self._graphs.values()]
         merged = {name: max((scale[name] for scale in scales), default=(1, 0)) for name in self.example}
         return (*(c.text for c in self.symbolic.conditions), *conditions(merged))

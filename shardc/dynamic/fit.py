@@ -135,5 +135,5 @@ def moduli(polynomials: Sequence[Polynomial], example: Mapping[str, int]) -> dic
 
 
 def conditions(scale: Mapping[str, tuple[int, int]]) -> list[str]:
-    """What `moduli` found, as text: ``"b % 4 == 0"``."""
+    """Prints the result of `moduli`: ``"b % 4 == 0"``."""
     return [f"{name} % {a} == {b}" for name, (a, b) in scale.items() if a > 1]

@@ -73,7 +73,7 @@ def _node(
 
 
 def _fitted(values: Sequence[Any], places: Sequence[dict[fx.Node, int]], fit: Fit) -> Any:
-    """What the three nodes are given, with polynomials in the place of numbers that differ."""
+    """Merges the arguments of three nodes; numbers that differ become polynomials in the sizes."""
     leaves, specs = zip(*map(pytree.tree_flatten, values), strict=True)
     if any(spec != specs[0] for spec in specs):
         raise Differs(f"{values} stand in one place")

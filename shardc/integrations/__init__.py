@@ -1,4 +1,4 @@
-"""What a compiled module has more if the user's model is of another library. Each is an extra: imported where used."""
+"""Extra methods of a compiled module whose model is of another library; each is imported only if it is needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardc.runtime.namespace import Namespace
 
 
 def classes_for(model: Any) -> tuple[type[ShardedModule], type[Namespace]]:
-    """What `shardc.compile` puts in front of the class of ``model``, and the class of ``module.shardc``."""
+    """Returns the mixin for the class of a compiled ``model``, and the class of ``module.shardc``."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(model, transformers.PreTrainedModel):
         from shardc.integrations.transformers import PretrainedNamespace, ShardedPretrained

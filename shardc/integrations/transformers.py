@@ -202,7 +202,7 @@ class ShardedPretrained(ShardedModule):
 
 
 def _unsharded_tensors(state: State, original_format: bool) -> dict[str, Lazy]:
-    """What a checkpoint holds, by name; each is gathered, on all ranks, where it is read."""
+    """Returns the tensors of a checkpoint by name; reading one gathers it, on all ranks."""
     present: Any = state.present()
     ignored = set(present._keys_to_ignore_on_save or ())
     metas = {name: meta for name, meta in present.state_dict().items() if name not in ignored}

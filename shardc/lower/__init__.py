@@ -28,7 +28,7 @@ BACKENDS = ("inductor", "eager")
 
 @dataclass(frozen=True)
 class Code:
-    """What Inductor made of a local graph.
+    """A compiled local graph.
 
     Args:
         run: what is called with a list of local tensors, which it empties; it gives a list of results.

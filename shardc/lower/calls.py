@@ -33,7 +33,7 @@ def only_calls(graph: fx.Graph) -> bool:
 
 
 def called(gm: fx.GraphModule) -> tuple[Run, str]:
-    """What runs ``gm``, which `only_calls`, and its code."""
+    """Returns a callable for ``gm``, of which `only_calls` holds, and its source."""
     source = "\n".join(["import torch", "", "def call(args):", *(f"    {line}" for line in _lines(gm.graph)), ""])
     check_order(gm.graph, source)
     run: Run = PyCodeCache.load(source).call

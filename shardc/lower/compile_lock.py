@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def in_turns(graphs: Mapping[fx.GraphModule, str], make: Callable[[fx.GraphModule, str], T]) -> dict[fx.GraphModule, T]:
-    """What ``make`` gives for each of ``graphs``, of whatever kind it is.
+    """Compiles ``graphs`` by ``make``, which takes a graph and its kind; shares the work with other local ranks.
 
     Every rank begins with another one and leaves those for later that another process has in work or has made. So all
     of them compile side by side, and each reads from Inductor's cache at the end what others have made. What that
@@ -101,13 +101,13 @@ def cache_folder(name: str) -> Path:
 
 
 def program_folder() -> Path:
-    """Where programs are stored: in the folder that ``SHARDC_STORE`` names, or else beside Inductor's cache."""
+    """Returns the folder of stored programs: ``SHARDC_STORE``, or a folder beside Inductor's cache."""
     named = os.environ.get("SHARDC_STORE", "")
     return Path(named) if os.path.isabs(named) else cache_folder("programs")
 
 
 def name_of(gm: fx.GraphModule, kind: str, settings: str = "") -> str:
-    """The same for graphs that are compiled alike, whatever their nodes are called, under the same ``settings``."""
+    """Returns a hash of the graph and ``settings``; names of nodes do not count."""
     number = {node: f"%{at}" for at, node in enumerate(gm.graph.nodes)}
     lines = [kind, settings]
     for node in gm.graph.nodes:

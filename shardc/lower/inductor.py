@@ -67,7 +67,7 @@ def lowered(gm: fx.GraphModule, kind: str, settings: Callable[[], str]) -> tuple
 
 
 def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGraph | None:
-    """What Inductor's cache has for a graph that was lowered before: it is neither decomposed nor hashed again.
+    """Loads a graph that was lowered before from Inductor's cache, without decomposing or hashing it again.
 
     Args:
         key: the file that holds its key in that cache.
@@ -95,7 +95,7 @@ def settings() -> str:
 
 
 def lowered_for(gm: fx.GraphModule, inputs: Sequence[Any], kind: str) -> tuple[Any, str]:
-    """What Inductor makes of ``gm``, and its code.
+    """Compiles ``gm`` by Inductor; returns the callable and its source.
 
     Args:
         inputs: fake tensors, and numbers that may be symbolic.

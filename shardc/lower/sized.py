@@ -18,7 +18,7 @@ from shardc.lower.inductor import lowered_for
 
 
 def lowered_at_any_sizes(half: Half) -> tuple[Callable[[list[Tensor]], Sequence[Any]], str] | None:
-    """What calls ``half``, and its code, where it is one of a graph for many sizes."""
+    """Returns a callable for ``half`` and its source; None if its graph is not one for many sizes."""
     at: At | None = half.gm.meta.get(SIZED)
     if at is None:
         return None

@@ -1,4 +1,4 @@
-"""What a program was compiled for, as JSON: the call, the model and the loss; and in what two of these differ."""
+"""The identity of a program as JSON: the call, model and loss that it was compiled for; names what differs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING_READ = Reads()
 
 @dataclass(frozen=True)
 class Identity:
-    """What a program was compiled for.
+    """The call, model and device that a program was compiled for.
 
     Args:
         signature: the arguments of the call, at global shapes, and the modes of the model.
@@ -37,7 +37,7 @@ class Identity:
 
 
 def described(model: nn.Module, loss: Callable[..., Any] | None, reads: Reads = NOTHING_READ) -> dict[str, str]:
-    """What of ``model`` and ``loss`` a program depends on, one line each.
+    """Lists, one line each, the parts of ``model`` and ``loss`` that a program depends on.
 
     Values of the model's parameters and buffers do not count, nor do modes, which are the signature's; those of its
     other tensors, and of the loss's, are constants of the program. Code is all that the model and the loss reach

@@ -63,7 +63,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Half:
-    """What the text of a half does not say.
+    """The data of a half that its text does not hold.
 
     Args:
         placeholders: (name in the graph, value).

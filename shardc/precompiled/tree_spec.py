@@ -57,7 +57,7 @@ def spec_to_json(spec: pytree.TreeSpec, what: str) -> Any:
 
 
 def spec_from_json(data: Any, what: str, depth: int = 0) -> pytree.TreeSpec:
-    """What `spec_to_json` wrote.
+    """Reads a structure that `spec_to_json` wrote.
 
     Raises:
         PrecompiledError: it is no structure, or has a class that this program has not registered.

@@ -25,7 +25,7 @@ _PLURAL = {"param": "parameter"}
 
 
 def run_step(runner: Runner, inputs: list[Tensor]) -> Any:
-    """What the program gives for local inputs, by its forward and for autograd where gradients are asked for."""
+    """Runs the program's forward on local inputs; with gradients enabled, its outputs have an autograd node."""
     watch_optimizers()
     program = runner.program
     train = torch.is_grad_enabled() and program.trains
@@ -119,7 +119,7 @@ class Step(torch.autograd.Function):
 
 
 def _backward_inputs(ctx: Any, half: Half, gradients: dict[int, Any]) -> list[Any]:
-    """What a backward takes: gradients of outputs, and what the forward saved, as torch's hooks give it back.
+    """Collects the inputs of a backward: gradients of outputs, and saved tensors as torch's hooks unpack them.
 
     Raises:
         RuntimeError: torch's, where it was changed in place since the forward.
@@ -178,7 +178,7 @@ def unaliased(grad: Tensor, occupied: set[tuple[int, int]]) -> Tensor:
 
 
 def _versions(runner: Runner, feed: Feed) -> Iterator[int]:
-    """Of each thing that the backward reads, how often it was changed in place."""
+    """Yields the version counter of each tensor that the backward reads."""
     with torch._C.DisableTorchFunctionSubclass():
         for _, at in runner.border.reads(runner.half(BACKWARD)):
             x = feed[at]

@@ -1,4 +1,4 @@
-"""What a forward gives: outputs that the caller may change in place where one device lets him, and saved values.
+"""Outputs and saved values of a forward: outputs can be changed in place where one device allows it.
 
 On one device an output is changed in place without harm where no backward reads it, and the backward is refused where
 it does. A compiled backward may read others: a cheap value is computed again from an output, say. Such an output is
@@ -72,7 +72,7 @@ class Border:
 
     @cached_property
     def needed(self) -> tuple[bool, ...]:
-        """Of each thing that the forward takes, whether the backward reads it or gives a parameter's gradient."""
+        """Flags each input of the forward: whether the backward reads it, or it is a parameter with a gradient."""
         read = {at for _, at in self.reads(self.half(BACKWARD))}
         takes = self.half(FORWARD).takes
         return tuple(port.role.kind == "param" or at in read for at, port in enumerate(takes))
@@ -89,7 +89,7 @@ class Border:
 
     @cached_property
     def _returned(self) -> dict[int, Returned]:
-        """What each output is on one device, by its position."""
+        """Maps the position of each output to its description on one device."""
         roles, returned = self.program.outputs, self.program.returned
         return {at: returned[role.index] for at, role in enumerate(roles) if role.kind == "output"}
 
@@ -186,7 +186,7 @@ class Border:
         return self._read_only(self.half(FORWARD), outputs, feed), saved
 
     def without_gradients(self, outputs: Sequence[Any]) -> list[Tensor]:
-        """Those of what `split_results` gave that have none."""
+        """Selects the outputs and bases of `split_results` that have no gradient."""
         bases = self._views[self.half(FORWARD)].bases
         with_one = self.differentiable | {self.count + at for at, base in enumerate(bases) if base.split}
         return [x for at, x in enumerate(outputs) if isinstance(x, Tensor) and at not in with_one]
@@ -200,7 +200,7 @@ class Border:
         return by_output
 
     def watch(self, outputs: Sequence[Any]) -> Changes:
-        """What counts changes in place of the outputs that a backward reads, and keeps none of their memory."""
+        """Returns the version counters of the outputs that a backward reads, without keeping their memory alive."""
         shared = self._shared[self.half(FORWARD)]
         behind = self._behind[self.half(FORWARD)].items()
         read = [at for at, output in behind if output.read_by or (at in shared and shared[at].saved)]
@@ -277,7 +277,7 @@ class Border:
     def _base(
         self, half: Half, at: int, shared: SameMemory, outputs: Sequence[Any], feed: Sequence[Any]
     ) -> Tensor | None:
-        """What an output shares memory with here and on one device; None where it should have its own."""
+        """Returns the tensor that an output aliases here and on one device; None if it should have its own memory."""
         output = self._behind[half][at]
         if shared.feed_index is not None and output.of is not None:
             local: Tensor = _local(feed[shared.feed_index])
@@ -300,7 +300,7 @@ class Border:
 
 
 def modified(index: int, counter: Tensor, before: int) -> BackwardError:
-    """That output ``index`` was changed in place since its version was ``before``."""
+    """Returns the error for output ``index``, which was changed in place since version ``before``."""
     return BackwardError(
         f"output {index} of the module was modified in place by an inplace operation, and this backward needs the "
         f"values that it was returned with: it is at version {counter._version}; expected version {before}",

@@ -1,4 +1,4 @@
-"""What ranks say of an act in the store, by its number: which of them came, what the first did, and the verdict."""
+"""Entries of ranks in the store for each event: which ranks arrived, the event of the first, and the verdict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Comparisons:
             self._told.add(act.key)
 
     def lines(self, store: dist.Store, key: str) -> Lines:
-        """What the act of this key is, which a rank has told."""
+        """Reads the lines of the event of this key, which a rank has published."""
         entry: Lines = json.loads(store.get(f"{self.prefix}what/{key}"))
         return entry
 
@@ -122,7 +122,7 @@ class Comparisons:
         store.set(f"{self.at(number)}said/{self.rank}", text)
 
     def entries_at(self, store: dist.Store, number: int, ranks: Iterable[int]) -> dict[int, str]:
-        """What ranks of the mesh left at ``number``; all have read by then what was left at an earlier one."""
+        """Reads the texts of ranks at event ``number``; by then all have read those of earlier events."""
         if self._said is not None:
             store.delete_key(self._said)
         self._said = f"{self.at(number)}said/{self.rank}"

@@ -1,4 +1,4 @@
-"""What ``deepcopy`` makes of a compiled module."""
+"""Support of ``deepcopy`` for compiled modules."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Fill = Callable[[torch.Tensor], object]
 
 @dataclass(frozen=True)
 class Piece:
-    """What this rank holds of a tensor of global ``shape``: per dim the indices, and the local tensor.
+    """This rank's part of a tensor of global ``shape``: per dim the indices, and the local tensor.
 
     ``local`` is None where the rank holds nothing of it.
     """

@@ -208,7 +208,7 @@ def _copy(target: Any, value: Any, *_: Any) -> Any:
 
 
 def _unscale(grads: Any, found_inf: Tensor, inverse: Tensor) -> None:
-    """What `GradScaler.unscale_` does: one gradient that is not finite on a rank is one on all ranks."""
+    """Implements `GradScaler.unscale_`: a gradient that is not finite on one rank counts on all ranks."""
     local = [settle(x)._local_tensor if isinstance(x, DTensor) else x for x in grads]
     aten._amp_foreach_non_finite_check_and_unscale_.default(local, found_inf, inverse)
     split = ((x.device_mesh, dim, p) for x in grads if isinstance(x, DTensor) for dim, p in enumerate(x.placements))

@@ -1,4 +1,4 @@
-"""What a rank does, in words that other ranks can compare: a call, its backward, a program that it compiles."""
+"""Events of a rank, as text that other ranks can compare: a call, its backward, the compiling of a program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Act:
-    """What a rank does.
+    """An event of a rank.
 
     Args:
         lines: (topic, what there is to say of it); the first topic is "act".
@@ -64,7 +64,7 @@ class Act:
 
     @cached_property
     def key(self) -> str:
-        """The same for the same lines."""
+        """Hash of the lines."""
         return hashlib.sha256(json.dumps(self.lines).encode()).hexdigest()[:32]
 
     def backward(self, used: frozenset[int]) -> Act:
@@ -203,7 +203,7 @@ def difference(rank: int, rank_lines: Lines, other_rank: int, other_lines: Lines
 
 
 def raised(rank: int, error: BaseException) -> tuple[str, str | None, str]:
-    """What other ranks say of ``error``, which ``rank`` raised: text, source line and fix."""
+    """Returns the text, source line and fix with which other ranks report ``error`` of ``rank``."""
     shardc_error = error if isinstance(error, ShardcError) else None
     text = (shardc_error.what if shardc_error else str(error))[:_LONGEST]
     fix = f"mend it on rank {rank}" + (
@@ -223,7 +223,7 @@ def _lines_of_user(error: BaseException) -> Iterator[str]:
 
 
 def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | None:
-    """What to say where not all of ``ranks`` came; None where the last of them just did."""
+    """Returns the error for ``ranks`` that did not all arrive; None if the last of them just did."""
     waited = f"{store.timeout.total_seconds():g} seconds"  # type: ignore[attr-defined]
     try:
         late = [rank for rank in ranks if not store.check([f"{at}here/{rank}"])]
@@ -243,7 +243,7 @@ def late_ranks(store: dist.Store, at: str, ranks: Sequence[int]) -> MeshError | 
 
 
 def ended(rank: int, ranks: Sequence[int]) -> MeshError:
-    """What to say where ``rank`` does not come, as its program has ended."""
+    """Returns the error for a ``rank`` that does not arrive because its program has ended."""
     return MeshError(
         f"rank {rank} of {list(ranks)} has ended, or left its process group, and does not come to compare what it runs",
         fix=f"look at rank {rank} first: it raised, or took fewer steps (drop_last=True, or a sampler that pads)",
@@ -263,7 +263,7 @@ def lost(error: RuntimeError, rank: int, ranks: Sequence[int]) -> RuntimeError:
 
 
 def waits_elsewhere(rank: int, where: str, other: int, does: Lines) -> MeshError:
-    """What to say where ``rank`` waits in a collective of torch's, and rank ``other`` does what it does not come to."""
+    """Returns the error for a ``rank`` that waits in a collective of torch, while ``other`` waits for it elsewhere."""
     return MeshError(
         f"rank {rank} waits in {where}, and rank {other} waits for it at a {does[0][1]}",
         fix="call both on every rank, equally often and in the same order (equally many batches: drop_last=True, or a "

@@ -1,4 +1,4 @@
-"""What each collective does to the tensors of one group, in group order: the meaning that lockstep runs."""
+"""Reference semantics of collectives on the tensors of one group, in group order: lockstep runs these."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def permute_ranks(shards: list[torch.Tensor], destinations: Sequence[int]) -> li
 def send_rows(
     rows: list[torch.Tensor], sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor], size: int
 ) -> list[torch.Tensor]:
-    """What no rank sends is not a number, so that nothing reads it unnoticed."""
+    """Sends rows by their counts; rows that no rank sends become NaN, so that no reader goes unnoticed."""
     pieces = [x[: int(n.sum())].split(n.tolist()) for x, n in zip(rows, sends, strict=True)]
     out = []
     for k, counts in enumerate(receives):

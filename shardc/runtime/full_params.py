@@ -190,7 +190,7 @@ def _write_grad(param: DTensor, value: Tensor | None, storage: Layout, rank: int
 
 
 def _replaced_value(named: tuple[str, Tensor], values: list[Tensor | None]) -> Tensor:
-    """What the block left of one parameter, at all the places that it has."""
+    """Returns the value of one parameter after the block, which must be the same at all of its names."""
     name, param = named
     first = values[0]
     if any(value is not first for value in values):

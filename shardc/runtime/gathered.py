@@ -59,7 +59,7 @@ class ReplicatedSpec(DTensorSpec):
     __hash__ = DTensorSpec.__hash__
 
     def plain(self) -> DTensorSpec:
-        """The same as a spec of torch's, as files have it."""
+        """Converts to a plain DTensorSpec, for files."""
         spec = DTensorSpec.__new__(DTensorSpec)
         spec.__dict__.update(self.__dict__)
         return spec
@@ -211,7 +211,7 @@ class GatheredView(DTensor):
 
 
 def view_of(base: DTensor, op: Any, args: Any, kwargs: Any) -> Any:
-    """What the view ``op`` gives of ``base``, the first of its arguments: `GatheredView`\\ s."""
+    """Applies the view ``op`` to ``base``, its first argument; each result is a `GatheredView`."""
     whole = gather(base)
     if whole is base._local_tensor:
         whole = whole.detach()

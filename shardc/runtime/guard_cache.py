@@ -19,7 +19,7 @@ _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limi
 
 
 class Variants:
-    """What the captures of one module read, and what that was at the time."""
+    """Guards of the captures of one module: the places read, and their values at that time."""
 
     def __init__(self) -> None:
         self._fixed: dict[Signature, list[tuple[Reads, Values]]] = {}

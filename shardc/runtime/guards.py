@@ -19,7 +19,7 @@ _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
 class Watch:
-    """What was read of a model, as it is now.
+    """Identity guards: the objects at the places of a model that captures have read.
 
     Places are compared by identity, so that `holds` may be False where all values are equal; never True where they
     are not, but for what is inside of objects that say nothing of their attributes.

@@ -31,7 +31,7 @@ _library = torch.library.Library("shardc", "IMPL")
 
 @dataclass(frozen=True)
 class Home:
-    """Where a parameter is kept between steps, its gradient and the optimizer's state with it.
+    """Location of a parameter, its gradient and its optimizer state between steps.
 
     Args:
         device: where the program runs.

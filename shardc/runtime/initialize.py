@@ -67,7 +67,7 @@ def init_weights(
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """What ``init_weights(None)`` applies to each module."""
+    """Resets the parameters of one module, if it can; ``init_weights(None)`` applies this to each."""
     reset = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()
@@ -142,7 +142,7 @@ def _stand_in(tensor: torch.Tensor, shard: InitShard) -> torch.Tensor:
 
 
 def attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a model's code keeps on a parameter or buffer."""
+    """Returns the attributes that a model's code has set on a parameter or buffer."""
     return {
         key: x for key, x in vars(tensor).items() if key not in ("meta", "init_shard") and not key.startswith("shardc_")
     }

@@ -22,9 +22,9 @@ _training, _requires_grad, _dtype = itemgetter("training"), attrgetter("requires
 
 @dataclass(frozen=True, eq=False)
 class Mode:
-    """What of a model decides which program it runs, but for its inputs and for what its code reads.
+    """State of a model that selects its program, beside the inputs and the guards of its code.
 
-    One object for each of a census, so that comparing and hashing it costs nothing.
+    One object for each state of a census, so that comparing and hashing it costs nothing.
 
     Args:
         training: train or eval, of each module.
@@ -38,7 +38,7 @@ class Mode:
 
 
 class Census:
-    """What a model holds, in the orders of ``modules()``, ``parameters()`` and ``buffers()``.
+    """Modules, parameters and buffers of a model, in the orders of ``modules()``, ``parameters()`` and ``buffers()``.
 
     Attributes:
         modules: once each.
@@ -79,7 +79,7 @@ class Census:
         )
 
     def mode(self) -> Mode:
-        """The same object as long as, and whenever, it is the same."""
+        """Returns the current mode; equal modes are one object, so that they compare by identity."""
         now = (
             tuple(map(_training, self._attributes)),
             tuple(map(_requires_grad, self._parameters)),

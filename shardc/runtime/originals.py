@@ -83,7 +83,7 @@ class _Originals:
             self._hooked = True
 
     def new(self, param: Tensor) -> Tensor:
-        """What is in the place of ``param``, which was replaced.
+        """Returns the parameter that replaced ``param``.
 
         Raises:
             InputError: its module is gone.

@@ -35,7 +35,7 @@ _FIX = "load values into the module's own parameters (load_state_dict, or copy_ 
 
 @dataclass(frozen=True)
 class ParamContract:
-    """What stays of one parameter.
+    """Properties of one parameter that must not change after compile.
 
     Args:
         first: the name that it is stored under; another one for the other names of a tied parameter.
@@ -49,7 +49,7 @@ class ParamContract:
 
 
 def contracts(template: nn.Module, storages: Mapping[str, Layout], view: Mesh) -> dict[str, ParamContract]:
-    """What stays of each parameter, by each of its names; ``template`` has them at global shapes.
+    """Returns the contract of each parameter, by each of its names; ``template`` has them at global shapes.
 
     Args:
         view: the mesh that the parameters are DTensors on.

@@ -1,4 +1,4 @@
-"""What one step of this rank does, as torch's profiler sees it: its collectives, what they send, and its memory."""
+"""Profile of one step of this rank, by torch's profiler: its collectives, what they send, and its memory."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _STUCK = 25  # looks at which a rank is in the same collective of torch's, befor
 
 
 class Agreement:
-    """What this rank of a mesh did, and whether the others did the same.
+    """Checks that all ranks of a mesh go through the same events.
 
     Args:
         prefix: of the keys in the store, another one for each mesh of the process.
@@ -123,7 +123,7 @@ class Agreement:
             raise
 
     def exchange(self, act: Act, text: str, ranks: Iterable[int]) -> dict[int, str]:
-        """What some ranks (of the mesh) say at the same act, where this one says ``text``; errors as `act`."""
+        """Publishes ``text`` at an event and returns the texts of ``ranks`` at the same one; errors as `act`."""
         store = self._connected()
         self._comparisons.say(store, self.number + 1, text)
         self.act(act, ask=True)
@@ -206,7 +206,7 @@ class Agreement:
             self._log(self._connected(), [self.rank, number, *raised(self.rank, error)])
 
     def behind(self) -> MeshError | None:
-        """That the ranks differ, where that is why a collective failed on this rank."""
+        """Returns the error if a collective failed on this rank because ranks differ; else None."""
         return self._raised() if not self.alone and self._found.wait(_HEARD / 2) else None
 
     def _raised(self) -> MeshError:

@@ -32,7 +32,7 @@ _GRADIENTS = (_PROPERTIES.requires_grad.__set__, Tensor.requires_grad_, Tensor.d
 
 @dataclass
 class Shared:
-    """What one device changes with an output, and it with that.
+    """A tensor that shares memory with an output on one device: a change of one changes the other.
 
     Args:
         index: of the output.
@@ -160,7 +160,7 @@ def _memory(x: Tensor) -> int:
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    """What ``func`` writes, or keeps the memory of."""
+    """Yields the tensors that ``func`` writes, or whose memory it keeps."""
     schema = getattr(func, "_schema", None)
     if schema is None or func is torch.ops.aten.detach_.default:
         return

@@ -82,7 +82,7 @@ def call_around(module: nn.Module, around: Callable[..., Any], args: Any, kwargs
 
 
 def _within(x: Any) -> Iterable[Any]:
-    """What ``x`` holds, modules and classes left out."""
+    """Returns the objects that ``x`` refers to, without modules and classes."""
     if isinstance(x, nn.Module | ModuleType | type | CodeType | str | bytes):
         return ()
     if isinstance(x, MethodType):

@@ -153,7 +153,7 @@ def compare_inputs(
 
 
 def _differing(names: list[str], passed: Passed, first: int, groups: Groups) -> list[tuple[str, str]]:
-    """What to say where this rank's inputs ``names``, of which ``passed`` is the first, are not those of ``first``."""
+    """Returns the lines about inputs ``names`` (``passed`` is the first) that differ from those of rank ``first``."""
     mesh, key = groups.mesh, names[0]
     along = ", ".join(axis for axis in mesh.axes if mesh.index(axis, first) != mesh.index(axis, groups.rank))
     lies = f"split over {', '.join(passed.split)}" if passed.split else "whole on every rank"

@@ -230,7 +230,7 @@ def _elementwise(func: Any, target: Virtual, args: Sequence[Any], kwargs: Mappin
 
 
 def piece_of(func: object, view: Virtual) -> Piece:
-    """What this rank holds of ``view``, found from its offset, shape and strides.
+    """Returns this rank's part of ``view``, computed from its offset, shape and strides.
 
     A dim of the view is a stretch of one dim of the parameter; the parameter's other dims are at one index.
     """

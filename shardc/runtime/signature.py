@@ -1,4 +1,4 @@
-"""What a program is for: the arguments of a call and the state of the model, and which program fits a call."""
+"""Signatures of programs: the arguments of a call and the state of the model; selects the program of a call."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Signature:
         return cls(tuple(names), described, spec, mode.training, mode.grads, mode.dtypes, surroundings)
 
     def without(self, dims: Mapping[str, Mapping[int, str]]) -> Signature:
-        """The same with names in the place of sizes that change.
+        """Returns the signature with names in the place of dynamic sizes.
 
         Args:
             dims: input -> dim -> name.

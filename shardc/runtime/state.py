@@ -1,4 +1,4 @@
-"""What a compiled module needs besides its parameters: meshes, layouts, its template, the programs made so far."""
+"""State of a compiled module besides its parameters: meshes, layouts, its template, compiled programs."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Build(Protocol):
 
 @dataclass
 class CallCacheEntry:
-    """What is known of calls that are alike.
+    """Cached facts about calls of one signature.
 
     Args:
         act: what other ranks are told of one.
@@ -93,7 +93,7 @@ class CallCacheEntry:
 
 @dataclass
 class State:
-    """What a `ShardedModule` needs besides its parameters.
+    """State of a `ShardedModule` besides its parameters.
 
     Args:
         mesh: the abstract mesh.
@@ -295,7 +295,7 @@ class State:
 
     @property
     def name(self) -> str:
-        """What the module is called among those that run on its mesh, of which there may be several of one class."""
+        """Name of the module in events: its class, and its number among the modules of the mesh."""
         assert self.groups is not None
         if self._name is None:
             self.groups.agreement.modules += 1
@@ -310,7 +310,7 @@ class State:
 
     @cached_property
     def contracts(self) -> dict[str, parameter_checks.ParamContract]:
-        """What stays of each parameter."""
+        """Contract of each parameter, by name."""
         assert self.param_mesh is not None
         return parameter_checks.contracts(self.template, self.storages, Mesh.of(self.param_mesh))
 
@@ -324,7 +324,7 @@ class State:
             submodule_calls.guard(owner)
 
     def look(self) -> Census:
-        """What the module holds now; forgets which programs calls found, where what these depend on has changed."""
+        """Returns the module's current snapshot; clears the call cache if a guard no longer holds."""
         if self._census is None or not self._census.holds():
             self._census, self._checked, self._watch = Census(self.owner), None, None
         elif self._watch is not None and not self._watch.holds():
@@ -350,7 +350,7 @@ class State:
 
     @property
     def census(self) -> Census:
-        """What the module held at the last `look`."""
+        """Snapshot of the module at the last `look`."""
         assert self._census is not None
         return self._census
 
@@ -375,7 +375,7 @@ class State:
             self.fresh = False
 
     def runner(self, program: Executable) -> Runner:
-        """What runs ``program`` on this rank."""
+        """Returns the runner of ``program`` on this rank."""
         assert self.groups is not None
         if id(program) not in self._runners:
             runner = self._runners[id(program)] = Runner(
@@ -396,5 +396,5 @@ class State:
 
     @cached_property
     def tokens(self) -> dict[str, tuple[Tensor, str]]:
-        """What each layer of experts noted of its tokens in the last forward."""
+        """Token counts of each expert layer in the last forward."""
         return {}

@@ -173,7 +173,7 @@ class Runner:
         return self.reduce(due) if due else {}
 
     def feed(self, half: Half, inputs: list[Tensor]) -> list[Any]:
-        """What a half takes, parameters as DTensors."""
+        """Collects the inputs of a half; parameters are DTensors."""
         inputs_by_name = dict(zip((name for name, _ in self.program.inputs), inputs, strict=True))
         census = self.census()
         feed: list[Any] = []
@@ -194,7 +194,7 @@ class Runner:
         return self.groups.coordinate(tuple(port.role.name.split(",")))
 
     def local(self, half: Half, feed: Sequence[Any]) -> list[Any]:
-        """The same with each parameter's padded local tensor, and buffers contiguous."""
+        """Converts a feed for the compiled code: padded local tensors of parameters, contiguous buffers."""
         return [
             padded_local(x, self.storages[port.role.name])
             if port.role.kind == "param"

@@ -64,7 +64,7 @@ def _tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def _boxes(tensor: DTensor) -> list[Box]:
-    """Where each box lies in the local tensor, and where in the global one; one box for most layouts."""
+    """Returns the boxes of a shard: slices of the local tensor, with their global offsets; one for most layouts."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     if not any(isinstance(placement, _StridedShard) for placement in tensor.placements):

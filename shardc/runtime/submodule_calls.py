@@ -1,4 +1,4 @@
-"""What would use shards as parameters says so: a part of a compiled module that is called, a wrapper around it."""
+"""Errors for code that would use shards as parameters: a call of a submodule, a wrapper around the module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER = "replicate"  # what has it is neither entered nor sharded by ``fully_sh
 
 
 class Refuses(dict[Any, Any]):
-    """What ``fully_shard`` and ``replicate`` ask whether they were applied to a module: refuses the first of them."""
+    """Registry that ``fully_shard`` and ``replicate`` look themselves up in; raises for either."""
 
     def __contains__(self, function: Any) -> bool:
         raise wrapped(getattr(function, "__name__", "fully_shard"))

@@ -48,7 +48,7 @@ class Sync:
     _own: set[Key] = field(default_factory=set)
 
     def for_copy(self) -> Sync:
-        """The same settings for a copy of the module, outside of blocks; without the sums."""
+        """Returns the settings for a copy of the module, outside of blocks and without the sums."""
         return Sync(self.levels, unsynced=self.unsynced, over_shards=self.over_shards, replicated=self.replicated)
 
     def unreduced(self) -> Deferred:
@@ -150,7 +150,7 @@ def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozen
 
 
 class _Optimizers:
-    """What steps and ``zero_grad`` of optimizers do while gradients are held back; they are torch's own again after.
+    """Hooks on ``step`` and ``zero_grad`` of optimizers while gradients are unreduced; removed after that.
 
     As under DDP, where these gradients are in ``.grad``, ``zero_grad`` drops them. A step, which would do without them,
     raises before anything is changed.

@@ -1,4 +1,4 @@
-"""What around a call decides which program it runs: states of torch that a model is traced under."""
+"""Global state of torch that a model is traced under, and that selects the program of a call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Surroundings(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
-        """Those of this moment, for a program on ``device``.
+        """Reads the current state, for a program on ``device``.
 
         Raises:
             InputError: a mode is active that sees each function of torch, and may compute something else.

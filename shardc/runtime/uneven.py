@@ -65,7 +65,7 @@ class Rows:
         return len(set(self.counts)) == 1
 
     def blocks(self, at: int, groups: Groups) -> list[int]:
-        """Of input ``at``, how many rows each block has, in the order in which they are concatenated.
+        """Returns the numbers of rows of the blocks of input ``at``, in the order of their concatenation.
 
         Raises:
             InputError: ranks that should pass the same rows pass different numbers.

@@ -217,7 +217,7 @@ def views_of(
 
 
 def memory_of(x: Any) -> int:
-    """What is equal of tensors that share memory; 0 of none."""
+    """Returns the address of the storage, equal for tensors that share memory; 0 for other values."""
     x = x._local_tensor if isinstance(x, DTensor) else x
     return int(x.untyped_storage().data_ptr()) if isinstance(x, Tensor) else 0
 
@@ -299,7 +299,7 @@ def _holds(view: View, source: Any, value: Tensor) -> bool:
 def _base(
     group: Sequence[int], nodes: Sequence[Any], outputs: Sequence[Any], gradients: Collection[int]
 ) -> Base | None:
-    """What the outputs of a group are views of; None where they are of no tensor that is known."""
+    """Returns the common base of the outputs of a group; None if no tensor of the graph is one."""
     ways = [[node for node, _ in _up(nodes[at])] for at in group]
     common = next((node for node in ways[0] if all(node in way for way in ways)), None)
     values = [outputs[at] for at in group]

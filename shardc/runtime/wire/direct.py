@@ -46,7 +46,7 @@ class Mail:
     packs: tuple[Tensor, ...]
 
     def packed(self, peer: int, like: Sequence[Tensor]) -> dict[int, Tensor]:
-        """What came from a peer in one message, by the number of the tensor: flat, of the dtype of its ``like``."""
+        """Unpacks a message of a peer: flat tensors by number, each of the dtype of its ``like``."""
         starts = self.packing.offsets
         ends = [*starts.values(), self.packing.size][1:]
         return {

@@ -79,7 +79,7 @@ def in_messages(group: str, ranks: int) -> dict[str, Callable[[list[torch.Tensor
 
 
 class Sent(NamedTuple):
-    """What collectives in messages take, means of all kinds; see `shardc.cost.model.Messages`.
+    """Seconds of collectives in messages, means of all kinds; see `shardc.cost.model.Messages`.
 
     Args:
         latency, call, message: seconds: until the first byte; of the rank's own time for a call, and for each message.
@@ -95,7 +95,7 @@ class Sent(NamedTuple):
 
 
 def measure_messages(group: dist.ProcessGroup, runs: int = 10, times: int = 10) -> Sent:
-    """What collectives in messages take on ``group``: of ``runs`` runs, each of so many ``times`` one collective."""
+    """Measures collectives in messages on ``group``: ``runs`` runs, each of ``times`` calls of one collective."""
     let_compute_first()
     ranks = dist.get_world_size(group)
     calls = in_messages(group.group_name, ranks)
@@ -180,7 +180,7 @@ def _share(call: Callable[..., Any], xs: list[torch.Tensor], runs: int, times: i
 
 
 def measure_compute(runs: int = 10) -> tuple[float, float, float]:
-    """What float32 compute reaches on this rank: (operations a second of matrix products, and of attention; bytes a
+    """Measures float32 compute on this rank: (operations a second of matrix products, and of attention; bytes a
     second of what Inductor makes of the ops between them, read and written)."""
     # Other tensors each time, since a step finds next to none of what it reads in a cache.
     products = _in_turn(
