@@ -24,6 +24,7 @@ from shardc.passes.decompose import Decompose as Decompose
 from shardc.passes.exact.chooser import Exact as Exact
 from shardc.passes.experts import Experts as Experts
 from shardc.passes.greedy import Greedy
+from shardc.passes.hoist_grad_epilogue import Settle as Settle
 from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
 from shardc.passes.objective import Objective as Objective
@@ -44,7 +45,6 @@ from shardc.passes.propagate import Propagate as Propagate
 from shardc.passes.reshard import Reshard as Reshard
 from shardc.passes.schedule import Schedule as Schedule
 from shardc.passes.seed import Seed as Seed
-from shardc.passes.settle import Settle as Settle
 from shardc.passes.silence import Silence as Silence
 from shardc.passes.simplify import Simplify as Simplify
 from shardc.passes.skip_regather import SkipRegather as SkipRegather

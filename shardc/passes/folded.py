@@ -12,7 +12,7 @@ from shardc.errors import PlanError
 from shardc.ir import graph as ir
 from shardc.ir.reads import Reads
 from shardc.ir.repeat import Repeat, short_name
-from shardc.passes.settle import Settle
+from shardc.passes.hoist_grad_epilogue import Settle
 from shardc.passes.unfold import Unfold
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.bound import BoundPlan
