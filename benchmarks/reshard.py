@@ -42,7 +42,7 @@ from shardc.ir.comm_volume import KINDS, wire_elements
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.passes.spell import spell
+from shardc.passes.lower_collective import lower_collective
 from shardc.runtime.groups import Groups
 from shardc.runtime.shards import shard
 
@@ -211,7 +211,7 @@ def _time_rank(rank: int, ranks: int, store: str, size: int, runs: int) -> None:
 
         def ours(plan: Any = plans[src, dst], value: torch.Tensor = local) -> None:
             for step in plan:
-                value = spell(step, value, eager)
+                value = lower_collective(step, value, eager)
 
         try:
             theirs = _fastest(lambda: redistribute(dst).to_local(), runs)  # noqa: B023  (called at once)

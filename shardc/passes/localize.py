@@ -1,6 +1,6 @@
 """Localize: the global graph becomes the program of one rank, at local shapes.
 
-Every op is lowered to local tensors by its rule, every step of a reshard by ``spell``. The rank enters only
+Every op is lowered to local tensors by its rule, every step of a reshard by `lower_collective`. The rank enters only
 through ``coordinate`` placeholders, so all ranks have the same graph.
 """
 
@@ -25,7 +25,7 @@ from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.collectives import step_of
 from shardc.passes.forms import Calls
-from shardc.passes.spell import spell
+from shardc.passes.lower_collective import lower_collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
 
@@ -70,7 +70,7 @@ class Localize:
         if node.op == "output":
             return emitter.output(node, env)
         if node.target in _MOVES:
-            return emitter.named(spell(step_of(node), env[node.args[0]], emitter))
+            return emitter.named(lower_collective(step_of(node), env[node.args[0]], emitter))
         if node.target is getitem:
             source, index = env[node.args[0]], node.args[1]
             if isinstance(source, (tuple, list)):

@@ -12,7 +12,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.spell import spell
+from shardc.passes.lower_collective import lower_collective
 from shardc.runtime.groups import Groups
 from shardc.runtime.sim.lockstep import Lockstep
 from tests.eager import Eager
@@ -63,7 +63,7 @@ def reshards_as_lockstep_does(at: int, pairs: int) -> None:
         values = sim.scatter_terms(tensor, src, generator)
         mine = values[groups.rank]
         for step in plan:
-            values, mine = spell(step, values, sim), spell(step, mine, eager)
+            values, mine = lower_collective(step, values, sim), lower_collective(step, mine, eager)
         expected = values[groups.rank]
         if exact:
             assert torch.equal(mine, expected), f"{src} -> {dst} {tensor.dtype}: {plan}"

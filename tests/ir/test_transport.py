@@ -20,7 +20,7 @@ from shardc.cost.redistribute import steps
 from shardc.ir.graph import Value
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.spell import spell
+from shardc.passes.lower_collective import lower_collective
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import infer, place, project
@@ -95,7 +95,7 @@ def through(
     assert not isinstance(results, str), results
     shards, moved = held.shards, 0
     for step in steps(held.layout, wanted, 8, CostModel()):
-        shards = spell(step, shards, sim)
+        shards = lower_collective(step, shards, sim)
         moved += step.wire_bytes(8)
     local = (shards if times is None else [shards] * times, *args)
     out = rule.localize(Local(sim, call, spec, (wanted,) * len(spec.operands), results, local, {}))

@@ -13,7 +13,7 @@ from shardc.cost.model import CostModel
 from shardc.cost.redistribute import Step, steps
 from shardc.ir.layout import REDUCE_OPS, Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.spell import spell
+from shardc.passes.lower_collective import lower_collective
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
 from tests.layouts import every_layout
 
@@ -67,7 +67,7 @@ class Pairs:
         if not plan:
             return self.values[src]
         if plan not in self.after:
-            self.after[plan] = spell(plan[-1], self._run(src, plan[:-1]), self.sim)
+            self.after[plan] = lower_collective(plan[-1], self._run(src, plan[:-1]), self.sim)
         return self.after[plan]
 
     def report(self, capsys: pytest.CaptureFixture[str]) -> None:

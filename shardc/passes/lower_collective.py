@@ -21,7 +21,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
-class Slot(NamedTuple):
+class BoundDigit(NamedTuple):
     """Digit in the common refinement of a step's two layouts, with the axis bound to it before and after."""
 
     radix: int
@@ -29,14 +29,14 @@ class Slot(NamedTuple):
     after: str | None
 
 
-def spell(step: Step, x: Any, builder: Builder) -> Any:
+def lower_collective(step: Step, x: Any, builder: Builder) -> Any:
     """Emits ``step`` on the local tensor ``x``, a shard at ``step.src``; returns the shard at ``step.dst``."""
     if step.src.numel == 0:
         return builder.call(aten.new_empty.default, x, list(step.dst.local_shape))
-    return _SPELLINGS[step.kind](step, x, builder)
+    return _LOWERINGS[step.kind](step, x, builder)
 
 
-def slots(src: Layout, dst: Layout) -> list[Slot]:
+def slots(src: Layout, dst: Layout) -> list[BoundDigit]:
     """Returns the digits of all dims in a row, in the common refinement of both layouts."""
     out = []
     for before, after in zip(src.dims, dst.dims, strict=True):
@@ -44,7 +44,7 @@ def slots(src: Layout, dst: Layout) -> list[Slot]:
         assert fine_before is not None, f"{src} and {dst} have no common refinement"
         fine_after = refine(src.mesh, after, strides(fine_before))
         assert fine_after is not None, f"{src} and {dst} have no common refinement"
-        out += [Slot(b.radix, b.axis, a.axis) for b, a in zip(fine_before, fine_after, strict=True)]
+        out += [BoundDigit(b.radix, b.axis, a.axis) for b, a in zip(fine_before, fine_after, strict=True)]
     return out
 
 
@@ -178,7 +178,7 @@ def _to_partial(step: Step, x: Any, builder: Builder) -> Any:
     return builder.call(aten.masked_fill.Scalar, x, others, 0 if step.op == "sum" else 1)
 
 
-_SPELLINGS = {
+_LOWERINGS = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
