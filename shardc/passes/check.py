@@ -19,10 +19,10 @@ from shardc.ir.verify.state import State
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
+from shardc.passes.check_waits import check_waits
 from shardc.passes.pipeline import Hook, Pass
 from shardc.passes.precision import REDUCED_IN
 from shardc.passes.schedule import Schedule
-from shardc.passes.waited import late
 from shardc.rules import spec_of
 from shardc.rules.spec import Spec, from_results, infer
 
@@ -111,7 +111,7 @@ class VerifyHalf(Hook):
         if stage not in self.overlaps and self.state.is_of(last):
             return
         subject = Subject(gm, self.mesh, no_rules, self.causes)
-        check_all(subject, stage, (*HALF, late) if stage in self.overlaps else HALF)
+        check_all(subject, stage, (*HALF, check_waits) if stage in self.overlaps else HALF)
         if stage not in KEEP_VALUES:
             self.prints = None
         elif not self.state.computes(last):

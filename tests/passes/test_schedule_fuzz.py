@@ -18,7 +18,7 @@ from shardc.ir.parse import parse
 from shardc.ir.text import dump
 from shardc.ir.verify import halves, identity
 from shardc.ir.verify.subject import Subject, no_rules
-from shardc.passes import waited
+from shardc.passes import check_waits
 from shardc.passes.bucket import Bucket
 from shardc.passes.from_start import from_start
 from shardc.passes.plan_memory import PlanMemory
@@ -144,7 +144,7 @@ def check(seed: int) -> tuple[int, int]:
     fused = [in_flight(gm.graph, moves) for moves in (False, True)]
     gm = schedule(gm)
     gm.graph.lint()
-    assert [*waited.late(Subject(gm, draft.mesh, no_rules))] == []
+    assert [*check_waits.check_waits(Subject(gm, draft.mesh, no_rules))] == []
     what = f"seed {seed}: {bucket}, {schedule} on {draft.mesh}"
     assert identity.same(computed, identity.computed(gm.graph)) is None, what
     gm = PlanMemory(draft.mesh)(gm)

@@ -17,7 +17,7 @@ from shardc.passes.from_start import from_start
 from shardc.passes.starts import is_start, leaving
 
 
-def late(subject: Subject) -> Broken:
+def check_waits(subject: Subject) -> Broken:
     """Checks that no op computes between a wait and its first use.
 
     A collective whose result only leaves the graph has to be waited for after the start of another one, or after all
