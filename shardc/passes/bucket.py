@@ -13,7 +13,7 @@ from shardc.ir import graph as ir
 from shardc.ir.comm import ALL_REDUCE, GATHER, REDUCE_SCATTER
 from shardc.ir.order import places, reorder
 from shardc.ir.rewriter import GraphRewriter
-from shardc.passes.from_start import from_start, pull
+from shardc.passes.prefetchable import prefetchable, sink_to_first_use
 from shardc.passes.starts import is_start, leaving
 
 c10d = torch.ops._c10d_functional
@@ -57,11 +57,11 @@ class Bucket:
     def __call__(self, gm: fx.GraphModule) -> fx.GraphModule:
         priority = places(gm.graph)
         rewriter = GraphRewriter(gm.graph)
-        free = from_start(gm.graph)
+        free = prefetchable(gm.graph)
         for bucket in self._buckets(gm.graph, priority, free):
             if len(bucket.members) > 1 or self.direct:
                 self._coalesce(rewriter, bucket, priority)
-        pull(gm.graph, free, priority)
+        sink_to_first_use(gm.graph, free, priority)
         reorder(gm.graph, priority)
         gm.recompile()
         return gm

@@ -13,7 +13,7 @@ from shardc.ir.comm import WAIT
 from shardc.ir.comm_volume import collective_kind
 from shardc.ir.verify.provenance import collective_of
 from shardc.ir.verify.subject import Broken, Subject
-from shardc.passes.from_start import from_start
+from shardc.passes.prefetchable import prefetchable
 from shardc.passes.starts import is_start, leaving
 
 
@@ -57,5 +57,5 @@ def _computes(node: fx.Node) -> bool:
 def _idle(graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node | None:
     """Returns the first of ``nodes`` that computes, and is not prefetchable."""
     computing = [node for node in nodes if _computes(node)]
-    ready = from_start(graph) if computing else frozenset()
+    ready = prefetchable(graph) if computing else frozenset()
     return next((node for node in computing if node not in ready), None)

@@ -11,8 +11,8 @@ from torch import fx
 from shardc.ir.comm import waits_of
 from shardc.ir.host import move_kind
 from shardc.ir.order import places, reorder
-from shardc.passes.from_start import from_start, pull
 from shardc.passes.prefetch import ask, check
+from shardc.passes.prefetchable import prefetchable, sink_to_first_use
 from shardc.passes.starts import is_start, leaving, result_bytes
 from shardc.plan.entries import Prefetch
 
@@ -62,7 +62,7 @@ class Schedule:
             check(gm.graph, wanted)
             gm.recompile()
             return gm
-        free = from_start(gm.graph)
+        free = prefetchable(gm.graph)
         fetches = [node for node in starts if node in free]
         uses = {node: _first_use(node, priority) for node in starts}
         for node in starts:
@@ -74,13 +74,13 @@ class Schedule:
                 priority[wait] = min((priority[user] for user in wait.users), default=float("inf")) - 0.25
         collectives = [node for node in starts if move_kind(node) is None]
         self._prefetch([node for node in collectives if _always_ready(node, free)], uses, priority, -1.0)
-        pull(gm.graph, free, priority)
+        sink_to_first_use(gm.graph, free, priority)
         awaited = {node: min((priority[wait] for wait in waits_of(node)), default=float("inf")) for node in fetches}
         self._prefetch(fetches, awaited, priority, -2.0)
         _drain(gm.graph, collectives, free, priority, self.max_in_flight)
         wanted = ask(gm.graph, self.prefetch, priority, self.max_in_flight)
         if wanted:
-            pull(gm.graph, free, priority)
+            sink_to_first_use(gm.graph, free, priority)
         reorder(gm.graph, priority)
         check(gm.graph, wanted)
         gm.recompile()

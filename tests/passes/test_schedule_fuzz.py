@@ -20,8 +20,8 @@ from shardc.ir.verify import halves, identity
 from shardc.ir.verify.subject import Subject, no_rules
 from shardc.passes import check_waits
 from shardc.passes.bucket import Bucket
-from shardc.passes.from_start import from_start
 from shardc.passes.plan_memory import PlanMemory
+from shardc.passes.prefetchable import prefetchable
 from shardc.passes.schedule import Schedule
 from shardc.passes.starts import is_start, result_bytes
 from shardc.runtime.sim.lockstep import Lockstep, PerRank
@@ -118,7 +118,7 @@ class Draft:
 def in_flight(graph: fx.Graph, moves: bool) -> int:
     """The most bytes of parameters' gathers (or moves) that are started and not yet first used, at any point."""
     order = {node: at for at, node in enumerate(graph.nodes)}
-    spans, free = [], from_start(graph)
+    spans, free = [], prefetchable(graph)
     for node in graph.nodes:
         early = is_start(node) and all(x.op == "placeholder" or x in free for x in node.all_input_nodes)
         if early and move_kind(node) == ("to_device" if moves else None):

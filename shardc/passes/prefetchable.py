@@ -19,7 +19,7 @@ from shardc.passes.starts import is_start, result_bytes
 SMALL = 1 << 16  # bytes
 
 
-def from_start(graph: fx.Graph) -> frozenset[fx.Node]:
+def prefetchable(graph: fx.Graph) -> frozenset[fx.Node]:
     """Returns the prefetchable ops: moves to the device with their waits, and the ops before moves and collectives.
 
     They depend on inputs alone, so they can stand anywhere before their use. Matrix products and collectives are never
@@ -70,7 +70,7 @@ def _ops_before(start: fx.Node, free: set[fx.Node]) -> set[fx.Node] | None:
     return ops if all(only.issuperset(node.users) for node in large) else None
 
 
-def pull(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
+def sink_to_first_use(graph: fx.Graph, free: frozenset[fx.Node], priority: dict[fx.Node, float]) -> None:
     """Gives each op in ``free`` a priority just before that of its first user."""
     for node in reversed(graph.nodes):
         if node in free:
