@@ -45,8 +45,8 @@ from shardc.passes.propagate import Propagate as Propagate
 from shardc.passes.reshard import Reshard as Reshard
 from shardc.passes.schedule import Schedule as Schedule
 from shardc.passes.seed import Seed as Seed
-from shardc.passes.silence import Silence as Silence
 from shardc.passes.simplify import Simplify as Simplify
+from shardc.passes.skip_communication import Silence as Silence
 from shardc.passes.skip_regather import SkipRegather as SkipRegather
 from shardc.plan.bound import BoundPlan
 from shardc.plan.entries import Cp, Ep, Prefetch
