@@ -14,7 +14,6 @@ import torch
 from shardc.cost.hardware import CPU, calibrated
 from shardc.cost.model import CostModel, Pricing
 from shardc.cost.unshard import keep_within
-from shardc.passes.absent import Absent as Absent
 from shardc.passes.algorithms import Algorithms
 from shardc.passes.attention import Attention as Attention
 from shardc.passes.bucket import Bucket as Bucket
@@ -42,6 +41,7 @@ from shardc.passes.plan_memory import PlanMemory as PlanMemory
 from shardc.passes.precision import Precision as Precision
 from shardc.passes.propagate import Problem
 from shardc.passes.propagate import Propagate as Propagate
+from shardc.passes.prune_unused_grads import Absent as Absent
 from shardc.passes.reshard import Reshard as Reshard
 from shardc.passes.schedule import Schedule as Schedule
 from shardc.passes.seed import Seed as Seed
