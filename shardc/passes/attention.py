@@ -20,7 +20,7 @@ from shardc.ir.comm_volume import arguments_of
 from shardc.ir.graph import NameScope
 from shardc.ir.mesh import Mesh
 from shardc.passes.calls import call_of
-from shardc.passes.choose import Work, passing_seconds
+from shardc.passes.strategy_cost import Work, passing_seconds
 from shardc.plan.entries import Cp
 from shardc.rules import spec_of
 

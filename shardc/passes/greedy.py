@@ -25,8 +25,8 @@ from shardc.ir.mesh import Mesh
 from shardc.ir.op_traits import RESHAPES
 from shardc.passes import region
 from shardc.passes.calls import call_of, move_of, operands_of
-from shardc.passes.choose import Gradient, Work, choose, compute_seconds
 from shardc.passes.propagate import Problem, decide, padded, pin, take
+from shardc.passes.strategy_cost import Gradient, Work, cheapest_strategy, compute_seconds
 from shardc.rules import spec_of
 from shardc.rules.rule import Call
 from shardc.rules.spec import Spec, Strategy, carries, from_results, infer, project, strategies
@@ -117,7 +117,7 @@ class _Sweep:
         have = tuple(self._reachable(x) for x in operands)
         layouts = tuple(ir.layout(x) for x in operands)
         grad = Gradient(self.grad_target[node], self.problem.batch_axes) if node in self.grad_target else None
-        chosen = choose(spec, layouts, have, pins, Work.of(call), grad, self.cost)
+        chosen = cheapest_strategy(spec, layouts, have, pins, Work.of(call), grad, self.cost)
         self._decide(node, chosen)
         if node.target in RESHAPES and ir.info(node).origin.phase == "forward":
             self._warn_cut(node, layouts[0], chosen.operands[0], spec)

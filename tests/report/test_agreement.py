@@ -21,8 +21,8 @@ from shardc.ir import ops
 from shardc.ir.comm import is_ring
 from shardc.ir.comm_volume import collective_kind
 from shardc.passes.calls import call_of
-from shardc.passes.choose import Work, compute_seconds
 from shardc.passes.collectives import step_of
+from shardc.passes.strategy_cost import Work, compute_seconds
 from shardc.report.predicted_schedule import Schedule
 from shardc.rules import spec_of
 from shardc.rules.spec import Strategy

@@ -62,7 +62,7 @@ class Gradient:
 
 
 @lru_cache(maxsize=65536)
-def choose(
+def cheapest_strategy(
     spec: Spec,
     operands: tuple[Layout, ...],
     reachable: tuple[frozenset[Layout], ...],
