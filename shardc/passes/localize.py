@@ -24,8 +24,8 @@ from shardc.ir.mesh import Mesh
 from shardc.passes import region
 from shardc.passes.calls import call_of, operands_of
 from shardc.passes.collectives import step_of
-from shardc.passes.forms import Calls
 from shardc.passes.lower_collective import lower_collective
+from shardc.passes.padded_values import Calls
 from shardc.rules import find_rule, spec_of
 from shardc.rules.rule import Local
 

@@ -39,8 +39,8 @@ from shardc.ir.padding import (
     unpadded,
 )
 from shardc.passes.calls import call_of, operands_of, with_operands
-from shardc.passes.forms import Forms, Padded
 from shardc.passes.neutral import neutral
+from shardc.passes.padded_values import Padded, PaddedValues
 from shardc.rules import find_rule, linalg, pointwise, random_draws, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
@@ -86,7 +86,7 @@ class Pad:
         return LazyGraphModule(gm, _Padder(self, gm.graph).run())
 
 
-class _Padder(Forms):
+class _Padder(PaddedValues):
     """Rewrites the graph op by op, with padded and unpadded forms of its values.
 
     Attributes:

@@ -128,7 +128,7 @@ def _traced(x: Any) -> Tensor | None:
     return val if isinstance(val, Tensor) else None
 
 
-class Forms(Calls):
+class PaddedValues(Calls):
     """Builder of a graph whose values may be padded: the `Builder` through which rules emit padded ops.
 
     Attributes:
