@@ -39,8 +39,8 @@ from shardc.ir.padding import (
     unpadded,
 )
 from shardc.passes.calls import call_of, operands_of, with_operands
-from shardc.passes.neutral import neutral
 from shardc.passes.padded_values import Padded, PaddedValues
+from shardc.passes.reduction_identity import reduction_identity
 from shardc.rules import find_rule, linalg, pointwise, random_draws, spec_of
 from shardc.rules.rule import Call, Local
 from shardc.rules.spec import Spec
@@ -257,7 +257,9 @@ class _Padder(PaddedValues):
                         lost[x] = "its elements are found by their place"
                         continue
                     alone = node.target in RESHAPES or _alone(spec, factor)
-                    if not alone or (not spec.carried_by_all(factor) and neutral(call, spec, factor) is None):
+                    if not alone or (
+                        not spec.carried_by_all(factor) and reduction_identity(call, spec, factor) is None
+                    ):
                         lost[x] = "no filling is known that the op ignores"
                     else:
                         padded_factors.setdefault(factor, mine)
@@ -283,7 +285,7 @@ class _Padder(PaddedValues):
         if not any(map(is_padded, padding)):
             return self.without(x)
         mine = {factor for factors in dims for factor in factors if factor in padded_factors}
-        fills = {neutral(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
+        fills = {reduction_identity(call, spec, factor) for factor in mine if not spec.carried_by_all(factor)}
         value = ir.value(x)
         if not fills and find_rule(call.target) in linalg.TABLE.values():
             name = [name for name, _ in call.named_operands()][at]

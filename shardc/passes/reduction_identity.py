@@ -20,7 +20,7 @@ PLAIN = {
 }
 
 
-def neutral(call: Call, spec: Spec, factor: str) -> float | None:
+def reduction_identity(call: Call, spec: Spec, factor: str) -> float | None:
     """Returns the filling of operands along ``factor`` with which padded places do not change the op's result.
 
     It is zero if the op sums over the factor and is linear in some operand that runs over it: that operand's slice is
