@@ -19,6 +19,7 @@ from shardc.passes.attention import Attention as Attention
 from shardc.passes.bucket import Bucket as Bucket
 from shardc.passes.canonicalize import Canonicalize as Canonicalize
 from shardc.passes.collectives import Collectives as Collectives
+from shardc.passes.comm_hooks import OnTheWire as OnTheWire
 from shardc.passes.decompose import Decompose as Decompose
 from shardc.passes.exact.chooser import Exact as Exact
 from shardc.passes.experts import Experts as Experts
@@ -28,7 +29,6 @@ from shardc.passes.keep_part import KeepPart as KeepPart
 from shardc.passes.localize import Localize as Localize
 from shardc.passes.objective import Objective as Objective
 from shardc.passes.offload import Offload as Offload
-from shardc.passes.on_the_wire import OnTheWire as OnTheWire
 from shardc.passes.options import Options as Options
 from shardc.passes.pad import Pad as Pad
 from shardc.passes.partition import Cut
