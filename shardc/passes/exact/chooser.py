@@ -21,10 +21,10 @@ from shardc.ir import ops
 from shardc.ir.layout import Layout
 from shardc.passes import region
 from shardc.passes.calls import operands_of
+from shardc.passes.exact.axis_strategies import Closure, Slot, slot_of, spec_at
 from shardc.passes.exact.crossed import crossed
 from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
 from shardc.passes.exact.traffic import Traffic, traffic_of
-from shardc.passes.exact.ways import Closure, Slot, slot_of, spec_at
 from shardc.passes.greedy import Greedy
 from shardc.passes.propagate import Problem, decide, padded, pin, take
 from shardc.rules.spec import Strategy, strategies

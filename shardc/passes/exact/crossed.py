@@ -10,12 +10,12 @@ from math import prod
 from shardc.errors import LayoutError
 from shardc.ir.layout import Digit, Digits, canonical, strides
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.ways import Way, laid_out
+from shardc.passes.exact.axis_strategies import AxisStrategy, laid_out
 from shardc.rules.spec import Spec, Strategy, commute, merge
 
 
 @lru_cache(maxsize=1 << 12)
-def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[Way, ...], ...]) -> tuple[Strategy, ...]:
+def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], ...]) -> tuple[Strategy, ...]:
     """Returns the distinct strategies that combine one single-axis strategy for each axis.
 
     If two axes split the same digit, the later one in mesh order is nested under the earlier one.
@@ -31,7 +31,7 @@ def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[Way, ...], ...]) -> tuple[
     return tuple(out)
 
 
-def _combined(spec: Spec, mesh: Mesh, choice: Sequence[Way]) -> Strategy | None:
+def _combined(spec: Spec, mesh: Mesh, choice: Sequence[AxisStrategy]) -> Strategy | None:
     factors: dict[str, Digits] = {}
     for way in choice:
         for factor, digits in way.factors:

@@ -28,7 +28,7 @@ Slot = tuple[fx.Node, int]  # a node and the position of one of its results
 
 
 @dataclass(frozen=True)
-class Way:
+class AxisStrategy:
     """Strategy of an op over one axis.
 
     Args:
@@ -42,7 +42,7 @@ class Way:
     positions: frozenset[int] = frozenset()
 
 
-WHOLE = Way()
+WHOLE = AxisStrategy()
 
 
 def spec_at(node: fx.Node) -> Spec | None:
@@ -71,10 +71,10 @@ class Closure:
     mesh: Mesh
     axis: str
     seeds: Mapping[Slot, Iterable[Layout]]
-    ways: dict[fx.Node, dict[Way, None]] = field(default_factory=dict)
+    ways: dict[fx.Node, dict[AxisStrategy, None]] = field(default_factory=dict)
     layouts: dict[Slot, dict[Layout, None]] = field(default_factory=dict)
 
-    def run(self) -> dict[fx.Node, list[Way]]:
+    def run(self) -> dict[fx.Node, list[AxisStrategy]]:
         """Spreads layouts until no op gets a new strategy; returns each op's strategies."""
         self._touching: dict[Slot, list[tuple[fx.Node, Spec, int, bool]]] = {}
         self._queue: deque[tuple[Slot, Layout]] = deque()
@@ -90,11 +90,11 @@ class Closure:
             for factor in _first(spec):
                 length = spec.size(factor)
                 if spec.splittable(factor) and length and length % size == 0:
-                    self._learn(node, spec, Way(((factor, self._major(length, size)),)))
+                    self._learn(node, spec, AxisStrategy(((factor, self._major(length, size)),)))
             if (routed := spec.routed) is not None and size > 1:
                 pair = [(factor, spec.size(factor)) for factor in (routed.rows, routed.owners)]
                 if all(length % size == 0 for _, length in pair):
-                    self._learn(node, spec, Way(tuple(sorted((f, self._major(n, size)) for f, n in pair))))
+                    self._learn(node, spec, AxisStrategy(tuple(sorted((f, self._major(n, size)) for f, n in pair))))
         for node in ir.placeholders(self.graph) if size > 1 else ():
             for dim, length in enumerate(ir.value(node).shape if ir.is_tensor(node) else ()):
                 if length and length % size == 0:
@@ -110,7 +110,7 @@ class Closure:
                 self._spread(node, spec, at, is_result, layout)
         return {node: self._meeting_requirements(spec, list(self.ways[node])) for node, spec in specs}
 
-    def _meeting_requirements(self, spec: Spec, ways: list[Way]) -> list[Way]:
+    def _meeting_requirements(self, spec: Spec, ways: list[AxisStrategy]) -> list[AxisStrategy]:
         """Returns the ways in which routed rows travel as the plan requires; all of them if none does."""
         if spec.routed is None or self.mesh.size(self.axis) == 1:
             return ways
@@ -129,13 +129,13 @@ class Closure:
         """Adds the ways that follow from operand ``at`` (result ``at``, if ``is_result``) having ``layout``."""
         for axis, op in () if is_result else layout.partial:
             for positions in _carriers(spec, op, at):
-                self._learn(node, spec, Way((), ((axis, op),), positions))
+                self._learn(node, spec, AxisStrategy((), ((axis, op),), positions))
         dims = spec.results[at] if is_result else spec.operands[at]
         if len(dims) == layout.ndim:
             digits = project(spec, dims, layout.without_partial())
             split = tuple(sorted((f, d) for f, d in digits.items() if any(x.axis is not None for x in d)))
             if split:
-                self._learn(node, spec, Way(split))
+                self._learn(node, spec, AxisStrategy(split))
                 self._learn_routed(node, spec, dict(split))
 
     def _learn_routed(self, node: fx.Node, spec: Spec, split: Assignment) -> None:
@@ -146,9 +146,11 @@ class Closure:
         for mine, other in (both, both[::-1]):
             for way in list(self.ways[node]) if mine in split else ():
                 if other in (factors := dict(way.factors)):
-                    self._learn(node, spec, Way(tuple(sorted({mine: split[mine], other: factors[other]}.items()))))
+                    self._learn(
+                        node, spec, AxisStrategy(tuple(sorted({mine: split[mine], other: factors[other]}.items())))
+                    )
 
-    def _learn(self, node: fx.Node, spec: Spec, way: Way) -> None:
+    def _learn(self, node: fx.Node, spec: Spec, way: AxisStrategy) -> None:
         if way in self.ways[node]:
             return
         self.ways[node][way] = None
