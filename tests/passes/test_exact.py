@@ -17,7 +17,7 @@ from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Choice
-from shardc.passes.exact.crossed import nested
+from shardc.passes.exact.combine_axes import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.greedy import Greedy
 from shardc.rules.spec import Strategy, infer

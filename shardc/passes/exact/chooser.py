@@ -22,7 +22,7 @@ from shardc.ir.layout import Layout
 from shardc.passes import region
 from shardc.passes.calls import operands_of
 from shardc.passes.exact.axis_strategies import Closure, Slot, slot_of, spec_at
-from shardc.passes.exact.crossed import crossed
+from shardc.passes.exact.combine_axes import combine_axes
 from shardc.passes.exact.problem import Builder, Label, Use, kernel_seconds
 from shardc.passes.exact.traffic import Traffic, traffic_of
 from shardc.passes.greedy import Greedy
@@ -171,11 +171,11 @@ class Choice:
         if spec is None:
             whole = [tuple(Layout.whole(self.mesh, v.shape) for v in vs) for vs in (operands, ir.info(node).tensors)]
             return (Strategy(*whole),)
-        combined = crossed(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
+        combined = combine_axes(spec, self.mesh, tuple(tuple(ways[node]) for ways in self.ways))
         return combined + self._fitting(node, spec, combined)
 
     def _fitting(self, node: fx.Node, spec: Any, combined: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-        """Returns strategies for fixed operand layouts whose nesting of axes `crossed` does not enumerate."""
+        """Returns strategies for fixed operand layouts whose nesting of axes `combine_axes` does not enumerate."""
         operands = operands_of(node)
         fixed = [self.outside.fixed.get(x) for x in operands]
         if all(layout is None for layout in fixed):

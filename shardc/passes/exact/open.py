@@ -17,7 +17,7 @@ from torch import fx
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.passes.exact.chooser import Choice
-from shardc.passes.exact.crossed import nested
+from shardc.passes.exact.combine_axes import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.exact.problem import Use
 from shardc.passes.seed import narrowed

@@ -15,7 +15,7 @@ from shardc.rules.spec import Spec, Strategy, commute, merge
 
 
 @lru_cache(maxsize=1 << 12)
-def crossed(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], ...]) -> tuple[Strategy, ...]:
+def combine_axes(spec: Spec, mesh: Mesh, ways: tuple[tuple[AxisStrategy, ...], ...]) -> tuple[Strategy, ...]:
     """Returns the distinct strategies that combine one single-axis strategy for each axis.
 
     If two axes split the same digit, the later one in mesh order is nested under the earlier one.
