@@ -37,7 +37,7 @@ import shardc  # noqa: E402
 from examples.models import convnet, gpt2, llama, vit  # noqa: E402
 from shardc.cost.hardware import H100  # noqa: E402
 from shardc.passes.exact.chooser import Weights  # noqa: E402
-from shardc.passes.exact.open import Free, OpenChoice  # noqa: E402
+from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice  # noqa: E402
 from shardc.search.captured_model import CapturedModel, ModelCall  # noqa: E402
 from shardc.search.memory_price import LEAST  # noqa: E402
 from shardc.search.plan_search import COPIES, Search, storages  # noqa: E402
@@ -154,8 +154,8 @@ def size_row(name: str, axes: dict[str, int]) -> tuple[Any, ...]:
     start = time.perf_counter()
     planned = captured_model.graph(mesh, shardc.Plan(), shardc.Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
-    free = Free(mesh.axes[:1], partial(storages, mesh.axes[:1]), batches, COPIES)
-    choice = OpenChoice(planned.problem, planned.graph, Weights(of=captured_model.weight), free=free)
+    free = StorageChoice(mesh.axes[:1], partial(storages, mesh.axes[:1]), batches, COPIES)
+    choice = OpenLayoutProblem(planned.problem, planned.graph, Weights(of=captured_model.weight), free=free)
     energy = choice.energy(LEAST)
     built = time.perf_counter()
     solution = solve(energy)

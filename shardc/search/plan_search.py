@@ -20,7 +20,7 @@ from shardc.ir.flops import is_attention
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
-from shardc.passes.exact.open import Free, OpenChoice
+from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice
 from shardc.passes.options import Options
 from shardc.passes.unfold_names import NotPeriodic
 from shardc.plan.constructors import cp, ddp, fsdp
@@ -70,7 +70,7 @@ class Candidate:
 
 
 @dataclass
-class PlanProblem(OpenChoice):
+class PlanProblem(OpenLayoutProblem):
     """The layout problem of a planned graph, which took ``seconds`` to state."""
 
     planned: PlannedGraph = field(kw_only=True)
@@ -229,7 +229,7 @@ class Search:
         start = time.perf_counter()
         planned = self.captured_model.graph(self.mesh, self.hand, replace(self.options, cost=self.hardware), None)
         storages = self._anywhere if over is None else partial(self._storages, over)
-        free = Free(over or (), storages, tuple(self._batches()), COPIES)
+        free = StorageChoice(over or (), storages, tuple(self._batches()), COPIES)
         problem = PlanProblem(planned.problem, planned.graph, weights, free, planned=planned)
         problem.seconds = time.perf_counter() - start
         return problem

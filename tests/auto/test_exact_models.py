@@ -10,7 +10,7 @@ import pytest
 from shardc.cost.hardware import H100
 from shardc.ir.mesh import Mesh
 from shardc.passes.exact.chooser import Weights
-from shardc.passes.exact.open import Free, OpenChoice
+from shardc.passes.exact.storage_choice import OpenLayoutProblem, StorageChoice
 from shardc.passes.options import Options
 from shardc.search.captured_model import CapturedModel
 from shardc.search.memory_price import LEAST
@@ -23,8 +23,8 @@ def solved(found: CapturedModel, mesh: Mesh, over: tuple[str, ...]) -> Solution:
     """The solution with storage and batch left open, as the search of plans makes it."""
     laid = found.graph(mesh, PRECISION, Options(cost=H100), None)
     batches = tuple(some for count in range(len(mesh.axes) + 1) for some in combinations(mesh.axes, count))
-    free = Free(over, partial(storages, over), batches, COPIES * LEAST)
-    choice = OpenChoice(laid.problem, laid.graph, Weights(of=found.weight), free=free)
+    free = StorageChoice(over, partial(storages, over), batches, COPIES * LEAST)
+    choice = OpenLayoutProblem(laid.problem, laid.graph, Weights(of=found.weight), free=free)
     return solve(choice.energy(LEAST))
 
 

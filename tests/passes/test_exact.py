@@ -16,7 +16,7 @@ from shardc.cost.model import CostModel
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
-from shardc.passes.exact.chooser import Choice
+from shardc.passes.exact.chooser import LayoutProblem
 from shardc.passes.exact.combine_axes import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.greedy import Greedy
@@ -63,7 +63,7 @@ def test_no_choice_costs_less_than_the_one_that_is_found(seeds: range) -> None:
     for seed in seeds:
         program = small(seed)
         graph = program.graph()
-        choice = Choice(program.problem, graph)
+        choice = LayoutProblem(program.problem, graph)
         reference = Reference.of(program.problem, graph, choice.outside.wanted)
         for op, space in reference.space.items():
             for one in choice.options[op]:
@@ -97,7 +97,7 @@ def test_the_sweep_never_costs_less() -> None:
     for seed in range(100):
         program = small(seed)
         graph, swept = program.graph(), program.graph()
-        choice = Choice(program.problem, graph)
+        choice = LayoutProblem(program.problem, graph)
         wanted = Greedy()(program.problem, swept)
         reference = Reference.of(program.problem, swept, wanted)
         greedy = {op: Strategy(ir.info(op).needs or (), (ir.layout(op),)) for op in reference.ops}

@@ -53,12 +53,12 @@ class Exact:
     weights: Weights = Weights()
 
     def __call__(self, problem: Problem, graph: fx.Graph) -> Mapping[fx.Node, Layout]:
-        choice = Choice(problem, graph, self.weights)
+        choice = LayoutProblem(problem, graph, self.weights)
         return choice.apply(solve(choice.energy()).labels)
 
 
 @dataclass
-class Choice:
+class LayoutProblem:
     """Layout problem of one graph: builds the variables and costs, and writes a solution on the graph's nodes.
 
     Attributes:

@@ -16,7 +16,7 @@ from torch import fx
 
 from shardc.ir import graph as ir
 from shardc.ir.layout import Layout
-from shardc.passes.exact.chooser import Choice
+from shardc.passes.exact.chooser import LayoutProblem
 from shardc.passes.exact.combine_axes import nested
 from shardc.passes.exact.prices import prices
 from shardc.passes.exact.problem import Use
@@ -27,7 +27,7 @@ Stored = tuple[Layout, Layout]  # (compute layout, storage layout)
 
 
 @dataclass(frozen=True)
-class Free:
+class StorageChoice:
     """Storage and batch choices that the plan leaves open.
 
     Args:
@@ -47,7 +47,7 @@ class Free:
 
 
 @dataclass
-class OpenChoice(Choice):
+class OpenLayoutProblem(LayoutProblem):
     """Layout problem of one graph whose plan fixes only some parameters and inputs.
 
     Attributes:
@@ -58,7 +58,7 @@ class OpenChoice(Choice):
         batch_variable: variable of the axes that split the batch.
     """
 
-    free: Free = field(default_factory=lambda: Free((), lambda name, compute: (), ((),)))
+    free: StorageChoice = field(default_factory=lambda: StorageChoice((), lambda name, compute: (), ((),)))
 
     # --- reading a solution
 
