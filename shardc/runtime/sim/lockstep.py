@@ -36,7 +36,7 @@ class PerRank(list[Any]):
 
 
 class Lockstep:
-    """All ranks of ``mesh`` at once. Also a builder (`shardc.passes.lower_collective.Builder`) that computes eagerly."""
+    """All ranks of ``mesh`` at once; a builder (`shardc.passes.lower_collective.Builder`) that computes eagerly."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
