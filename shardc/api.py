@@ -38,7 +38,7 @@ from shardc.precompiled import Precompiled, load
 from shardc.runtime.fingerprint import bytes_of
 from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen
-from shardc.runtime.host import Home
+from shardc.runtime.host import ParamLocation
 from shardc.runtime.initializers import initializers
 from shardc.runtime.module import BehindModel
 from shardc.runtime.originals import note_original
@@ -209,7 +209,7 @@ def _compile(
         begin_check()
     storages = {name: p.storage for name, p in params.items()}
     view = groups.view(storages.values()) if groups is not None else None
-    homes = {name: Home(device, p.host, p.pinned) for name, p in params.items()}
+    homes = {name: ParamLocation(device, p.host, p.pinned) for name, p in params.items()}
     sources: Sources = {}
     front, namespace = classes_for(model)
     state = namespace(
@@ -320,7 +320,7 @@ def _store(
     storages: dict[str, Layout],
     mesh: DeviceMesh | None,
     groups: Groups | None,
-    homes: dict[str, Home],
+    homes: dict[str, ParamLocation],
     device: torch.device,
     sources: Sources,
     init_sync: bool,

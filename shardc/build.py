@@ -39,10 +39,10 @@ from shardc.precompiled.identity import described
 from shardc.program import Program, Source
 from shardc.report.repeated import wasted
 from shardc.runtime.groups import Groups
-from shardc.runtime.module_snapshot import Census
+from shardc.runtime.module_snapshot import ModuleSnapshot
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import named_groups, use_groups
-from shardc.runtime.torch_global_state import Surroundings
+from shardc.runtime.torch_global_state import TorchGlobalState
 
 
 class Build:
@@ -122,8 +122,8 @@ class Build:
     def _identity(self, template: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], with_loss: bool) -> Identity:
         """Returns the cache key of a program, without the guards of its capture."""
         names = input_names(template, args, kwargs, loss_arity(self.loss) if self.loss and with_loss else 0)
-        around = Surroundings.now(self.device)
-        signature = Signature.of(Census(template).mode(), around, names, args, kwargs)
+        around = TorchGlobalState.now(self.device)
+        signature = Signature.of(ModuleSnapshot(template).mode(), around, names, args, kwargs)
         return Identity(signature, described(template, self.loss), self.device.type)
 
     def stored(

@@ -25,7 +25,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import Phase, settings  # noqa: E402
 
-from shardc.runtime.torch_global_state import Surroundings  # noqa: E402
+from shardc.runtime.torch_global_state import TorchGlobalState  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -79,9 +79,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _by_itself() -> Iterator[None]:
     """Each test starts from the same random state and an empty store, and leaves torch's settings as they were."""
     torch.manual_seed(0)
-    before = Surroundings.now(torch.device("cpu"))
+    before = TorchGlobalState.now(torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if "SHARDC_STORE" not in os.environ:
             patch.setenv("SHARDC_STORE", folder)
         yield
-    assert Surroundings.now(torch.device("cpu")) == before, "the test leaves torch otherwise than it found it"
+    assert TorchGlobalState.now(torch.device("cpu")) == before, "the test leaves torch otherwise than it found it"

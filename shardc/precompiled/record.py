@@ -17,7 +17,7 @@ from shardc.errors import PrecompiledError
 from shardc.ir.arena import MemoryPlan
 from shardc.ir.reads import Constant, Read
 from shardc.ir.returned import Returned
-from shardc.runtime.torch_global_state import Surroundings
+from shardc.runtime.torch_global_state import TorchGlobalState
 from shardc.validate import Range, checked
 
 VERSION = 8
@@ -103,7 +103,7 @@ class Call:
     modes: tuple[bool, ...]
     grads: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
-    surroundings: Surroundings
+    surroundings: TorchGlobalState
     reads: tuple[tuple[str, str], ...]
 
 

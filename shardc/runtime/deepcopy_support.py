@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardc.ir.clone import unsharded
-from shardc.runtime.guard_cache import Variants
+from shardc.runtime.guard_cache import GuardCache
 from shardc.runtime.storage import padded_local, to_parameter
 from shardc.runtime.wire.buffers import Buffers
 
@@ -42,7 +42,7 @@ def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         buffers=Buffers(),
         programs={},
         deferring={},
-        variants=Variants(),
+        variants=GuardCache(),
         call_cache={},
         read=dict(state.read),
         sources={},

@@ -18,7 +18,7 @@ from shardc.runtime.signature import Signature
 _MANY = 8  # programs of one call that differ in what was read; as Dynamo's limit
 
 
-class Variants:
+class GuardCache:
     """Guards of the captures of one module: the places read, and their values at that time."""
 
     def __init__(self) -> None:

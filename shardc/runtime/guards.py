@@ -18,7 +18,7 @@ _HELD = ("_modules", "_parameters", "_buffers")  # which the census looks at
 _MISSING = (AttributeError, KeyError, IndexError, TypeError)
 
 
-class Watch:
+class Guards:
     """Identity guards: the objects at the places of a model that captures have read.
 
     Places are compared by identity, so that `holds` may be False where all values are equal; never True where they

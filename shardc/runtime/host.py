@@ -30,7 +30,7 @@ _library = torch.library.Library("shardc", "IMPL")
 
 
 @dataclass(frozen=True)
-class Home:
+class ParamLocation:
     """Location of a parameter, its gradient and its optimizer state between steps.
 
     Args:

@@ -27,7 +27,7 @@ from shardc.runtime.rebound import Forward, call_around
 from shardc.runtime.replicas import compare_inputs
 from shardc.runtime.signature import Signature, call_key, fitting, flattened
 from shardc.runtime.state import CallCacheEntry, State
-from shardc.runtime.torch_global_state import Surroundings
+from shardc.runtime.torch_global_state import TorchGlobalState
 from shardc.runtime.uneven import Rows, global_rows, row_axes
 from shardc.validate import typed
 
@@ -205,7 +205,7 @@ def _program(
     """
     mode, deferred = state.census.mode(), state.sync.deferred()
     assert state.groups is not None
-    around = Surroundings.now(state.device)
+    around = TorchGlobalState.now(state.device)
     if state.groups.agreement.epoch != state.epoch:
         state.begin_anew(state.groups.agreement.epoch)
     key = call_key(leaves, spec, mode, around, deferred)

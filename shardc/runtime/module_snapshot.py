@@ -37,7 +37,7 @@ class Mode:
     dtypes: tuple[torch.dtype, ...]
 
 
-class Census:
+class ModuleSnapshot:
     """Modules, parameters and buffers of a model, in the orders of ``modules()``, ``parameters()`` and ``buffers()``.
 
     Attributes:

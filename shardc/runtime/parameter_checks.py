@@ -26,7 +26,7 @@ from shardc.errors import LayoutError
 from shardc.ir.layout import Layout
 from shardc.ir.mesh import Mesh
 from shardc.ir.placements import to_placements
-from shardc.runtime.host import Home
+from shardc.runtime.host import ParamLocation
 from shardc.runtime.storage import cut, padded_local, refill, shard_tensor
 
 _spec, _device = attrgetter("_spec"), attrgetter("device")
@@ -86,7 +86,7 @@ def check(
     params: Mapping[str, nn.Parameter],
     expected: Mapping[str, ParamContract],
     device_mesh: DeviceMesh,
-    homes: Mapping[str, Home],
+    homes: Mapping[str, ParamLocation],
     runs: bool = False,
 ) -> None:
     """Checks that the parameters ``params`` are still as they were compiled for; reads and writes nothing of them.
@@ -129,7 +129,7 @@ def check(
             raise _elsewhere(name, param, homes[keep.first])
 
 
-def _elsewhere(name: str, param: DTensor, home: Home) -> LayoutError:
+def _elsewhere(name: str, param: DTensor, home: ParamLocation) -> LayoutError:
     entry = home.entry or None
     if param.is_meta:
         fix = "give it some: module.init_weights(...) or module.load_state_dict(...)"
@@ -139,7 +139,9 @@ def _elsewhere(name: str, param: DTensor, home: Home) -> LayoutError:
     return LayoutError(f"parameter {name!r} was moved to {param.device}; {location}", plan_entry=entry, fix=fix)
 
 
-def load_hooks(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:
+def load_hooks(
+    module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]
+) -> None:
     """Makes ``load_state_dict`` of ``module``, and of each module in it, take whole tensors and any DTensors."""
     names = {id(param): name for name, param in module.named_parameters()}
     for submodule in module.modules():
@@ -154,7 +156,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _load(
-    stored: Mapping[str, tuple[Layout, Home]],
+    stored: Mapping[str, tuple[Layout, ParamLocation]],
     rank: int,
     module: nn.Module,
     state_dict: dict[str, Any],
@@ -205,7 +207,7 @@ def _on_meta(value: Tensor) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
-def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, Home]) -> None:
+def renew(module: nn.Module, storages: Mapping[str, Layout], rank: int, homes: Mapping[str, ParamLocation]) -> None:
     """Puts parameters that torch converted (to another dtype, say) on padded buffers again; the same objects."""
     for name, param in module.named_parameters():
         if isinstance(param, DTensor):

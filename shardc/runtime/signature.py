@@ -19,7 +19,7 @@ from shardc.ir.reads import Values
 from shardc.ir.told import calling_line
 from shardc.runtime.inputs import check_constants, check_inputs
 from shardc.runtime.module_snapshot import Mode
-from shardc.runtime.torch_global_state import Surroundings
+from shardc.runtime.torch_global_state import TorchGlobalState
 
 # Of these types pytrees know no parts.
 _LEAVES = frozenset((Tensor, bool, int, float, str, type(None)))
@@ -63,12 +63,17 @@ class Signature:
     modes: tuple[bool, ...]
     grads: tuple[bool, ...]
     dtypes: tuple[torch.dtype, ...]
-    surroundings: Surroundings
+    surroundings: TorchGlobalState
     reads: Values = ()
 
     @classmethod
     def of(
-        cls, mode: Mode, surroundings: Surroundings, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]
+        cls,
+        mode: Mode,
+        surroundings: TorchGlobalState,
+        names: Sequence[str],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
     ) -> Signature:
         """The signature of a call of a model in ``mode``.
 
@@ -108,7 +113,7 @@ class Signature:
 
 
 def call_key(
-    leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: Surroundings, deferred: Deferred
+    leaves: Sequence[Any], spec: pytree.TreeSpec, mode: Mode, surroundings: TorchGlobalState, deferred: Deferred
 ) -> Hashable | None:
     """All that finding a program for a call on local inputs looks at; None where each such call is a case of its own.
 

@@ -24,17 +24,17 @@ from shardc.ir.states import tracing
 from shardc.runtime import parameter_checks, submodule_calls
 from shardc.runtime.events import Act
 from shardc.runtime.groups import Groups
-from shardc.runtime.guard_cache import Variants, settled
-from shardc.runtime.guards import Watch
+from shardc.runtime.guard_cache import GuardCache, settled
+from shardc.runtime.guards import Guards
 from shardc.runtime.heap import frozen
-from shardc.runtime.host import Home
+from shardc.runtime.host import ParamLocation
 from shardc.runtime.inputs import no_targets, takes_loss
-from shardc.runtime.module_snapshot import Census
+from shardc.runtime.module_snapshot import ModuleSnapshot
 from shardc.runtime.replicas import Sources, Turns, compare_values
 from shardc.runtime.signature import Signature
 from shardc.runtime.step import Lower, Runner
 from shardc.runtime.sync import Sync
-from shardc.runtime.torch_global_state import Surroundings
+from shardc.runtime.torch_global_state import TorchGlobalState
 from shardc.runtime.wire.buffers import Buffers
 
 
@@ -142,13 +142,13 @@ class State:
     lower_half: Lower
     device: torch.device
     sync: Sync
-    homes: dict[str, Home]
+    homes: dict[str, ParamLocation]
     unit: Callable[[Sequence[Role], Layout], float]
     dtensor_outputs: bool = False
     buffers: Buffers = field(default_factory=Buffers)
     programs: dict[Signature, Executable] = field(default_factory=dict)
     deferring: dict[tuple[Signature, Deferred], Executable] = field(default_factory=dict)
-    variants: Variants = field(default_factory=Variants)
+    variants: GuardCache = field(default_factory=GuardCache)
     explicit: bool = False
     read: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = field(default_factory=dict)
     uneven: bool = False
@@ -163,9 +163,9 @@ class State:
     view: Any = None
     _runners: dict[int, Runner] = field(default_factory=dict)
     _name: str | None = None
-    _census: Census | None = None
+    _census: ModuleSnapshot | None = None
     _checked: parameter_checks.Seen | None = None
-    _watch: Watch | None = None
+    _watch: Guards | None = None
     _variants_now: dict[tuple[Signature, bool], Signature] = field(default_factory=dict)
 
     @property
@@ -221,7 +221,7 @@ class State:
             self.deferring[signature, deferred] = program
         else:
             self.programs[signature] = program
-        self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
+        self._watch = Guards(self.variants.reads(), self.view, self.build.loss)
 
     def settle(self, program: Executable) -> None:
         """Sets what the model's first call sets; ``program`` is that of later calls too."""
@@ -244,7 +244,7 @@ class State:
         self._variants_now[variant_key] = key
         program = self.build.sized(self.present, args, kwargs, self.with_loss(args, kwargs), key, deferred)
         if program is not None and self.variants.add_sized(key, program.reads, self.view, self.build.loss):
-            self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
+            self._watch = Guards(self.variants.reads(), self.view, self.build.loss)
         return program
 
     def mark(self, names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -287,7 +287,7 @@ class State:
     def signature(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Signature:
         """The signature of a call in the present mode."""
         mode = self.look().mode()
-        return Signature.of(mode, Surroundings.now(self.device), self.input_names(args, kwargs), args, kwargs)
+        return Signature.of(mode, TorchGlobalState.now(self.device), self.input_names(args, kwargs), args, kwargs)
 
     def input_names(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
         """A name for each leaf of a call's arguments."""
@@ -323,16 +323,16 @@ class State:
             parameter_checks.load_hooks(owner, self.storages, self.rank, self.homes)
             submodule_calls.guard(owner)
 
-    def look(self) -> Census:
+    def look(self) -> ModuleSnapshot:
         """Returns the module's current snapshot; clears the call cache if a guard no longer holds."""
         if self._census is None or not self._census.holds():
-            self._census, self._checked, self._watch = Census(self.owner), None, None
+            self._census, self._checked, self._watch = ModuleSnapshot(self.owner), None, None
         elif self._watch is not None and not self._watch.holds():
             self._watch = None
         if self._watch is None:
             self.call_cache.clear()
             self._variants_now.clear()
-            self._watch = Watch(self.variants.reads(), self.view, self.build.loss)
+            self._watch = Guards(self.variants.reads(), self.view, self.build.loss)
         return self._census
 
     def present(self) -> nn.Module:
@@ -349,7 +349,7 @@ class State:
         return template
 
     @property
-    def census(self) -> Census:
+    def census(self) -> ModuleSnapshot:
         """Snapshot of the module at the last `look`."""
         assert self._census is not None
         return self._census

@@ -27,7 +27,7 @@ from shardc.runtime.groups import Groups
 from shardc.runtime.heap import frozen, keep_heap
 from shardc.runtime.host import settle
 from shardc.runtime.inputs import in_order
-from shardc.runtime.module_snapshot import Census
+from shardc.runtime.module_snapshot import ModuleSnapshot
 from shardc.runtime.storage import cut, padded_local
 from shardc.runtime.sync import Key, Sync
 from shardc.runtime.wire.buffers import Buffers
@@ -59,7 +59,7 @@ class Runner:
     def __init__(
         self,
         program: Executable,
-        census: Callable[[], Census],
+        census: Callable[[], ModuleSnapshot],
         storages: dict[str, Layout],
         groups: Groups,
         lower: Lower,

@@ -10,7 +10,7 @@ from torch.utils._device import DeviceContext
 from shardc.errors import InputError
 
 
-class Surroundings(NamedTuple):
+class TorchGlobalState(NamedTuple):
     """States of torch that have a say in which ops a model is made of.
 
     Args:
@@ -30,7 +30,7 @@ class Surroundings(NamedTuple):
     default_device: str
 
     @classmethod
-    def now(cls, device: torch.device) -> Surroundings:
+    def now(cls, device: torch.device) -> TorchGlobalState:
         """Reads the current state, for a program on ``device``.
 
         Raises:

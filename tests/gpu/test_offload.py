@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardc
 from shardc.runtime import host
-from shardc.runtime.host import Home
+from shardc.runtime.host import ParamLocation
 from tests.state import batch, model
 
 pytestmark = pytest.mark.gpu
@@ -52,10 +52,10 @@ def test_to_host_can_be_read_after_the_wait() -> None:
 
 def test_memory_at_home_is_pinned_where_asked() -> None:
     cuda = torch.device("cuda", 0)
-    assert Home(cuda, 'offload("*")').keep(torch.ones(4, device=cuda)).is_pinned()
-    kept = Home(cuda, 'offload("*", pin_memory=False)', pinned=False).keep(torch.ones(4, device=cuda))
+    assert ParamLocation(cuda, 'offload("*")').keep(torch.ones(4, device=cuda)).is_pinned()
+    kept = ParamLocation(cuda, 'offload("*", pin_memory=False)', pinned=False).keep(torch.ones(4, device=cuda))
     assert kept.device.type == "cpu" and not kept.is_pinned()
-    assert Home(cuda).keep(torch.ones(4)).device == cuda
+    assert ParamLocation(cuda).keep(torch.ones(4)).device == cuda
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardc.runtime.module_snapshot import Census
+from shardc.runtime.module_snapshot import ModuleSnapshot
 
 
 def model() -> nn.Module:
@@ -22,7 +22,7 @@ def model() -> nn.Module:
 
 def test_it_is_what_torch_finds() -> None:
     made = model()
-    census = Census(made)
+    census = ModuleSnapshot(made)
     assert census.modules == list(made.modules())
     assert list(census.parameters) == [name for name, _ in made.named_parameters(remove_duplicate=False)]
     assert list(census.buffers) == [name for name, _ in made.named_buffers(remove_duplicate=False)]
@@ -53,11 +53,11 @@ CHANGES: dict[str, Callable[[nn.Module], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_it_notices(change: Callable[[nn.Module], object]) -> None:
     made = model()
-    census = Census(made)
+    census = ModuleSnapshot(made)
     assert census.holds()
     change(made)
     assert not census.holds()
-    assert Census(made).holds()
+    assert ModuleSnapshot(made).holds()
 
 
 @pytest.mark.parametrize(
@@ -72,6 +72,6 @@ def test_it_notices(change: Callable[[nn.Module], object]) -> None:
 )
 def test_modes_differ(change: Callable[[nn.Module], object]) -> None:
     made = model()
-    before = Census(made).mode()
+    before = ModuleSnapshot(made).mode()
     change(made)
-    assert Census(made).mode() != before
+    assert ModuleSnapshot(made).mode() != before

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardc
 from shardc.errors import LayoutError
 from shardc.runtime import parameter_checks
-from shardc.runtime.host import Home
+from shardc.runtime.host import ParamLocation
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,9 @@ def test_one_parameter_elsewhere_is_named() -> None:
     state = module.shardc
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     found = dict(module.named_parameters())
-    homes = {name: Home(gpu if name == "1.weight" else cpu, "", False) for name in found}
+    homes = {name: ParamLocation(gpu if name == "1.weight" else cpu, "", False) for name in found}
     with pytest.raises(LayoutError, match=r"parameter \'1\.weight\' was moved to cpu; the program runs on cuda"):
         parameter_checks.check(found, state.contracts, state.device_mesh, homes)
-    parameter_checks.check(found, state.contracts, state.device_mesh, {name: Home(cpu, "", False) for name in found})
+    parameter_checks.check(
+        found, state.contracts, state.device_mesh, {name: ParamLocation(cpu, "", False) for name in found}
+    )

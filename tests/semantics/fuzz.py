@@ -46,7 +46,7 @@ WORDS = [
 ]  # fmt: skip
 
 
-class Watch:
+class Guards:
     """What this process does while a program is loaded."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ def files(to: Path, choose: random.Random) -> str:
     return f"{path.name} {what}"
 
 
-def attempt(folder: Path, watch: Watch) -> tuple[str | None, bool]:
+def attempt(folder: Path, watch: Guards) -> tuple[str | None, bool]:
     """What is wrong with the way in which ``folder`` is loaded, or None; and whether it was."""
     tracemalloc.reset_peak()
     start, loaded, wrong = time.thread_time(), False, None
@@ -252,7 +252,7 @@ def read_annotations(kind: Any) -> None:
 def main(folder: str, scratch: str, seed: str, count: str) -> None:
     shardc.load(folder)  # what is imported late is there
     read_annotations(Record)
-    watch, loads = Watch(), 0
+    watch, loads = Guards(), 0
     watch.check(Path(scratch))
     tracemalloc.start()
     for number in range(int(count)):
