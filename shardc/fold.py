@@ -101,11 +101,11 @@ def unfolded_reads(reads: Reads, repeats: Sequence[Repeat], keep: int, at: Looku
     """
     if repeats and any(re.search(r"\._modules\['\d+'\]", name) for name, _ in reads.sets):
         raise NotPeriodic(f"forward sets {reads.sets[0][0]}, which may be of one block")
-    merged = reads.found
+    merged = reads.entries
     for repeat in repeats:
         copies = [copy for read in merged for copy in _read_of_blocks(read, repeat, keep, at)]
         merged = tuple(dict.fromkeys(copies))
-    return replace(reads, found=tuple(sorted(merged, key=str)))
+    return replace(reads, entries=tuple(sorted(merged, key=str)))
 
 
 def _read_of_blocks(read: Read, run: Repeat, keep: int, at: Lookup) -> list[Read]:

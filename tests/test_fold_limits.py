@@ -170,4 +170,4 @@ def test_blocks_that_read_other_values_are_not_folded(place: int) -> None:
         torch.testing.assert_close(simulation.grad(name), param.grad, rtol=1e-9, atol=1e-12)
     alike = shardc.compile(Stack(*(Pulling(2.0) for _ in range(7))), Mesh(dp=2), shardc.ddp("dp"), options=FOLD)
     reads = alike.lower(x.float()).reads
-    assert {str(read) for read in reads.found} >= {f"model._modules['layers']._modules['{at}'].by" for at in range(7)}
+    assert {str(read) for read in reads.entries} >= {f"model._modules['layers']._modules['{at}'].by" for at in range(7)}

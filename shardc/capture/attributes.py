@@ -131,8 +131,8 @@ def changed_reads(
     constants = {name: value for name, value in after.items() if isinstance(value, _CONSTANTS)}
     refused: CaptureError | None = None
     at, loaded = Lookup(model, loss, reads.scopes), None
-    seen = {read.expression for read in reads.found}
-    asked = {f"{read.expression}.{read.key}" for read in reads.found if read.what in ("has", "own")}
+    seen = {read.expression for read in reads.entries}
+    asked = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
     for change in changes:
         if change.expression not in seen | asked:
             continue  # what is read is what this call has set
@@ -169,7 +169,7 @@ def changed_reads(
     both = None if settled is None else reads.joined(settled)
     if both is None:
         raise refused
-    read = {each.expression for each in both.found if each.expression.startswith("model")} - {
+    read = {each.expression for each in both.entries if each.expression.startswith("model")} - {
         name for name, value in constants.items() if value is _THERE
     }
     return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))

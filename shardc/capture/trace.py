@@ -281,7 +281,7 @@ def trace(
     reads = changed_reads(sets, reads, model, loss, codes, again if settles else lambda _: None)
     if settles and records and reads.grad_mode and (other := again({}, grad=False)) is not None:
         both = reads.joined(other)  # the same is computed without gradients: one program is enough
-        reads = reads if both is None else replace(both, found=tuple(x for x in both.found if x != Read(GRAD_MODE)))
+        reads = reads if both is None else replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
     for warning in changes:
         warnings.warn(warning, stacklevel=2)
     return Traced(

@@ -1,4 +1,4 @@
-"""Where the results of collectives lie: ranges of one arena, planned for one half of a step.
+"""Memory plan of one half of a step: the ranges of one arena that hold the results of its collectives.
 
 A *slot* is the memory of one result, or of what comes from a peer and is reduced into one. It is *inside* where its
 last use is in its half: such slots share the arena's bytes over time. It is *kept* where the backward reads it: those

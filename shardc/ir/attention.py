@@ -32,7 +32,7 @@ def call(
     axis: str = "", method: str = "", around: bool = False,
     later: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What queries see.
+    """Compute attention, and the log-sum-exp of its scores.
 
     Args:
         query: [b, h, q, e].
@@ -140,7 +140,7 @@ def _at(sums: Tensor, row: int) -> Tensor:
 
 
 def _true(key: Tensor, value: Tensor, bias: Tensor | None, keys: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Without the filling."""
+    """Return key, value and bias without the padding behind the first ``keys`` keys."""
     if keys == key.shape[2]:
         return key, value, bias
     return key[:, :, :keys], value[:, :, :keys], bias if bias is None or bias.shape[-1] == 1 else bias[..., :keys]

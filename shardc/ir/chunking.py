@@ -1,4 +1,4 @@
-"""Tensors in pieces: how a cut of what an op makes is one of what it takes, for ops that do the same to each piece."""
+"""Chunking: which chunks of its operands an op needs for one chunk of its result, and the rewrite that chunks nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SUMS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.defau
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """A dim as [outer, count, inner]: each piece has one of the ``count``.
+    """Division of one dim into chunks: the dim is seen as [outer, count, inner], and a chunk is one of ``count``.
 
     Args:
         dim: which, from the front.
@@ -36,7 +36,7 @@ class ChunkSpec:
     inner: int
 
     def shape(self, whole: Sequence[int]) -> list[int]:
-        """Of a piece of a tensor of shape ``whole``."""
+        """Return the shape of one chunk of a tensor of shape ``whole``."""
         return [n // self.count if d == self.dim else n for d, n in enumerate(whole)]
 
     def split(self, shape: Sequence[int]) -> list[int]:

@@ -89,27 +89,27 @@ class _Cloner:
     def __init__(self, tensor_fn: TensorFn, in_place: bool) -> None:
         self._tensor_fn, self._in_place = tensor_fn, in_place
         self._attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # of the copies; set when all are there
-        self._made: dict[int, Any] = {}  # by the id of a module, a tensor or a container
+        self._clones: dict[int, Any] = {}  # by the id of a module, a tensor or a container
         self._originals: list[nn.Module] = []
 
     def clone(self, module: nn.Module) -> nn.Module:
         root = self._module(module, "")
-        copied = self._held if self._in_place else self._copy
+        copied = self._copy_content if self._in_place else self._copy
         for original in self._originals:
             attributes = {key: copied(value) for key, value in vars(original).items() if key not in _HELD}
-            self._attributes.append((self._made[id(vars(original))], attributes))
+            self._attributes.append((self._clones[id(vars(original))], attributes))
         for clone, attributes in self._attributes:
             vars(clone).update(attributes)
         return root
 
     def _module(self, module: nn.Module, prefix: str) -> nn.Module:
         # By its attributes: an `unsharded` module is the one that it is a view of.
-        if id(vars(module)) in self._made:
-            present: nn.Module = self._made[id(vars(module))]
+        if id(vars(module)) in self._clones:
+            present: nn.Module = self._clones[id(vars(module))]
             return present
         # `object`'s: that of a GraphModule makes another class.
         clone: nn.Module = module if self._in_place else object.__new__(type(module))
-        self._made[id(vars(module))] = clone
+        self._clones[id(vars(module))] = clone
         self._originals.append(module)
         attributes: dict[str, Any] = {}
         for kind in ("_parameters", "_buffers"):
@@ -125,11 +125,11 @@ class _Cloner:
     def _tensor(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
         if tensor is None:
             return None
-        if id(tensor) not in self._made:
-            self._made[id(tensor)] = self._tensor_fn(name, tensor)
-            if self._made[id(tensor)] is not tensor:
-                note_attributes(self._made[id(tensor)], tensor)
-        replacement: torch.Tensor = self._made[id(tensor)]
+        if id(tensor) not in self._clones:
+            self._clones[id(tensor)] = self._tensor_fn(name, tensor)
+            if self._clones[id(tensor)] is not tensor:
+                note_attributes(self._clones[id(tensor)], tensor)
+        replacement: torch.Tensor = self._clones[id(tensor)]
         return replacement
 
     def _copy(self, value: Any) -> Any:
@@ -137,9 +137,9 @@ class _Cloner:
         if type(value) in _PLAIN:
             return value
         if isinstance(value, nn.Module):
-            return self._made.get(id(vars(value)), value)
+            return self._clones.get(id(vars(value)), value)
         if isinstance(value, torch.Tensor):
-            return self._made.get(id(value), value)
+            return self._clones.get(id(value), value)
         if isinstance(value, MethodType):
             owner = self._copy(value.__self__)
             return value if owner is value.__self__ else MethodType(value.__func__, owner)
@@ -154,28 +154,28 @@ class _Cloner:
             return value if _same(items, value) else items
         if not isinstance(value, (dict, set, list)):
             return value
-        if id(value) not in self._made:
+        if id(value) not in self._clones:
             copied: Any = value.copy() if type(value) in _COPIED else copy.copy(value)
-            self._made[id(value)] = copied
+            self._clones[id(value)] = copied
             if type(value) is list:
                 copied[:] = map(self._copy, value)
             elif type(value) in (dict, OrderedDict, defaultdict):
                 copied.update([(key, self._copy(item)) for key, item in copied.items()])
-        return self._made[id(value)]
+        return self._clones[id(value)]
 
     def _function(self, function: FunctionType) -> Any:
-        if id(function) not in self._made:
-            self._made[id(function)] = function  # it may hold itself
+        if id(function) not in self._clones:
+            self._clones[id(function)] = function  # it may hold itself
             cells = function.__closure__ and tuple(map(self._cell, function.__closure__))
             parts = function.__defaults__, function.__kwdefaults__, vars(function)
-            copies = tuple(map(self._held, parts))
+            copies = tuple(map(self._copy_content, parts))
             if not _same((*(cells or ()), *copies), (*(function.__closure__ or ()), *parts)):
-                self._made[id(function)] = _remade(function, cells, *copies)
-        return self._made[id(function)]
+                self._clones[id(function)] = _remade(function, cells, *copies)
+        return self._clones[id(function)]
 
     def _partial(self, value: Any) -> Any:
         parts = value.func, value.args, value.keywords, vars(value)
-        func, args, keywords, attributes = copies = tuple(map(self._held, parts))
+        func, args, keywords, attributes = copies = tuple(map(self._copy_content, parts))
         if _same(copies, parts):
             return value
         copied: Any = partial(func, *args, **keywords)
@@ -194,13 +194,13 @@ class _Cloner:
             content = cell.cell_contents
         except ValueError:  # it is empty
             return cell
-        if id(cell) not in self._made:
-            copied = self._held(content)
-            self._made[id(cell)] = cell if copied is content else CellType(copied)
-        twin: CellType = self._made[id(cell)]
+        if id(cell) not in self._clones:
+            copied = self._copy_content(content)
+            self._clones[id(cell)] = cell if copied is content else CellType(copied)
+        twin: CellType = self._clones[id(cell)]
         return twin
 
-    def _held(self, value: Any) -> Any:
+    def _copy_content(self, value: Any) -> Any:
         """Return the copy's own of what a function holds; a container that holds nothing of the tree stays the
         user's."""
         items = value.values() if isinstance(value, dict) else value if isinstance(value, _CONTAINERS) else None

@@ -1,4 +1,4 @@
-"""What code does and what it names, wherever it stands: no addresses, no order of sets, no files and lines."""
+"""Hashes of code objects, and the names they use, independent of files, lines, addresses and the order of sets."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def digest(text: str) -> str:
 
 @cache
 def names_in(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """What ``code`` names, and its constants that may be names of attributes."""
+    """Return the names that ``code`` uses, and those of its constants that may be names of attributes."""
     names: set[str] = set()
     texts: set[str] = set()
     for part in codes_in(code):

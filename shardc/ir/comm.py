@@ -1,4 +1,4 @@
-"""What local graphs call process groups, and the collectives that torch has no functional op for.
+"""Names of process groups in local graphs, and the collectives that torch has no functional op for.
 
 A group's name says which axes its ranks differ along, so that one graph serves every rank: the runtime
 gives the name to this rank's group. The ops of ``torch.ops.shardc`` are defined here:

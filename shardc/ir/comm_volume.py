@@ -144,7 +144,7 @@ def wire_bytes(node: fx.Node, kind: str, ranks: int) -> int:
     rows = None if node.target in ops.COLLECTIVES else arguments_of(node).get("rows")
     total = 0
     for x in _moved(node):
-        local_elements, shape = _held(x), value(x).shape
+        local_elements, shape = _local_elements(x), value(x).shape
         if rows is not None and rows < shape[0]:  # there is room for more than there are
             local_elements = rows * prod(shape[1:])
         total += wire_elements(kind, ranks, local_elements) * value(x).itemsize
@@ -157,7 +157,7 @@ def _moved(node: fx.Node) -> list[fx.Node]:
     return list(moved) if isinstance(moved, list | tuple) else [moved]
 
 
-def _held(node: fx.Node) -> int:
+def _local_elements(node: fx.Node) -> int:
     """Return the elements of a tensor that each rank holds, by its layout or by its local shape."""
     tensor = value(node)
     return prod(tensor.shape) if tensor.layout is None else tensor.layout.local_numel

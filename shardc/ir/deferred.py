@@ -25,7 +25,7 @@ class Deferred:
         return self.whole | self.scattered
 
     def renamed(self, change: Callable[[str], str | None]) -> Deferred:
-        """Of the parameters that ``change`` gives another name; it gives None for those that are gone."""
+        """Return this for parameters renamed by ``change``, which returns None for a parameter that is gone."""
         both = ({change(name) for name in names} - {None} for names in (self.whole, self.scattered))
         return Deferred(*(frozenset(str(name) for name in names) for names in both))
 

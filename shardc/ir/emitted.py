@@ -1,4 +1,4 @@
-"""The code that Inductor emitted: its collectives, against those of the graph that it was given, and what they make."""
+"""Reads the code that Inductor emitted: the order of its collectives, and the lifetimes of their results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def of_graph(graph: fx.Graph) -> list[str]:
 
 
 def of_source(source: str) -> list[str]:
-    """Return the same of the Python code of a compiled graph, whose collectives may be the in-place ones."""
+    """Return the collectives of a compiled graph's Python code, as `of_graph`; they may be in-place ops."""
     out = []
     for name, arguments in _CALL.findall(source):
         if name not in ("wait_tensor", *MOVES):

@@ -99,7 +99,7 @@ Phase = str | frozenset[int]
 
 @dataclass(frozen=True)
 class Port:
-    """What a half takes.
+    """An argument of a half.
 
     Args:
         role: what it is.
@@ -142,23 +142,23 @@ class Half:
 
     @cached_property
     def takes(self) -> tuple[Port, ...]:
-        """What goes in, in order."""
+        """The arguments in order."""
         return tuple(Port(ir.role(node), node.name, node.meta["val"]) for node in ir.placeholders(self.graph))
 
     @cached_property
     def gives(self) -> tuple[Role, ...]:
-        """What comes out, in order."""
+        """The roles of the outputs in order."""
         return tuple(role for role, _ in ir.outputs(self.graph))
 
     @cached_property
     def reads(self) -> Mapping[str, Role]:
-        """By name of what a backward takes, the parameters, buffers and inputs that it reads as they are."""
+        """The role of each argument that is a parameter, buffer or input as stored, by the argument's name."""
         roles = ir.output_node(self.graph).meta.get(ir.READS, {})
         return {port.name: roles[port.name] for port in self.takes if port.name in roles}
 
     @property
     def plan(self) -> MemoryPlan:
-        """Where the results of its collectives lie."""
+        """The memory plan for the results of its collectives."""
         plan: MemoryPlan = ir.output_node(self.graph).meta.get(PLAN, MemoryPlan())
         return plan
 
@@ -200,7 +200,7 @@ class Compiled:
 
     @cached_property
     def gives(self) -> tuple[Any, ...]:
-        """What it returns: names of values, or constants."""
+        """The outputs: names of values, or constants."""
         return tuple(x.name if isinstance(x, fx.Node) else x for _, x in ir.outputs(self.half.graph))
 
     @cached_property
@@ -248,7 +248,7 @@ class Executable(ABC):
 
     @abstractmethod
     def reduction(self, sums: Sequence[tuple[str, Layout, torch.dtype]]) -> Half:
-        """What reduces sums of gradients that backwards left unreduced to the gradients.
+        """Build the half that reduces the gradient sums that earlier backward passes left unreduced.
 
         Args:
             sums: parameter, layout and dtype of each local sum.
@@ -259,15 +259,15 @@ class Executable(ABC):
         """Return why a collective is there; see `shardc.report.causes.Cause`."""
 
     @cached_property
-    def _made(self) -> dict[Phase, Half | None]:
+    def _half_of_phase(self) -> dict[Phase, Half | None]:
         return {}
 
     def find(self, phase: Phase) -> Half | None:
         """Return the half of a phase; None of a forward or backward where nothing needs a gradient."""
-        if phase not in self._made:
+        if phase not in self._half_of_phase:
             gm = self.make(phase)
-            self._made[phase] = None if gm is None else Half(phase, gm, self.mesh)
-        return self._made[phase]
+            self._half_of_phase[phase] = None if gm is None else Half(phase, gm, self.mesh)
+        return self._half_of_phase[phase]
 
     def half(self, phase: Phase) -> Half:
         """Return the half of a phase, which this step has."""

@@ -1,4 +1,4 @@
-"""What one expert does with its rows: two small graphs, which the ops of `shardc.ir.experts` name and run."""
+"""Expert functions: forward and backward of one expert as small graphs, which the ops of `shardc.ir.experts` run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class PerRow:
-    """What a body has for each row."""
+    """Shape and dtype of what a body has for each row."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class PerRow:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """What one expert does with its ``n`` rows.
+    """The function of one expert on its ``n`` rows, as a forward and a backward graph.
 
     Args:
         forward: a graph of ``n``, rows [n, d], scale [n, 1] and one expert's parameters; it gives the rows' results
@@ -51,7 +51,7 @@ class Body:
 
     @cached_property
     def name(self) -> str:
-        """The same for the same body, in every process."""
+        """A name by content: equal bodies have the same name in every process."""
         return "experts." + hashlib.sha256(json.dumps(self.to_json()).encode()).hexdigest()[:8]
 
     @cached_property
@@ -83,7 +83,7 @@ class Body:
         return None if self.backward is None else grouped(self.backward, 2)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; `from_json` reads it."""
+        """Return the body as plain data, which `from_json` reads."""
 
         def per_row(value: PerRow) -> list[Any]:
             return [list(value.shape), str(value.dtype).removeprefix("torch.")]
@@ -98,7 +98,7 @@ class Body:
 
     @classmethod
     def from_json(cls, data: Any, allowed: Callable[[Any], bool]) -> Body:
-        """What `to_json` wrote.
+        """Read a body from what `to_json` returned.
 
         Args:
             allowed: whether a graph may call an op.
@@ -173,7 +173,7 @@ def _place(graph: fx.Graph, name: str) -> fx.Node:
 
 
 def _into(graph: fx.Graph, node: fx.Node, place: fx.Node) -> None:
-    """Makes ``node`` in ``place``."""
+    """Write the value of ``node`` into ``place``: by the op's out variant, or by a copy."""
     if node.target in _OUT:
         node.target, node.kwargs = _OUT[node.target], {**node.kwargs, "out": place}
         return

@@ -1,7 +1,7 @@
-"""Functions of one expert: in a trace they stand between marks, elsewhere they run expert by expert.
+"""Marker ops around the function of one expert in a trace; outside of a trace the experts run one by one.
 
-The marks are ops. The first gives one expert's parameters and, as its rows, all tokens; the last takes what it made of
-them. The pass `shardc.passes.experts` makes one op of what stands between, and of its gradient.
+The markers are ops. The first gives one expert's parameters and, as its rows, all tokens; the last takes its
+result. The pass `shardc.passes.experts` makes one op of what stands between, and of its gradient.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def experts(function: Function) -> Function:
 def one_by_one(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Experts one after the other, as one device computes them.
+    """Run the experts one after the other, as one device computes them.
 
     Args:
         scaled: ``function`` takes the rows' weights, [n, 1], as its second argument and applies them itself.
@@ -144,7 +144,7 @@ def one_by_one(
 def marked(
     function: Function, x: Tensor, index: Tensor, weight: Tensor, params: Sequence[Tensor], scaled: bool = False
 ) -> Tensor:
-    """Experts in a trace: ``function`` is traced once, for one expert, between marks; otherwise as `one_by_one`."""
+    """Trace ``function`` once, for one expert, between the marker ops; arguments and result as `one_by_one`."""
     index = index.clone()  # of this call alone
     rows, scale, *weights = ENTER([x, weight, *params], index)
     result = function(rows, scale, *weights) if scaled else function(rows, *weights) * scale

@@ -158,7 +158,7 @@ def _gradient(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What rows of ``dtype`` are added up in."""
+    """Return the dtype in which rows of ``dtype`` are accumulated."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -174,7 +174,7 @@ def _live(take: Tensor, ends: Tensor, expected: int) -> tuple[Tensor, Tensor]:
 def _run(
     x: Tensor, take: Tensor, scale: Tensor, ends: Tensor, params: list[Tensor], expected: int, body: str
 ) -> list[Tensor]:
-    """What each of this rank's experts makes of its rows, added up where the rows came from.
+    """Run this rank's experts on their rows, and add each result to the row of its token.
 
     Args:
         x: [m, d].

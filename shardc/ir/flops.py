@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def _steps(gates: Size, weight: Size) -> int:
-    """Of the product of each step of a recurrent layer, forward or backward; ``gates`` is [time, rows, gates]."""
+    """Return the operations of a recurrent layer's products, forward or backward; ``gates`` is [time, rows, gates]."""
     return 2 * prod(gates[:2]) * prod(weight)
 
 

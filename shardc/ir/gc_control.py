@@ -1,4 +1,4 @@
-"""Garbage collection, put off while much is made that stays."""
+"""Pauses garbage collection while large, long-lived graphs are built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """No garbage collection meanwhile: over a large graph it takes longer than the work.
+    """Pause garbage collection: over a large graph it takes longer than the work itself.
 
     Also a decorator.
     """
@@ -24,7 +24,7 @@ def uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def outgrown() -> Iterator[None]:
-    """As `uncollected`; what was made counts as old then, so that the next collection does not go through it either."""
+    """Pause garbage collection, then move all objects to the oldest generation, so that the next run skips them."""
     with uncollected():
         yield
         if not gc.get_freeze_count():  # what the user froze stays frozen

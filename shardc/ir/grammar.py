@@ -179,7 +179,7 @@ def constant_text(value: Any) -> str:
 
 
 def small_values(tensor: object) -> list[Any] | None:
-    """What a small real tensor holds, in a row; None of a large one, or of one without data."""
+    """Return the elements of a small real tensor as a flat list, or None if it is large or has no data."""
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.is_complex() or tensor.numel() > SMALL:
         return None
     flat = tensor.detach().reshape(-1)

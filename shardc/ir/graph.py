@@ -1,4 +1,4 @@
-"""What shardc knows of each node of an FX graph: one typed record under one key of ``node.meta``.
+"""`Info`, shardc's record of each node of an FX graph: one typed value under one key of ``node.meta``.
 
 The graph itself is a plain `torch.fx.Graph`. Before ``localize`` shapes are global and every value has
 (from ``propagate`` on) a layout; after it shapes are local and ``Value.layout`` says of which global
@@ -69,7 +69,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Origin:
-    """Why a node is there.
+    """Provenance of a node: the user's code or the plan entry that it comes from.
 
     Args:
         module: qualified name of the module whose code made it ("" for the root).
@@ -98,7 +98,7 @@ NEEDED_BY = "needed by "
 
 @dataclass(frozen=True)
 class Role:
-    """What a placeholder is, or what an output is.
+    """Meaning of a placeholder or of an output.
 
     Args:
         kind: "param", "buffer", "input", "tangent", "coordinate", "key" (of random draws) for placeholders;
@@ -151,7 +151,7 @@ class Info:
         return [value for value in self.values if value is not None]
 
     def at(self, layout: Layout | tuple[Layout | None, ...] | None) -> Info:
-        """Return the same at ``layout`` (a tuple for several results)."""
+        """Return this record with its value at ``layout`` (a tuple for several results)."""
         if isinstance(self.value, tuple):
             layouts = layout if isinstance(layout, tuple) else (layout,) * len(self.value)
             values = tuple(v and replace(v, layout=new) for v, new in zip(self.value, layouts, strict=True))
@@ -189,14 +189,14 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def value_of(val: Any) -> Value | tuple[Value | None, ...] | None:
-    """What a node makes whose example value is ``val``: a tensor, several of them, or neither."""
+    """Return the `Value` of a node whose example value is ``val``: one, a tuple of several, or None for no tensor."""
     if isinstance(val, (tuple, list)):
         return tuple(Value(v.dtype, tuple(v.shape)) if isinstance(v, Tensor) else None for v in val)
     return Value(val.dtype, tuple(val.shape)) if isinstance(val, Tensor) else None
 
 
 def role(node: fx.Node) -> Role:
-    """What the placeholder ``node`` is."""
+    """Return the role of the placeholder ``node``."""
     node_role = info(node).role
     assert node_role is not None, f"{node} has no role"
     return node_role
@@ -226,7 +226,7 @@ def outputs(graph: fx.Graph) -> Iterator[tuple[Role, Any]]:
 
 
 def change_outputs(graph: fx.Graph, change: Callable[[Role, fx.Node], fx.Node]) -> None:
-    """Puts what ``change`` makes of each output that is a node in its place."""
+    """Replace each output that is a node by what ``change`` returns for it."""
     results = [change(role, node) if isinstance(node, fx.Node) else node for role, node in outputs(graph)]
     output_node(graph).args = (tuple(results),)
 

@@ -1,4 +1,4 @@
-"""Grouped: what each expert does with its rows as code for the rows of all experts, by grouped products.
+"""Grouped matrix products: the function of one expert, rewritten for the sorted rows of all experts at once.
 
 A body of products with one expert's weights, and of ops that look at one row alone, becomes a few kernels for all
 experts, whatever the routing; no number comes to the host for them.
@@ -70,7 +70,7 @@ def grouped(graph: fx.Graph, experts_from: int) -> Callable[..., Any] | None:
 
 
 def _kind(node: fx.Node, kinds: dict[fx.Node, str]) -> str | None:
-    """What the result of ``node`` is about; None where it is no product and looks at more than one row."""
+    """Return the kind of the result of ``node``, or None if an op other than a product mixes rows."""
     operands = [kinds[x] for x in node.all_input_nodes]
     if node.target is aten.mm.default:
         return {(_ROWS, _EXPERTS): _ROWS, (_TURNED, _ROWS): _EXPERTS}.get((operands[0], operands[-1]))

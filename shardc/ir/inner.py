@@ -24,7 +24,7 @@ _DTYPE = "convert the model first, then compile it"
 
 
 class InnerTensors(nn.Module):
-    """What a tensor ``x`` of a wrapper subclass is made of; stands in the module that has ``x``, under its name.
+    """The inner tensors of ``x``, a tensor of a wrapper subclass, as a submodule in the place of ``x``.
 
     Args:
         x: frozen. Its inner tensors become frozen parameters if it is one, else buffers; inner tensors that are
@@ -64,7 +64,7 @@ class InnerTensors(nn.Module):
     def outer(self, of: Callable[[Tensor], Tensor] = lambda x: x, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor that inner tensors, each as ``of`` gives it, make up; as its class converts it to
         ``dtype``."""
-        inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._held.items()}
+        inner = {key: x.outer(of) if isinstance(x, InnerTensors) else of(x) for key, x in self._entries.items()}
         tensor: Tensor = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         for key, value in self.attributes.items():
             setattr(tensor, key, value)
@@ -73,7 +73,7 @@ class InnerTensors(nn.Module):
         return nn.Parameter(tensor, requires_grad=False) if self.is_param else tensor
 
     @property
-    def _held(self) -> dict[str, Any]:
+    def _entries(self) -> dict[str, Any]:
         entries = {**self._parameters, **self._buffers, **self._modules}
         return {key: entries[key] for key in self.names}
 
@@ -89,7 +89,7 @@ class InnerTensors(nn.Module):
             raise ValueError(f"{prefix[:-1]} is {kind}, the module has a {self.cls.__name__} with {self.context}")
         out: dict[str, Tensor] = {}
         for key in names:
-            mine, value = self._held[key], getattr(x, key)
+            mine, value = self._entries[key], getattr(x, key)
             if isinstance(mine, InnerTensors):
                 out |= mine.inner_tensors_of(value, f"{prefix}{key}.")
             else:  # who loads into a template only looks at shapes
@@ -99,7 +99,7 @@ class InnerTensors(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        inner: torch.device = next(iter(self._held.values())).device
+        inner: torch.device = next(iter(self._entries.values())).device
         return inner
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +112,7 @@ class InnerTensors(nn.Module):
             ) from None
 
     def extra_repr(self) -> str:
-        """What a program depends on besides the inner tensors."""
+        """Return the class and its metadata, which a program depends on beside the inner tensors."""
         return f"{self.cls.__module__}.{self.cls.__qualname__}, {self.context!r}, {list(self.shape)}, {self.attributes}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -1,4 +1,4 @@
-"""What the classes of wrapper subclasses run for an op: tables and functions that no trace goes through.
+"""Snapshot of the code that classes of wrapper subclasses run for an op: tables and functions that no trace reaches.
 
 It is compared by identity, within one process: `shardc.ir.reach` names what is traced for other starts, too.
 """

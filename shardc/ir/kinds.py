@@ -1,4 +1,4 @@
-"""Which tensors a program can be of: those that are what torch's own class makes of shape, strides and values."""
+"""Allow-list of tensor classes: a program takes tensors that shape, strides and values describe completely."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNWRAPPED = ("torchvision.tv_tensors",)
 
 
 def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
-    """What ``x`` is besides a dense tensor of values, and what to take for ``{}`` instead; None for nothing else.
+    """Return why a program cannot take ``x``, and what to pass in the place of ``{}``; None if it can.
 
     Classes pass by an allow-list: torch's own, and those derived from them that override nothing of theirs.
 
@@ -89,14 +89,14 @@ def lost_names(x: Tensor) -> tuple[type, set[str]]:
 
 @cache
 def _added(cls: type) -> dict[str, object]:
-    """What a class that is not torch's has besides what torch's has."""
+    """Return the attributes that a class which is not torch's adds to those of `torch.Tensor`."""
     bases = [base for base in reversed(cls.__mro__) if cls not in _PLAIN and not issubclass(Tensor, base)]
     return {name: value for base in bases for name, value in vars(base).items() if not hasattr(Tensor, name)}
 
 
 @cache
 def _overridden(cls: type) -> list[str]:
-    """What ``cls`` overrides of torch's class that it is derived from."""
+    """Return the names of what ``cls`` overrides of the torch class that it derives from."""
     names: list[str] = []
     for base in cls.__mro__:
         if base in _PLAIN or base.__module__.startswith(("shardc.", *_UNWRAPPED)):

@@ -1,4 +1,4 @@
-"""Layouts: how a global tensor lies on a mesh, as factored dims.
+"""Layouts: how a global tensor is split over a mesh, as factored dims.
 
 A tensor dim is an ordered product of *digits*, major to minor: the dim's global index written in
 mixed radix. A digit is bound to one mesh axis (its radix is then the axis's size) or local. A
@@ -48,7 +48,7 @@ class SubDim(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """How a global tensor lies on ``mesh``.
+    """Layout of a global tensor on ``mesh``: which axes split each dim, and which reductions are pending.
 
     Args:
         mesh: the mesh; every axis of the layout is on it.
@@ -179,14 +179,14 @@ class Layout:
 
     @classmethod
     def whole(cls, mesh: Mesh, shape: Sequence[int]) -> Layout:
-        """Every rank holds all of ``shape``."""
+        """Return the replicated layout of ``shape``: every rank holds the whole tensor."""
         return cls(mesh, [[Digit(size)] for size in shape])
 
     @classmethod
     def of_sub_dims(
         cls, mesh: Mesh, dims: Iterable[Iterable[tuple[int, tuple[str, ...]]]], partial: Mapping[str, str] | None = None
     ) -> Layout:
-        """From sub-dims ``(size, axes)``; raises LayoutError where a size does not divide."""
+        """Return the layout of sub-dims ``(size, axes)``; raises LayoutError if a size does not divide."""
         out = []
         for dim, subs in enumerate(dims):
             digits: list[Digit] = []
@@ -205,12 +205,12 @@ class Layout:
         return Layout(self.mesh, self.dims if dims is None else dims, self.partial if partial is None else partial)
 
     def unbind(self, axes: Iterable[str]) -> Layout:
-        """Return the same with ``axes`` no longer splitting any dim (their digits become local)."""
+        """Return this layout with ``axes`` no longer splitting any dim (their digits become local)."""
         drop = set(axes)
         return self.replace(dims=[[Digit(d.radix) if d.axis in drop else d for d in digits] for digits in self.dims])
 
     def without_partial(self, axes: Iterable[str] | None = None) -> Layout:
-        """Return the same with the pending reductions over ``axes`` (all of them by default) done."""
+        """Return this layout without the pending reductions over ``axes`` (by default all of them)."""
         drop = {a for a, _ in self.partial} if axes is None else set(axes)
         return self.replace(partial=[(a, op) for a, op in self.partial if a not in drop])
 
@@ -281,7 +281,7 @@ class Layout:
 
 
 def canonical(mesh: Mesh, digits: Iterable[Digit | tuple[int, str | None]]) -> Digits:
-    """Digits without radix 1, with neighbouring local digits and joinable axis parts merged."""
+    """Return ``digits`` without those of radix 1, with adjacent local digits and joinable axis parts merged."""
     out: list[Digit] = []
     for radix, axis in digits:
         if radix == 1:

@@ -131,7 +131,7 @@ class Mesh:
         return {name: out[name] for name, _ in self.shape}
 
     def index(self, axis: str, rank: int) -> int:
-        """Where ``rank`` stands along ``axis``, which may be a part."""
+        """Return the coordinate of ``rank`` along ``axis``, which may be a part."""
         name, pre, _ = split_part(axis)
         full = self._sizes[name]
         return self.coordinate(rank)[name] // (full // (pre * self.size(axis))) % self.size(axis)

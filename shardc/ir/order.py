@@ -1,4 +1,4 @@
-"""The order of a graph's nodes: a stable topological sort by wished places."""
+"""The order of a graph's nodes: a stable topological sort by priority."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from shardc.ir.graph import output_node
 
 
 def places(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Where each node stands."""
+    """Return the position of each node in the graph."""
     return {node: float(at) for at, node in enumerate(graph.nodes)}
 
 
 def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """By node, the values that nothing after it reads."""
+    """Return, by node, the values whose last use it is."""
     seen: set[fx.Node] = set()
     out: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -28,10 +28,9 @@ def last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def reorder(graph: fx.Graph, priority: Mapping[fx.Node, float]) -> None:
-    """Moves every node as near to its wished place as its inputs allow; ties keep the present order.
+    """Sort the nodes topologically, the lowest ``priority`` first among those that are ready; ties keep their order.
 
-    Placeholders stay in front and the output at the end. Nodes are taken smallest wish first among those whose
-    inputs are there, so the order depends on the graph and the wishes alone.
+    Placeholders stay in front and the output at the end. The result depends on the graph and the priorities alone.
     """
     present = {node: at for at, node in enumerate(graph.nodes)}
     output = output_node(graph)

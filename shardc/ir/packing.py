@@ -1,4 +1,4 @@
-"""Which tensors of a collective in messages share a message, and where each lies in it.
+"""Packs small tensors of a coalesced collective into one message, and gives the offset of each.
 
 A message takes a rank's core 0.1 to 0.2 ms over gloo, beside its bytes: what is put on the wire, what is told to the
 other side, threads that are woken. Where to copy a tensor takes less, it goes with others. On two cores, by the wall
@@ -23,7 +23,7 @@ LARGEST = 128 << 10  # bytes of a tensor that shares a message
 
 
 def rows_of(node: fx.Node, ranks: int) -> list[tuple[torch.dtype, int]]:
-    """What a collective over so many ranks sends to one peer, as (dtype, bytes) of each operand."""
+    """Return what a collective over ``ranks`` ranks sends to one peer, as (dtype, bytes) of each operand."""
     operands = node.args[0] if isinstance(node.args[0], list | tuple) else [node.args[0]]
     parts = ranks if comm_volume.collective_kind(node) == "reduce_scatter" else 1
     return [(v.dtype, prod(v.shape) * v.itemsize // parts) for v in map(ir.value, cast(list[fx.Node], operands))]
@@ -42,7 +42,7 @@ class Packing(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[tuple[torch.dtype, int]]) -> Packing:
-        """Of what goes to one peer, as (dtype, bytes) of each tensor.
+        """Pack the tensors that go to one peer, given as (dtype, bytes) of each.
 
         >>> Packing.of([(torch.bfloat16, 6), (torch.float32, 8), (torch.float32, 1 << 20)])
         Packing(offsets={1: 0, 0: 8}, size=14)

@@ -1,4 +1,4 @@
-"""Padding of uneven dims: which places of a grown dim hold elements, and which only fill up.
+"""Padding of uneven dims: which places of a padded dim hold elements, and which are filling.
 
 A dim is an ordered product of *runs*, major to minor. A run of ``true`` elements stands in ``size`` places,
 the first ``true`` of which hold them. A view may merge a padded dim with others, so a padded run can
@@ -30,7 +30,7 @@ Padding = tuple[Runs, ...]  # one entry a dim
 
 
 def unpadded(shape: Sequence[int]) -> Padding:
-    """Every place of every dim holds an element."""
+    """Return the padding of a tensor of ``shape`` without filling."""
     return tuple((Run(size, size),) for size in shape)
 
 

@@ -149,7 +149,7 @@ class _Parser:
         value = self._type(reader)
         reader.expect("=")
         if reader.take("%"):
-            source = self._known(reader)
+            source = self._defined(reader)
             reader.expect("[")
             args: list[Any] = [source, reader.integer("the index of a result")]
             reader.expect("]")
@@ -224,7 +224,7 @@ class _Parser:
             reader.fail("a name" if name is None else f"a new name (%{name} is defined above)")
         return name
 
-    def _known(self, reader: Reader) -> fx.Node:
+    def _defined(self, reader: Reader) -> fx.Node:
         """Return the node of the name after a ``%``."""
         start = reader.at
         name = reader.word()
@@ -235,7 +235,7 @@ class _Parser:
 
     def _use(self, reader: Reader) -> fx.Node:
         """Return a value as an argument, and the layout that is wanted of it, if the line says one."""
-        node = self._known(reader)
+        node = self._defined(reader)
         tensor = info(node).value
         if isinstance(tensor, Value):
             wanted = reader.take("as ")

@@ -86,7 +86,7 @@ def _mix(call: Call, x: Any) -> Any:
 
 
 def _hash(number: int) -> int:
-    """Return the same bijection of a number that is known beforehand, so that streams start far apart."""
+    """Return `_mix` of a Python integer, so that streams start far apart."""
     x = (number * 0x9E3779B1) & WORD
     for shift, factor in ((16, 0x21F0AAAD), (15, 0x735A2D97)):
         x ^= x >> shift

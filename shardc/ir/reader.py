@@ -54,13 +54,13 @@ class Reader:
         return match
 
     def end(self) -> None:
-        """The line ends here, or in a comment."""
+        """Check that the line, without a comment, ends here."""
         self.skip()
         if self.at < len(self.line) and self.line[self.at] != "#":
             self.fail("the end of the line")
 
     def listed(self, close: str, read_item: Callable[[], Any]) -> list[Any]:
-        """What ``read_item`` reads, separated by commas, up to ``close``."""
+        """Return the list of what ``read_item`` reads, separated by commas, up to ``close``."""
         out: list[Any] = []
         while not self.take(close):
             if out:

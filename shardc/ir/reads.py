@@ -1,4 +1,4 @@
-"""What of a model a program depends on besides its tensors: what its capture read, and what that is now.
+"""Guards: what a capture read of the model besides its tensors, and the values of these reads now.
 
 Attributes, items of containers, globals, cells and functions are named by expressions: ``model._modules['drop'].p``,
 ``module('mine').ALPHA``. An expression is looked up by what stands here, never by running it as code.
@@ -74,7 +74,7 @@ class Reads:
         sets: attributes that the first call sets to a constant, with which the capture comes out the same.
     """
 
-    found: tuple[Read, ...] = ()
+    entries: tuple[Read, ...] = ()
     scopes: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     traced: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     sets: tuple[tuple[str, Constant], ...] = ()
@@ -82,24 +82,24 @@ class Reads:
     @property
     def grad_mode(self) -> bool:
         """Whether what a capture computes depends on whether gradients are recorded."""
-        return Read(GRAD_MODE) in self.found
+        return Read(GRAD_MODE) in self.entries
 
     def values(self, model: nn.Module, loss: Any = None) -> Values:
-        """What each is now, and the code that a trace would reach, as text that is the same in each process."""
+        """Return the value of each read now, and a hash of the reachable code, as text that processes can compare."""
         at = Lookup(model, loss, self.scopes)
-        return *((str(read), at.text(read)) for read in self.found), ("its code", self.reach(model, loss).digest)
+        return *((str(read), at.text(read)) for read in self.entries), ("its code", self.reach(model, loss).digest)
 
     def reach(self, model: nn.Module, loss: Any = None) -> Reach:
         """Return the code that a trace would reach now."""
         return reach(model, loss, [does for does, _ in self.traced])
 
     def joined(self, other: Reads) -> Reads | None:
-        """What both looked at; None where a name of globals is of others there."""
+        """Return the union of both; None if a scope name stands for other globals there."""
         if any(other.scopes.get(name, scope) is not scope for name, scope in self.scopes.items()):
             return None
-        reads = sorted({*self.found, *other.found}, key=lambda read: (read.expression, read.what, repr(read.key)))
+        reads = sorted({*self.entries, *other.entries}, key=lambda read: (read.expression, read.what, repr(read.key)))
         traced = tuple(sorted({*self.traced, *other.traced}))
-        return replace(self, found=tuple(reads), scopes={**other.scopes, **self.scopes}, traced=traced)
+        return replace(self, entries=tuple(reads), scopes={**other.scopes, **self.scopes}, traced=traced)
 
 
 class Lookup:
@@ -110,16 +110,16 @@ class Lookup:
     """
 
     def __init__(self, model: nn.Module, loss: Any = None, scopes: Mapping[str, Any] | None = None) -> None:
-        self._known: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
+        self._values: dict[Path, Any] = {("name", "model"): model, ("name", "loss"): loss}
         self._scopes = scopes or {}
 
     def __call__(self, path: Path) -> Any:
         """Raises AttributeError, KeyError, IndexError or TypeError where there is nothing."""
-        if path not in self._known:
-            self._known[path] = self._found(*path)
-        return self._known[path]
+        if path not in self._values:
+            self._values[path] = self._resolve(*path)
+        return self._values[path]
 
-    def _found(self, kind: str, first: Any, *more: Any) -> Any:
+    def _resolve(self, kind: str, first: Any, *more: Any) -> Any:
         if kind == "constant":
             return first
         if kind == "module":
@@ -135,7 +135,7 @@ class Lookup:
         raise KeyError(first)
 
     def text(self, read: Read) -> str:
-        """What ``read`` is now."""
+        """Return the value of ``read`` now, as text."""
         try:
             value = self(parse(read.expression))
         except _MISSING:
@@ -160,7 +160,7 @@ class Lookup:
 
 @lru_cache(maxsize=8192)
 def parse(expression: str) -> Path:
-    """What an expression names, as nested tuples.
+    """Parse an expression into nested tuples.
 
     Raises:
         KeyError: something that is no such expression.

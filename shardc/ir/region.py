@@ -48,7 +48,7 @@ def ranks() -> Ranks | None:
 
 @contextmanager
 def on_ranks(which: Ranks) -> Iterator[None]:
-    """Within, a region's function is that of one of many ranks."""
+    """Run a block in which a region's function is traced for one rank of ``which``."""
     token = _ranks.set(which)
     try:
         yield
@@ -58,7 +58,7 @@ def on_ranks(which: Ranks) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What `local_map` was given.
+    """A function and its layouts, as passed to `local_map`.
 
     Args:
         inputs, outputs: the layout of each argument and of each result, as `shardc.plan.spec_forms` reads them.

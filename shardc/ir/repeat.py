@@ -22,7 +22,7 @@ class Repeat:
 
     @property
     def prefix(self) -> str:
-        """What the names of the children begin with, before their numbers."""
+        """The prefix of the children's qualified names, before their numbers."""
         return f"{self.path}." if self.path else ""
 
     def names(self) -> list[str]:
@@ -35,7 +35,7 @@ class Repeat:
 
 
 def short_name(name: str, repeats: Sequence[Repeat], keep: int) -> str | None:
-    """What ``name`` is called in the shortened model; None for what is in a block that it does without.
+    """Return the name that ``name`` has in the shortened model, or None if its block is left out there.
 
     The last block of the shortened model stands for the last one.
 

@@ -1,4 +1,4 @@
-"""What the outputs of a model are to autograd on one device."""
+"""Aliasing of a model's outputs on one device, as autograd sees it: shared memory, views, and values saved."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Returned:
 
 
 def returned(graph: fx.Graph, memories: Sequence[Memory], owners: Mapping[int, str]) -> tuple[Returned, ...]:
-    """What each output of a captured joint graph is, in the order of their indices.
+    """Return the record of each output of a captured joint graph, in the order of their indices.
 
     The values that backward ops read there are those that autograd saves, since the ops are its formulas.
 
@@ -128,13 +128,13 @@ def _made_of(outputs: Sequence[tuple[int, Any]]) -> dict[int, set[fx.Node]]:
 
 
 def _memory(x: Any) -> int | None:
-    """What is equal of tensors that share memory; None of what is no tensor."""
+    """Return an id that is equal for tensors that share memory; None for anything but a tensor."""
     val = x.meta.get("val") if isinstance(x, fx.Node) else None
     return val.untyped_storage()._cdata if isinstance(val, Tensor) else None
 
 
 def _viewed(node: fx.Node) -> Iterator[fx.Node]:
-    """What ``node`` is a view of to autograd, the nearest first, up to what allocates its memory."""
+    """Yield the tensors that ``node`` is a view of to autograd, the nearest first, down to the owner of the memory."""
     memory = _memory(node)
     while node.op == "call_function" and node.all_input_nodes and _stays_view(node):
         node = node.all_input_nodes[0]
@@ -175,7 +175,7 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
         memories: set[int] = set()
         for x in node.all_input_nodes:
             if x not in sources:
-                memories |= saved[x] if x in saved else _kept(x)
+                memories |= saved[x] if x in saved else _saved_memory(x)
         if tangents:
             sources[node] = tangents
             for tangent in tangents:
@@ -186,7 +186,7 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int, set[int]]]:
         yield ir.role(node).index, memories
 
 
-def _kept(node: fx.Node) -> set[int]:
+def _saved_memory(node: fx.Node) -> set[int]:
     """Return the memory that autograd keeps so that backward has ``node``: in a checkpoint region, of what that
     takes."""
     work, seen, memories = [node], set(), set()

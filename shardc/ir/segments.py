@@ -122,7 +122,7 @@ class _Half:
         return out
 
     def borders(self, start: int, stop: int, least: int) -> list[int]:
-        """Where to cut between two places: around each period of what repeats the most, and so on beside that."""
+        """Return where to cut between two places: at each period of the longest repetition, then beside it in turn."""
         repeat = _longest([self.mark(node) for node in self.nodes[start:stop]], least)
         if repeat is None:
             return []
@@ -148,7 +148,7 @@ class _Half:
         return rows
 
     def ports(self, start: int, stop: int) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-        """What a stretch takes, what it gives, and what it is the last to take."""
+        """Return the names of a stretch's operands, of its results, and of the operands that it is the last to read."""
         takes, gives = self._ports(start, stop)
         done = frozenset(node.name for node in takes if self.last[node] < stop and node.op != "get_attr")
         return tuple(x.name for x in takes), tuple(x.name for x in gives), done
@@ -160,7 +160,7 @@ class _Half:
         return list(takes), [node for node in inside if self.last[node] >= stop]
 
     def key(self, start: int, stop: int) -> Any:
-        """What is the same of alike stretches: their ops, what these take of each other, and what goes in and out."""
+        """Return a key that is equal for stretches that one graph can serve: ops, data flow, types of inputs."""
         takes, gives = self._ports(start, stop)
         number = {node: -1 - at for at, node in enumerate(takes)}
         number |= {node: at for at, node in enumerate(self.nodes[start:stop])}
@@ -191,7 +191,7 @@ class _Half:
         return graph
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """What ``node`` takes, in order, each as often as it does."""
+        """Return the operands of ``node`` in order, with repetitions."""
         if node not in self._operands:
             nodes: list[fx.Node] = []
             self._operands[node] = nodes
@@ -199,13 +199,13 @@ class _Half:
         return self._operands[node]
 
     def kind(self, node: fx.Node) -> int:
-        """What is the same of values that one graph can take."""
+        """Return a number that is equal for values of the same type."""
         if node not in self._kinds:
             self._kinds[node] = self._id(type_of(node.meta.get("val")))
         return self._kinds[node]
 
     def mark(self, node: fx.Node) -> int:
-        """What is the same of nodes that may be alike: op, numbers, and what is known of each tensor."""
+        """Return a number that is equal for nodes of the same op, constants and operand types."""
         if node not in self._marks:
             args = node.args[:-1] if node.target in IN_MESSAGES else node.args
             written = fx.node.map_arg((args, node.kwargs), lambda x: f"%{self.kind(x)}")
@@ -245,7 +245,7 @@ def is_call(node: fx.Node) -> bool:
 
 
 def type_of(value: Any) -> Any:
-    """What can be compared of a value."""
+    """Return the type of a value: dtype, shape, stride and device of tensors, the text of constants."""
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.device
     if isinstance(value, list | tuple):
@@ -254,7 +254,7 @@ def type_of(value: Any) -> Any:
 
 
 def _longest(marks: Sequence[int], least: int) -> tuple[int, int, int] | None:
-    """What repeats: (start, period, length in front of the last period), where the most is saved; None if too little.
+    """Return the best repetition as (start, period, length without the last period), or None if none saves enough.
 
     The period is a distance at which rare marks come again; of these, that which leaves the fewest nodes to lower.
     """

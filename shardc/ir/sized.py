@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What of one node depends on sizes.
+    """The arguments and shapes of one node that depend on sizes.
 
     Args:
         args, kwargs: the node's, with polynomials and quotients; other nodes stand as they are.
@@ -97,7 +97,7 @@ class SizedGraph:
                 continue
             args, kwargs = fx.node.map_aggregate((entry.args, entry.kwargs), number)
             copy.args, copy.kwargs = fx.map_arg(args, lambda n: env[n]), fx.map_arg(kwargs, lambda n: env[n])
-            copy.meta["val"] = _made(entry.val, node.meta.get("val"), number)
+            copy.meta["val"] = _example(entry.val, node.meta.get("val"), number)
             record = ir.info(node)
             ir.set_info(copy, replace(record, value=_value(record, entry.shapes, number)))
         output, base_output = ir.output_node(graph), ir.output_node(self.base.graph)
@@ -138,7 +138,7 @@ class SizedGraph:
         return fx.GraphModule(self.base, graph)
 
     def inputs(self, units: Mapping[str, Any]) -> list[Any]:
-        """What `symbolic` takes for the u of each size, a SymInt: tensors are made in the current fake mode."""
+        """Return example arguments of `symbolic`, for the SymInt u of each size; needs a fake mode to be active."""
 
         def number(x: Any) -> Any:
             if not isinstance(x, Polynomial):
@@ -161,7 +161,7 @@ class SizedGraph:
 
 @dataclass(frozen=True)
 class At:
-    """What a graph was made by: ``graph.at(sizes)``."""
+    """Origin of a graph that ``graph.at(sizes)`` returned."""
 
     graph: SizedGraph
     sizes: dict[str, int]
@@ -177,14 +177,14 @@ class _Spelled:
     def __init__(self, graph: fx.Graph, scale: Mapping[str, tuple[int, int]]) -> None:
         self._graph, self._scale = graph, scale
         self._units = {name: graph.placeholder(f"size_{at}") for at, name in enumerate(scale)}
-        self._known: dict[Any, Any] = {}
+        self._nodes: dict[Any, Any] = {}
 
     def __call__(self, x: Any) -> Any:
         if not isinstance(x, Polynomial | Quotient):
             return x
-        if x not in self._known:
-            self._known[x] = self._node(x)
-        return self._known[x]
+        if x not in self._nodes:
+            self._nodes[x] = self._node(x)
+        return self._nodes[x]
 
     def _node(self, x: Polynomial | Quotient) -> Any:
         call = self._graph.call_function
@@ -208,13 +208,13 @@ def _words(node: fx.Node) -> Iterator[str]:
     return iter(strings)
 
 
-def _made(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
+def _example(shape: Any, like: Any, number: Callable[[Any], Any]) -> Any:
     """Return ``like`` with tensors of ``shape`` in the place of its own."""
     if isinstance(shape, Shape):
         sizes, strides = [[number(n) for n in dims] for dims in (shape.sizes, shape.strides)]
         return like.new_empty_strided(sizes, strides)  # in the fake mode of ``like``
     if isinstance(shape, tuple):
-        return tuple(_made(part, x, number) for part, x in zip(shape, like, strict=True))
+        return tuple(_example(part, x, number) for part, x in zip(shape, like, strict=True))
     return like
 
 

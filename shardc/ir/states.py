@@ -63,7 +63,7 @@ STATES: dict[str, Callable[..., Any]] = {
 
 
 def state(name: str, *args: Any) -> Any:
-    """What it is now; raises KeyError where there is none, as of a device that is not there."""
+    """Return the state ``name`` now; raises KeyError if there is none, as for a device that is absent."""
     try:
         return STATES[name](*args)
     except (RuntimeError, AssertionError) as error:

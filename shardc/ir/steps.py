@@ -1,4 +1,4 @@
-"""What each data-movement op of `shardc.ir.ops` may change between the layout it takes and the one it makes."""
+"""Legality of data-movement ops: how each op of `shardc.ir.ops` may change the layout of its operand."""
 
 from __future__ import annotations
 

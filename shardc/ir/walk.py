@@ -44,7 +44,7 @@ _HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: the attributes of other classes cannot be
 
 @dataclass
 class _Holder:
-    """What attributes are looked up in: those that traced code names."""
+    """A namespace (class, module or object) in which the attributes that traced code names are looked up."""
 
     label: str
     attributes: Mapping[str, Any]
@@ -299,7 +299,7 @@ class Walk:
                 self._bound[holder.cls].add(name)
 
     def bound(self, classes: Iterable[type]) -> Iterator[tuple[type, str, Any]]:
-        """What of ``classes`` a trace may have called, with what a look-up gives."""
+        """Yield (class, name, value) for the attributes of ``classes`` that a trace may have called."""
         for cls in dict.fromkeys(classes):
             for name in sorted(set().union(*(self._bound.get(base, ()) for base in cls.__mro__))):
                 value = getattr(cls, name, None)

@@ -118,13 +118,13 @@ def signature_to_json(signature: Signature) -> dict[str, Any]:
 
 def reads_to_json(reads: Reads) -> list[dict[str, Any]]:
     """Raises PrecompiledError for what is in globals that only this process knows."""
-    for read in reads.found:
+    for read in reads.entries:
         if "scope(" in read.expression:
             raise PrecompiledError(
                 f"the program depends on {read}, a global of code that cannot be imported",
                 fix="put the code of the model into a file that is imported",
             )
-    return [asdict(read) for read in reads.found]
+    return [asdict(read) for read in reads.entries]
 
 
 def signature_of(call: Call) -> Signature:

@@ -37,7 +37,7 @@ class Guards:
             reached.append(capture.reach(model, loss))
             lookup = Lookup(model, loss, capture.scopes)
             seen: set[Path] = set()
-            for read in capture.found:
+            for read in capture.entries:
                 if read.what != "hooks" and read.expression != GRAD_MODE:  # which others look at, too
                     self._note(read, lookup, seen)
         self._reached = Reach.of_all(reached)

@@ -1,4 +1,4 @@
-"""Checks that what stands for a collective, written by an algorithm, is made of what that takes, among its ranks."""
+"""Checks that ops which implement a collective by an algorithm have its operand, its group and its reduction."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TOGETHER: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Collective:
-    """What a collective of one tensor gives.
+    """A collective of one tensor, by the fingerprints of its operand and its result.
 
     Args:
         value, operand: the fingerprints of its result and of what it takes.

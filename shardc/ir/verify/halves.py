@@ -33,7 +33,7 @@ def order(graph: fx.Graph) -> list[str]:
 
 
 def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
-    """Of the ops of ``graph`` the first that does not run where it was ``scheduled``, and where it does; or None."""
+    """Return the first op of ``graph`` that does not run where it was ``scheduled``, with the reason; or None."""
     now = order(graph)
     if now == scheduled:
         return None
@@ -50,7 +50,11 @@ def moved(scheduled: list[str], graph: fx.Graph) -> tuple[fx.Node, str] | None:
 
 
 def slots(subject: Subject) -> Broken:
-    """No two results that are in use at one time share bytes, and none is read after its memory is given on."""
+    """Planned memory is not shared by results that are live at one time.
+
+    - Two slots of the arena whose uses overlap have no byte in common. A use lasts until the wait of the collective.
+    - No output lies in a slot of the arena, which the next collectives overwrite.
+    """
     plan = subject.nodes[-1].meta.get(PLAN)
     if plan is None:
         return
@@ -105,7 +109,10 @@ def _sharing(
 
 
 def read(subject: Subject) -> Broken:
-    """What a collective brings leads to an output."""
+    """Every result of a collective reaches an output.
+
+    - Each collective has a path of uses to the output node.
+    """
     live: set[fx.Node] = set()
     for node in reversed(subject.nodes):
         if node.op == "output" or node in live:
@@ -116,7 +123,10 @@ def read(subject: Subject) -> Broken:
 
 
 def once(subject: Subject) -> Broken:
-    """No value is sent twice to become the same."""
+    """No collective is redundant.
+
+    - No two collectives have the same kind, operand, group and reduction.
+    """
     seen: dict[Any, fx.Node] = {}
     for node in subject.calls:
         for value, rest in _sent(node):
@@ -126,7 +136,10 @@ def once(subject: Subject) -> Broken:
 
 
 def rerun(forward: fx.GraphModule, backward: fx.GraphModule) -> Broken:
-    """The collectives of ``backward`` that run again though ``forward`` has kept what they bring."""
+    """The backward repeats no collective of the forward.
+
+    - No collective of ``backward`` has a result that ``forward`` saves.
+    """
     saved_names = {
         info(_brought(x)).name for role, x in outputs(forward.graph) if role.kind == "saved" and isinstance(x, fx.Node)
     }

@@ -27,7 +27,7 @@ Computed = dict[tuple[str, str, int], bytes]  # fingerprints by an output's kind
 
 @dataclass(frozen=True)
 class Program:
-    """What a graph computes.
+    """Fingerprints of all values and of the outputs of a graph.
 
     Args:
         values: the fingerprints of its values.
@@ -39,7 +39,7 @@ class Program:
 
 
 def program(gm: fx.GraphModule, prints: Mapping[fx.Node, Any] | None = None) -> Program:
-    """What ``gm``, a graph at global shapes, computes, data movement left out.
+    """Return the fingerprints of ``gm``, a graph at global shapes; data movement has none of its own.
 
     Args:
         prints: its `fingerprints`, where there are some already.
@@ -94,8 +94,8 @@ def fingerprints(
     """Return the fingerprint of each node but the output; a list of them of one that makes several tensors by a
     collective.
 
-    Data movement at global shapes changes none. That of a local collective's result is of what it takes, however it is
-    spelled: alone or with others, native or in messages, waited for or not.
+    Data movement at global shapes changes none. A local collective's fingerprint depends on its operands only:
+    bucketing, transport and waits do not change it.
 
     Args:
         saved: as `computed` says.
@@ -110,7 +110,7 @@ def fingerprints(
         elif node.op == "get_attr":
             out[node] = digest("constant", node.target)
         elif node.op == "call_function":
-            out[node] = _made(node, out)
+            out[node] = _fingerprint(node, out)
             old = replaced.get(info(node).name) if replaced else None
             if old is not None and old.value != out[node] and old.is_spelled_by(node, out):
                 out[node] = old.value
@@ -120,12 +120,13 @@ def fingerprints(
 def respelled(
     graph: fx.Graph, prints: Mapping[fx.Node, Any], replaced: Mapping[str, Collective]
 ) -> dict[str, Collective]:
-    """Those of ``replaced`` for which other ops stand in ``graph``."""
+    """Return those of ``replaced`` that other ops now implement in ``graph``."""
     named = {info(node).name: node for node in graph.nodes if node.op == "call_function"}
-    return {name: old for name, old in replaced.items() if name in named and _made(named[name], prints) != old.value}
+    present = {name: old for name, old in replaced.items() if name in named}
+    return {name: old for name, old in present.items() if _fingerprint(named[name], prints) != old.value}
 
 
-def _made(node: fx.Node, prints: Mapping[fx.Node, Any]) -> Any:
+def _fingerprint(node: fx.Node, prints: Mapping[fx.Node, Any]) -> Any:
     if node.target is WAIT or node.target in ops.MARKERS.values():
         return prints[node.args[0]]
     if node.target is getitem and isinstance(several := prints[node.args[0]], list):
@@ -154,7 +155,7 @@ def digest(*parts: Any) -> bytes:
 
 
 def _moved(node: fx.Node) -> fx.Node:
-    """What data movement made ``node`` of."""
+    """Return the value that ``node`` is before data movement."""
     while node.target in ops.MARKERS.values():
         node = node.args[0]
     return node

@@ -13,7 +13,11 @@ from shardc.ir.verify.subject import Broken, Subject
 
 
 def pins(subject: Subject) -> Broken:
-    """Parameters, buffers and inputs have the layout in which they come in, without a pending reduction."""
+    """Placeholders have a usable layout.
+
+    - Each parameter, buffer and input has a layout.
+    - None of these has a pending reduction: a caller cannot pass a partial sum.
+    """
     for node in subject.nodes:
         role = info(node).role if node.op == "placeholder" else None
         value = info(node).value if role is not None and role.kind != "tangent" else None
@@ -26,7 +30,10 @@ def pins(subject: Subject) -> Broken:
 
 
 def present(subject: Subject) -> Broken:
-    """Every tensor has a layout of its shape on the mesh."""
+    """Every tensor has a layout.
+
+    - Each value of each node has one; `shapes` checks that it fits.
+    """
     for node in subject.nodes[:-1]:
         for value in info(node).tensors:
             if value.layout is None:
@@ -34,7 +41,11 @@ def present(subject: Subject) -> Broken:
 
 
 def shapes(subject: Subject) -> Broken:
-    """A layout that is there is on the mesh and has its value's shape."""
+    """Layouts fit their values; a value without a layout passes.
+
+    - The layout is on the mesh of the graph.
+    - Its global shape is that of the value.
+    """
     for node in subject.nodes[:-1]:
         for value in info(node).tensors:
             if value.layout is not None and value.layout.mesh != subject.mesh:
@@ -44,14 +55,20 @@ def shapes(subject: Subject) -> Broken:
 
 
 def decisions(subject: Subject) -> Broken:
-    """The layouts that every op wants of its operands give exactly those of its results."""
+    """The rules accept each op at the operand layouts that it needs.
+
+    - By its rule, the layouts in `Info.needs` give exactly the layouts of the results.
+    """
     for node in _computing(subject):
         if (reason := subject.agrees(node, info(node).needs)) is not None:
             yield node, reason
 
 
 def agreement(subject: Subject) -> Broken:
-    """The layouts of every op's operands give exactly those of its results."""
+    """The rules accept each op at the layouts that its operands have, so no reshard is missing.
+
+    - By its rule, the operands' layouts give exactly the layouts of the results.
+    """
     for node in _computing(subject):
         if (reason := subject.agrees(node, None)) is not None:
             yield node, reason
@@ -64,7 +81,13 @@ def _computing(subject: Subject) -> list[fx.Node]:
 
 
 def moves(subject: Subject) -> Broken:
-    """Every data-movement op changes what its kind may change, and nothing else."""
+    """Data-movement ops keep the value and change only what their kind allows.
+
+    - The op takes one tensor and returns one of the same dtype.
+    - ``pad`` and ``unpad`` change the size of one dim, which no axis splits; every other op keeps the global shape.
+    - ``tag`` keeps the layout.
+    - A collective or local move changes the layout as `shardc.ir.steps.broken_step` allows.
+    """
     for node in subject.calls:
         if node.target not in ops.MARKERS.values():
             continue
@@ -110,7 +133,11 @@ def _broken_pad(node: fx.Node, source: Value, result: Value) -> str | None:
 
 
 def results(subject: Subject) -> Broken:
-    """An output lies as the outside wants it; a gradient or an updated buffer, if nothing is said, as what it is of."""
+    """Outputs have the layout that the caller expects.
+
+    - An output with a layout in its role has that layout.
+    - Without one, a gradient or updated buffer has the layout of the stored tensor, and no pending reduction.
+    """
     last = subject.nodes[-1]
     for role, node in outputs(subject.gm.graph):
         value = info(node).value if isinstance(node, fx.Node) else None

@@ -16,7 +16,12 @@ from shardc.ir.verify.subject import Broken, Subject
 
 
 def types(subject: Subject) -> Broken:
-    """Shapes are local: no tensor has a layout, and what is stored and what comes back have one shape."""
+    """Shapes are local.
+
+    - No tensor has a layout any more.
+    - An output has the local shape of its role's layout.
+    - Without one, a gradient or updated buffer has the shape of the stored tensor.
+    """
     for node in subject.nodes[:-1]:
         for tensor in info(node).tensors:
             if tensor.layout is not None:
@@ -30,7 +35,13 @@ def types(subject: Subject) -> Broken:
 
 
 def places(subject: Subject) -> Broken:
-    """Only moves between host and device read or make what lies on the host: parameters, and their gradients."""
+    """Host memory is reached only by moves between host and device.
+
+    - ``to_device`` reads from the host, ``to_host`` writes to it; a wait changes nothing.
+    - No other op has an operand or result on the host.
+    - No saved value is on the host unless it is a parameter, which the backward moves again.
+    - A gradient or buffer is returned on the host only if the stored tensor is there.
+    """
     on_host = {node for node in subject.nodes[:-1] if any(value.host for value in info(node).tensors)}
     for node in subject.calls:
         kind = move_kind(node)
@@ -61,7 +72,11 @@ def places(subject: Subject) -> Broken:
 
 
 def groups(subject: Subject) -> Broken:
-    """Every collective is over a group of the mesh, and says that group's size where it says one."""
+    """Every collective is over a group of the mesh.
+
+    - The group's name lists axes of the mesh.
+    - Its ``group_size``, if it has that argument, is the number of ranks in the group.
+    """
     for node in subject.calls:
         if collective_kind(node) is None:
             continue
@@ -77,7 +92,11 @@ def groups(subject: Subject) -> Broken:
 
 
 def waits(subject: Subject) -> Broken:
-    """The result of a collective is waited on before anything else uses it, and is used."""
+    """Every collective, and every move between host and device, is waited for.
+
+    - Each of its results has a user.
+    - Every user is a wait: nothing else reads memory that is still being written.
+    """
     for node in subject.calls:
         if collective_kind(node) is None and move_kind(node) is None:
             continue

@@ -1,4 +1,4 @@
-"""Who asked for a collective that is broken: the plan entry and the line of the user's code."""
+"""Provenance of a broken collective: the plan entry and the line of the user's code that it comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report of an error of the verifier needs, as a file: the program before and after the pass, and versions."""
+"""Writes a report file for an error of the verifier: the program before and after the pass, and versions."""
 
 from __future__ import annotations
 

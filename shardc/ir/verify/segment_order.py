@@ -14,7 +14,12 @@ from shardc.ir.verify.subject import Broken, Subject
 
 
 def in_order(subject: Subject, segments: Sequence[Segment]) -> Broken:
-    """The ops of ``segments``, one behind the other, are those of the half, in its order and on the same operands."""
+    """The segments run the half's schedule; a single segment is the half itself and passes.
+
+    - Their ops, in order, are the ops of the half, in its order.
+    - Each op has the operands that it has in the half.
+    - Each segment returns the values that it is said to return.
+    """
     if len(segments) == 1:
         return  # the half itself
     end, values = subject.nodes[-1], {node.name: _value(node) for node in subject.nodes}

@@ -16,7 +16,12 @@ from shardc.ir.verify.subject import Broken, Check, Subject
 
 
 def records(subject: Subject) -> Broken:
-    """Every node carries an `Info` with a tensor or a tuple; names are unique; every placeholder has a role."""
+    """Every node has a record.
+
+    - Each node but the output carries an `Info`.
+    - Names are unique in the graph.
+    - Placeholders have a role, other nodes have none.
+    """
     seen: dict[str, fx.Node] = {}
     for node in subject.nodes:
         if node.op == "output":
@@ -33,7 +38,12 @@ def records(subject: Subject) -> Broken:
 
 
 def order(subject: Subject) -> Broken:
-    """Placeholders, then ops whose arguments are above them, then one output with a role for each value."""
+    """Nodes are in a legal order.
+
+    - Placeholders come before ops; the only other nodes are constants and the output.
+    - Every operand of a node stands above it.
+    - The one output node is the last, and has a role for each value.
+    """
     above: set[fx.Node] = set()
     calls = False
     last = subject.nodes[-1]
@@ -54,7 +64,11 @@ def order(subject: Subject) -> Broken:
 
 
 def types(subject: Subject) -> Broken:
-    """The dtype and shape of a record are those of the node's fake value, where it has one."""
+    """Records agree with the fake values that capture or a pass left on nodes.
+
+    - A record is a tuple exactly if the fake value is one.
+    - Dtype and shape of each tensor are those of its fake value.
+    """
     for node in subject.nodes[:-1]:
         if "val" not in node.meta:
             continue
@@ -73,7 +87,11 @@ def types(subject: Subject) -> Broken:
 
 
 def results(subject: Subject) -> Broken:
-    """A ``getitem`` has the type of the result that it picks."""
+    """Items have the type of what they select.
+
+    - The source of a ``getitem`` has a result of its index.
+    - The node's value equals that result.
+    """
     for node in subject.calls:
         if node.target is operator.getitem:
             source, index = node.args
@@ -85,7 +103,11 @@ def results(subject: Subject) -> Broken:
 
 
 def legal(*allowed: Callable[..., Any], collectives: bool = False) -> Check:
-    """Every op is a ``getitem``, one of ``allowed``, or an op of torch, which is a collective only after localize."""
+    """Return the check of which ops a stage may contain.
+
+    - Every op is a ``getitem``, one of ``allowed``, or an overload of ``torch.ops``.
+    - Without ``collectives``, as before localize, no op is a collective of torch.
+    """
 
     def legal(subject: Subject) -> Broken:
         for node in subject.calls:

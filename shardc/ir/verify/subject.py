@@ -1,4 +1,4 @@
-"""What a check looks at, and what it says."""
+"""The input of a check (`Subject`) and the type of what it yields."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Broken = Iterator[tuple[fx.Node, str]]
 
 
 def no_rules(node: fx.Node, operands: tuple[Layout, ...] | None) -> None:
-    """Takes every op's layouts for good: for graphs whose ops have no rules."""
+    """Accept the layouts of every op: for graphs whose ops have no rules."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified: a graph on a mesh, and how to ask whether an op's layouts fit together.
+    """The graph to verify, its mesh, and the callback that tells whether an op's layouts fit together.
 
     A check is a function of it that yields (node, what is broken there).
 
@@ -55,7 +55,7 @@ class Subject:
         return {(role.kind, role.name): value for role, value in pairs if role is not None and isinstance(value, Value)}
 
     def owner_value(self, kind: str, name: str) -> Value | None:
-        """What an output of this role is the gradient of, or updates."""
+        """Return the stored tensor that an output of this role is the gradient of, or updates."""
         return self.stored.get(("param" if kind == "grad" else kind, name))
 
 
