@@ -148,7 +148,7 @@ def explain(program: Program, tensor: str, hardware: str | Hardware = "h100") ->
         raise InputError(f"the program has no tensor {tensor!r}", fix=fix)
     rows = program.schedule(hardware, stage="localize").by_node
     record = ir.info(node)
-    represents = "" if folded is None else folded.alike(record.name.removeprefix("d."))
+    represents = "" if folded is None else folded.block_run(record.name.removeprefix("d."))
     param = record.role is not None and record.role.kind == "param"
     uses = list(_uses(node, rows))
     decisions = [Decision("storage" if param else "layout", str(record.value), _who(program, node))]

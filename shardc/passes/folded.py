@@ -69,7 +69,7 @@ class Folded:
             self.graphs[stage] = graph
         return self.graphs[stage]
 
-    def alike(self, name: str) -> str:
+    def block_run(self, name: str) -> str:
         """Describes the run of equal blocks that the node ``name`` is in; "" if it is in none."""
         repeats = (each for each in self.repeats if any(name.startswith(f"{block}.") for block in each.names()))
         return "".join(f"{each.count} blocks alike, {each}" for each in list(repeats)[-1:])
