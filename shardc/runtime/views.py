@@ -203,7 +203,7 @@ def views_of(
         source = len(program.outputs) + len(bases)
         bases.append(base)
         for at, place in zip(group, base.places, strict=True):
-            ops = (partial(torch.as_strided, size=place[0], stride=place[1], storage_offset=place[2]),)
+            ops = (partial(_at, place),)
             detached = at not in differentiable and bool(base.split)
             views[at] = View(at, source, False, ops, returned[at], detached)
     firsts = {returned[at].first for at in stray}
@@ -214,6 +214,12 @@ def views_of(
     views = {at: view for at, view in views.items() if at not in read_only or not view.from_feed}
     behind = {len(program.outputs) + at for at, base in enumerate(bases) if read_only.intersection(base.of)}
     return Views(tuple(_ordered(views)), tuple(bases), frozenset(read_only | behind))
+
+
+def _at(place: Place, base: Tensor) -> Tensor:
+    """Return the view at ``place`` in ``base``, which may begin behind the start of its storage."""
+    sizes, strides, offset = place
+    return base.as_strided(sizes, strides, base.storage_offset() + offset)
 
 
 def memory_of(x: Any) -> int:

@@ -60,6 +60,8 @@ SHARE: dict[str, Returns] = {
     "a change of what dropout returns": changed_in_place,
     "parts": lambda net, x, y: (y, *y.split(2, 1)),
     "windows": lambda net, x, y: (y, y.unfold(1, 2, 2)),
+    "rows behind the first": lambda net, x, y: ((z := y * 2)[1:], z[2:]),
+    "the last row, twice": lambda net, x, y: ((z := y * 2)[-1], z.narrow(0, 3, 1)),
     "a diagonal": lambda net, x, y: (y, y.diagonal()),
     "the real part": lambda net, x, y: ((z := complex_of(y)), z.real, torch.view_as_real(z)),
     "a view from a checkpoint region": lambda net, x, y: (
@@ -146,7 +148,14 @@ def kinds(names: tuple[str, ...], **how: Any) -> None:
 
 
 ALL = SHARE | READ_ONLY | OF_OTHERS | COPIES
-FIRST = ("dropout in evaluation", "as_strided", "as_strided of the input", "a view of a plain attribute", "a constant")
+FIRST = (
+    "dropout in evaluation",
+    "the last row, twice",
+    "as_strided",
+    "as_strided of the input",
+    "a view of a plain attribute",
+    "a constant",
+)
 eagerly = partial(kinds, tuple(ALL), backend="eager")
 
 
@@ -174,3 +183,23 @@ def by_inductor() -> None:
 @pytest.mark.slow
 def test_two_ranks_with_inductor() -> None:
     run_ranks(2, by_inductor)
+
+
+def last_rows() -> None:
+    """Two views that begin behind the start of what they are views of, whose rows the ranks share."""
+    torch.manual_seed(0)
+    model = Net(lambda net, x, y: ((z := y * 2)[-1], z.narrow(0, 3, 1))).double()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    module = shardc.compile(copy.deepcopy(model), mesh, shardc.fsdp("dp"), backend="eager")
+    x = torch.arange(1.0, 17.0, dtype=torch.float64).view(4, 4)
+    for _ in range(2):
+        ours, theirs = module(module.shardc.shard_inputs(x)), model(x)
+        torch.testing.assert_close([y.detach() for y in ours], [y.detach() for y in theirs])
+        for outputs in (ours, theirs):
+            (outputs[0].square().sum() + 3 * outputs[1].sum()).backward()
+    torch.testing.assert_close(module.linear.weight.grad.full_tensor(), model.linear.weight.grad)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_views_that_begin_behind_the_start(ranks: int) -> None:
+    run_ranks(ranks, last_rows)
