@@ -105,7 +105,7 @@ def test_functions_that_mix_rows(function: Callable[..., Tensor]) -> None:
 
 
 def test_functions_that_read_more_than_they_are_given() -> None:
-    with pytest.raises(CaptureError, match="reads bias, which it is not given"):
+    with pytest.raises(CaptureError, match="reads bias, which is not among its arguments"):
         captured(Reads())
 
 
