@@ -181,7 +181,8 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Any op on tensors that this rank holds whole: run as it is."""
 
     def local(view: Virtual) -> torch.Tensor:
-        return view.init_shard.local.as_strided(view.shape, view.stride(), view.storage_offset())
+        whole = view.init_shard.local
+        return whole.as_strided(view.shape, view.stride(), whole.storage_offset() + view.storage_offset())
 
     result = func(*pytree.tree_map_only(Virtual, local, args), **pytree.tree_map_only(Virtual, local, kwargs))
     written = [
