@@ -69,7 +69,7 @@ class Build:
         self.dynamic, self.families = dynamic, Families()
 
     def for_copy(self) -> Build:
-        """Returns a builder for a copy of the module: the same plan, no dynamic programs yet."""
+        """Returns a builder for a copy of the module: the same plan, no programs for dynamic sizes yet."""
         build = copy.copy(self)
         build.dynamic, build.families = DynamicDims(self.dynamic.names), Families()
         return build

@@ -98,7 +98,7 @@ def _check_wrappers(model: nn.Module) -> None:
 
 
 def _check_tensors(model: nn.Module) -> None:
-    """Raises InputError where a tensor of the model has no shape yet, or is more than a dense tensor of values."""
+    """Raises InputError if a parameter or buffer is lazy (without a shape), sparse, quantised or of a refused class."""
     attributes = (
         (f"{path}.{key}".lstrip("."), x)
         for path, module in model.named_modules()

@@ -135,7 +135,7 @@ class CostModel:
         return min(latencies), max([self.bandwidth, *(row.bandwidth for row in self.kinds)])
 
     def measured(self, kind: str) -> bool:
-        """Return whether ``kind`` was measured by itself."""
+        """Return whether collectives of ``kind`` were measured, instead of estimated from another kind."""
         return kind in self._by_kind
 
     def seconds(self, kind: str, ranks: int, wire_bytes: float, messages: int = 1) -> float:

@@ -32,7 +32,7 @@ class Place(NamedTuple):
         return self.high // self.low
 
     def fits(self, other: Place) -> bool:
-        """Return whether both can be digits of one dim at the same time."""
+        """Return whether one tensor can be split at both places at once: their digits of a dim do not overlap."""
         if self.dim != other.dim:
             return True
         return self.low % other.high == 0 or other.low % self.high == 0

@@ -203,7 +203,7 @@ def joined(
 
 
 def _behind(behind: dict[str, set[int]], text: str) -> set[int]:
-    """Return the slots behind the names in ``text``."""
+    """Return the arena slots in which the variables named in ``text``, a line of generated code, lie."""
     return {slot for name in re.findall(r"\w+", text) for slot in behind.get(name, ())}
 
 

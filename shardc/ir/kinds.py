@@ -25,7 +25,7 @@ _UNWRAPPED = ("torchvision.tv_tensors",)
 
 
 def why_refused(x: Tensor, stored: bool = False) -> tuple[str, str] | None:
-    """Return why a program cannot take ``x``, and what to pass in the place of ``{}``; None if it can.
+    """Return (what ``x`` is, what to pass instead of ``{}``, its name) if a program cannot take ``x``, else None.
 
     Classes pass by an allow-list: torch's own, and those derived from them that override nothing of theirs.
 

@@ -27,7 +27,7 @@ class Polynomial:
         return sum((c * monomial(values, powers) for c, powers in self.terms), Fraction(0))
 
     def whole_at(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether its value is a number of elements."""
+        """Return whether the polynomial is a whole number, and not negative, at ``sizes`` (symbol -> value)."""
         value = self.at(sizes)
         return value.denominator == 1 and value >= 0
 

@@ -1,4 +1,4 @@
-"""States that a model's code asks for by a call: what a capture asked for is asked again before each call."""
+"""Global states that a model queries by a call (`torch.is_grad_enabled()`): the answers are guards of a program."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def _cached_graph(key: Path, inputs: Sequence[Any], kind: str) -> CompiledFxGrap
 
 
 def settings() -> str:
-    """All but the graph that Inductor's code depends on, by Inductor's own account, and what is widened."""
+    """Returns Inductor's cache key of an empty graph (config, versions, device) and the dtypes that shardc upcasts."""
     with _graph_cache(()), _as_here(()), FakeTensorMode():
         return compiled_fx_graph_hash(fx.GraphModule({}, fx.Graph()), [], {}, [])[0] + str(
             sorted(map(str, slow_dtypes()))

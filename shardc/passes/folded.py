@@ -84,7 +84,7 @@ class Folded:
     def halves(
         self, first: fx.GraphModule, second: fx.GraphModule | None
     ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-        """Returns the forward (or inference) graph and the backward graph of the whole model."""
+        """Unfolds the forward (or inference) and the backward graph of a few blocks to those of the whole model."""
         forward, backward = first.graph, second and second.graph
         for unfold in self.unfolds:
             forward, backward = unfold.halves(forward, backward)

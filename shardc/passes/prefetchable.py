@@ -1,4 +1,4 @@
-"""Prefetchable ops: those that depend on a half's inputs alone, through moves, casts and a few cheap ops.
+"""Prefetchable ops: those that need only inputs of a forward or backward graph, by copies, casts and cheap ops.
 
 A parameter that is moved, cast, padded or transposed before its gather delays that gather no more than an input does.
 Buckets and the schedule may move such a collective to an earlier place, and its ops with it.

@@ -350,7 +350,7 @@ class _Unfolding:
         return replace(role, name=self.names.module(role.name, shift)), counterpart
 
     def _block_of(self, role: Role, node: Any) -> int | None:
-        """Returns the block of the run that an output belongs to."""
+        """Returns the number of the repeated block that an output belongs to; None for none."""
         if role.kind == "saved":
             place = self.places.get(node)
             return None if place is None else place.block

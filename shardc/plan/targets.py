@@ -28,7 +28,7 @@ class Target:
 
 
 def split_target(target: str) -> Target:
-    """Parse the target of an activation entry.
+    """Parse the target of an activation entry: glob of modules, "input" or "output", and which of several.
 
         layers.*.attn                                   the first output of these modules
         layers.*.attn.input, layers.*.attn:input        the first input

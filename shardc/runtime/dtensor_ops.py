@@ -157,7 +157,7 @@ def _rule(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beside_plain(op: Any, args: Any, kwargs: Any, mesh: DeviceMesh, writes: list[Any]) -> Any:
-    """``op`` on DTensors and plain tensors, which stand for whole ones; what is plain and written stays plain."""
+    """Runs ``op`` on DTensors and plain tensors, taken as replicated; a plain tensor that ``op`` writes stays plain."""
     if any(not isinstance(x, DTensor) for x in writes):
         return on_wholes(op, args, kwargs, mesh)
     leaves = pytree.tree_leaves((args, kwargs))

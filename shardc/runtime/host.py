@@ -112,7 +112,7 @@ _local = threading.local()
 
 
 def _reading() -> list[Any]:
-    """The events behind copies that read host memory, of this thread."""
+    """Returns this thread's events of copies that may still read host memory."""
     if not hasattr(_local, "reading"):
         _local.reading = []
     return _local.reading

@@ -125,7 +125,9 @@ class Meeting:
             self._refuse_invited(store, *invited, f"rank {self.rank} waits in {where}")
 
     def _refuse_invited(self, store: dist.Store, number: int, attempt: str, why: str) -> None:
-        """Refuses an attempt of another rank; where this one called the method too, and was refused, with that text.
+        """Tells another rank that its call of a method all ranks must call is refused, because of ``why``.
+
+        If this rank called it too, and was refused, the text is that of its own refusal.
 
         The other rank is late then: it opens a new attempt, since the first one has ended.
         """

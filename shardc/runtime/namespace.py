@@ -53,7 +53,7 @@ class Namespace(State):
             self.groups.agreement.meet(f"{type(self.template).__name__}.{method}")
 
     def _waits(self) -> AbstractContextManager[None]:
-        """A block of collectives on the parameters' mesh, which end where another rank has raised."""
+        """Context of collectives on the parameters' mesh: if another rank raises, they raise too instead of waiting."""
         return nullcontext() if self.groups is None else self.groups.agreement.waits()
 
     def _compiles(self) -> AbstractContextManager[None]:

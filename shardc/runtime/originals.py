@@ -37,7 +37,7 @@ class _Pair:
 
 
 def _of_new(name: str) -> Any:
-    """An attribute that torch sets and reads without `__torch_function__`, as that of the new parameter."""
+    """Returns a property that forwards to the new parameter an attribute that bypasses `__torch_function__`."""
     return property(
         lambda self: getattr(_originals.new(self), name),
         lambda self, value: setattr(_originals.new(self), name, value),
@@ -97,7 +97,7 @@ class _Originals:
         return module.get_parameter(name)
 
     def pairs(self, params: Iterable[Tensor]) -> list[tuple[_Pair, nn.Module]]:
-        """For which compiled modules ``params`` are the parameters of the model."""
+        """Returns (record, compiled module) for each compiled module whose original model has one of ``params``."""
         pairs = {id(noted[0]): noted[0] for noted in map(self._pairs.get, params) if noted is not None}
         return [(pair, module) for pair in pairs.values() if (module := pair.module()) is not None]
 

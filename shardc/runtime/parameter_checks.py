@@ -89,7 +89,7 @@ def check(
     homes: Mapping[str, ParamLocation],
     runs: bool = False,
 ) -> None:
-    """Checks that the parameters ``params`` are still as they were compiled for; reads and writes nothing of them.
+    """Checks that ``params`` have the types, layouts, devices and modes that they were compiled for; reads no values.
 
     Args:
         params: by each of their names.

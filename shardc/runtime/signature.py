@@ -152,7 +152,7 @@ def _flat_spec(count: int, *names: str) -> pytree.TreeSpec:
 
 
 class Compiled(Protocol):
-    """A program, as far as it matters here."""
+    """Protocol of what the lookup by call signature reads of a compiled program."""
 
     inputs: tuple[tuple[str, Layout], ...]
 

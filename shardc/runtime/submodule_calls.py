@@ -36,7 +36,7 @@ def wrapped(by: str) -> InputError:
 
 
 def check_ddp(owner: nn.Module) -> None:
-    """Raises InputError where ``owner`` is called by a model in DistributedDataParallel, which reduces its shards."""
+    """Raises InputError if the compiled module ``owner`` is part of a model in DDP, which would average its shards."""
     front = DistributedDataParallel._active_ddp_module
     if front is not None and not {*map(id, front._module_parameters)}.isdisjoint(map(id, owner.parameters())):
         raise wrapped("DistributedDataParallel")

@@ -125,18 +125,18 @@ class Sync:
         return matches
 
     def sync(self, on: bool, names: Iterable[str]) -> None:
-        """Whether steps reduce the gradients of ``names``; True also over replicas, as FSDP2's setting of that name."""
+        """Sets whether steps reduce the gradients of ``names``; ``on`` also turns on the reduction over replicas."""
         self.unsynced = _switched(self.unsynced, not on, names)
         if on:
             self.all_reduce(True, names)
 
     def all_reduce(self, on: bool, names: Iterable[str]) -> None:
-        """Whether steps that reduce gradients of ``names`` do so over replicas."""
+        """Sets whether steps that reduce gradients of ``names`` do so over replicas too."""
         self.over_shards = _switched(self.over_shards, not on, names)
 
     @contextlib.contextmanager
     def pause(self, names: Iterable[str]) -> Iterator[None]:
-        """A block whose steps reduce no gradients of ``names``."""
+        """Context in which steps reduce no gradients of ``names``."""
         before = self.paused
         self.paused = before.union(names)
         try:
@@ -150,7 +150,7 @@ def _switched(names: frozenset[str], on: bool, changed: Iterable[str]) -> frozen
 
 
 class _Optimizers:
-    """Hooks on ``step`` and ``zero_grad`` of optimizers while gradients are unreduced; removed after that.
+    """Hooks by which, while gradients are unreduced, an optimizer's ``step`` raises and ``zero_grad`` drops them.
 
     As under DDP, where these gradients are in ``.grad``, ``zero_grad`` drops them. A step, which would do without them,
     raises before anything is changed.

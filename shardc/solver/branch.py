@@ -118,7 +118,7 @@ class Search:
             recover(graph.trail, self.chosen)
 
     def tighten(self, graph: Graph, bound: float) -> tuple[float, Mapping[int, np.ndarray] | None]:
-        """Raise the bound of a graph until it is solved, closed, or stalled. The graph is changed in place.
+        """Raise the lower bound of a graph, in place, until it is solved, reaches the best value found, or stalls.
 
         Returns:
             the bound, and where the graph is still open a bound for each label of each variable that is left.

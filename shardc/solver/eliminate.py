@@ -24,7 +24,7 @@ Factor = tuple[tuple[int, ...], np.ndarray | PairCosts]
 
 @dataclass(frozen=True)
 class Order:
-    """In which order to eliminate all variables, and the entries of all tables that this makes."""
+    """An order in which to eliminate all variables, and how many table entries that creates."""
 
     variables: tuple[int, ...]
     entries: int

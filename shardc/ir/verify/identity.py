@@ -80,7 +80,7 @@ def of_outputs(graph: fx.Graph, prints: Mapping[fx.Node, Any]) -> Computed:
 
 
 def same(before: Computed, now: Computed) -> str | None:
-    """Return which output is not what it was, or None."""
+    """Return a text on the first output whose fingerprint differs between two graphs, or None if all are the same."""
     for role in [*before, *(role for role in now if role not in before)]:
         if before.get(role) != now.get(role):
             kind, name, _ = role

@@ -234,7 +234,7 @@ class LayoutProblem:
         return False
 
     def _extra_uses(self) -> list[tuple[fx.Node, Use]]:
-        """Hook of subclasses: returns uses of values by other variables than ops."""
+        """Hook for subclasses: returns uses by variables that are no op's strategy, such as storage layouts."""
         return []
 
 
