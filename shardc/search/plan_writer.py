@@ -182,7 +182,7 @@ class Writer:
         return f"{repeat.prefix}{number}{glob.removeprefix(f'{repeat.prefix}*')}"
 
     def _long(self, name: str) -> str:
-        """Map a name in the model as captured with a few blocks to the whole model, where later blocks have higher numbers."""
+        """Map a name in the model captured with few blocks to the whole model, which numbers later blocks on."""
         for repeat in self.repeats:
             match = re.fullmatch(rf"{re.escape(repeat.prefix)}(\d+)(\..*)?", name)
             if match and int(match[1]) >= repeat.first + self.keep:
