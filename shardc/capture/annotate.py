@@ -42,8 +42,8 @@ def annotate(
         stored: dtype of each parameter and buffer by its first name; it may have been traced in another.
     """
     _merge_names(gm.graph, first)
-    again = _drop_output_tags(gm.graph)
-    _name_outputs(ir.output_node(gm.graph), inputs, again)
+    duplicates = _drop_output_tags(gm.graph)
+    _name_outputs(ir.output_node(gm.graph), inputs, duplicates)
     _drop_effects(gm.graph)
     names = NameScope()
     needed = _needed_forward(gm.graph)
@@ -95,11 +95,11 @@ def _cast_stored(graph: fx.Graph, stored: Mapping[str, torch.dtype]) -> None:
                 user.replace_input_with(node, cast)
     results = list(output.args[0])
     for at, (role, node) in enumerate(ir.outputs(graph)):
-        own = stored.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
-        if own is not None and isinstance(node, fx.Node) and own != ir.value(node).dtype:
+        stored_dtype = stored.get(PREFIX + role.name) if role.kind in ("grad", "buffer") else None
+        if stored_dtype is not None and isinstance(node, fx.Node) and stored_dtype != ir.value(node).dtype:
             before = output if role.kind == "grad" else node.next  # the forward ends before the backward
             place = rewriter.before(before, like=node, suffix="stored")
-            results[at] = place.call(torch.ops.aten._to_copy.default, node, dtype=own)
+            results[at] = place.call(torch.ops.aten._to_copy.default, node, dtype=stored_dtype)
     output.args = (tuple(results),)
 
 
@@ -113,14 +113,14 @@ def _merge_names(graph: fx.Graph, first: Mapping[str, str]) -> None:
             node.replace_all_uses_with(placed[desc])
             graph.erase_node(node)
     results: dict[Any, Any] = {}
-    for desc, made in zip(output.meta["desc"], output.args[0], strict=True):
+    for desc, result in zip(output.meta["desc"], output.args[0], strict=True):
         desc = _by_first_name(desc, first)
         before = results.get(desc)
-        if isinstance(before, fx.Node) and isinstance(made, fx.Node):
+        if isinstance(before, fx.Node) and isinstance(result, fx.Node):
             with graph.inserting_before(output):
-                both = graph.call_function(torch.ops.aten.add.Tensor, (before, made))
-            both.meta, made = dict(made.meta), both
-        results[desc] = before if made is None else made
+                both = graph.call_function(torch.ops.aten.add.Tensor, (before, result))
+            both.meta, result = dict(result.meta), both
+        results[desc] = before if result is None else result
     output.meta["desc"], output.args = list(results), (tuple(results.values()),)
 
 
@@ -136,14 +136,14 @@ def _by_first_name(desc: Any, first: Mapping[str, str]) -> Any:
 def _drop_output_tags(graph: fx.Graph) -> set[Any]:
     """Drops the tags of outputs; of those that are the very tensor of an earlier output, the descriptors."""
     output = ir.output_node(graph)
-    again: set[Any] = set()
+    duplicates: set[Any] = set()
     for node in list(graph.nodes):
         if node.target is torch.ops.shardc.tag.default and node.args[1] in (OUTPUT, SAME):
             if node.args[1] == SAME:
-                again |= {desc for desc, x in zip(output.meta["desc"], output.args[0], strict=True) if x is node}
+                duplicates |= {desc for desc, x in zip(output.meta["desc"], output.args[0], strict=True) if x is node}
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-    return again
+    return duplicates
 
 
 def _needed_forward(graph: fx.Graph) -> set[fx.Node]:
@@ -166,7 +166,7 @@ def _forward_first(graph: fx.Graph, backward_from: fx.Node | None, needed: set[f
             backward_from.prepend(node)
 
 
-def _name_outputs(output: fx.Node, inputs: Sequence[str], again: Container[Any]) -> None:
+def _name_outputs(output: fx.Node, inputs: Sequence[str], duplicates: Container[Any]) -> None:
     """Gives the output node its roles and drops what has none.
 
     Args:
@@ -177,16 +177,16 @@ def _name_outputs(output: fx.Node, inputs: Sequence[str], again: Container[Any])
     """
     results: Any = output.args[0]
     roles = [_output_role(desc, inputs) for desc in output.meta["desc"]]
-    named = [(role, made) for role, made in zip(roles, results, strict=True) if role is not None]
-    output.args = (tuple(made for _, made in named),)
+    named = [(role, result) for role, result in zip(roles, results, strict=True) if role is not None]
+    output.args = (tuple(result for _, result in named),)
     output.meta[ir.ROLES] = tuple(role for role, _ in named)
-    output.meta[AGAIN] = {desc.idx for desc in output.meta["desc"] if desc in again}
-    for role, made in named:
+    output.meta[AGAIN] = {desc.idx for desc in output.meta["desc"] if desc in duplicates}
+    for role, result in named:
         if role.kind in _UNCHANGED:
             kind, instead = _UNCHANGED[role.kind]
             raise CaptureError(
                 f"the model changes its {kind} {role.name!r} in place",
-                source=line_of(made) or calling_line(),
+                source=line_of(result) or calling_line(),
                 fix=f"compute a new tensor from it, {instead}",
             )
 
@@ -210,8 +210,8 @@ def _first_backward(graph: fx.Graph, needed: set[fx.Node]) -> fx.Node | None:
             continue
         if node.op == "output":
             return None
-        made = any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward")
-        if made and node not in needed:
+        in_backward = any(n in dependent for n in node.all_input_nodes) or node.meta.get("autograd_backward")
+        if in_backward and node not in needed:
             return node
     return None
 
@@ -276,8 +276,8 @@ def _module_path(node: fx.Node) -> str:
 def _region(node: fx.Node) -> int:
     """The checkpoint region that ``node`` is in: autograd numbers them from 1 on, in the order of the calls."""
     policy = node.meta.get("recompute")
-    again = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return node.meta.get("ac_graph_id", 0) + 1 if again else 0
+    recomputed = policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return node.meta.get("ac_graph_id", 0) + 1 if recomputed else 0
 
 
 def _stem(node: fx.Node, module: str = "") -> str:

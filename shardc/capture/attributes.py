@@ -54,7 +54,7 @@ class Change:
         """The nodes of the tensors in the new value."""
         items = vars(_traced(self.value)).get("items")
         inside = list(items.values()) if isinstance(items, dict) else items if isinstance(items, list) else []
-        proxies = [vars(_traced(each)).get("proxy") for each in (self.value, *inside)]
+        proxies = [vars(_traced(variable)).get("proxy") for variable in (self.value, *inside)]
         return [proxy.node for proxy in proxies if proxy is not None]
 
     @property
@@ -72,7 +72,7 @@ def _traced(variable: Any) -> Any:
 @contextmanager
 def changes_recorded() -> Iterator[list[Change]]:
     """What the trace in the block sets on the model's modules and in globals."""
-    found: list[Change] = []
+    changes: list[Change] = []
     store, mutation, set_cell = SideEffects.store_attr, SideEffects.mutation, SideEffects.store_cell
 
     def note(item: Any, name: str | None, value: Any) -> None:
@@ -80,11 +80,11 @@ def changes_recorded() -> Iterator[list[Change]]:
         text = source and (source.name if isinstance(source.name, str) else source.name())
         if not text or not (MODEL in text or text.startswith("G[")):
             return
-        own = text.replace(MODEL, "model") + (f".{name}" if name else "")
-        attribute = name or own.rpartition(".")[2]
-        if attribute not in _TORCHS and "_hooks[" not in own:
+        expression = text.replace(MODEL, "model") + (f".{name}" if name else "")
+        attribute = name or expression.rpartition(".")[2]
+        if attribute not in _TORCHS and "_hooks[" not in expression:
             frames = [f"{frame.filename}:{frame.lineno}" for frame in TracingContext.extract_stack()]
-            found.append(Change(own, attribute, value, users_own(frames), text.replace(MODEL, "model")))
+            changes.append(Change(expression, attribute, value, users_own(frames), text.replace(MODEL, "model")))
 
     def store_attr(self: Any, item: Any, name: str, value: Any, *kind: Any) -> None:
         store(self, item, name, value, *kind)
@@ -103,7 +103,7 @@ def changes_recorded() -> Iterator[list[Change]]:
         patch.object(SideEffects, "mutation", mutate),
         patch.object(SideEffects, "store_cell", store_cell),
     ):
-        yield found
+        yield changes
 
 
 def changed_reads(
@@ -132,15 +132,15 @@ def changed_reads(
     refused: CaptureError | None = None
     at, loaded = Lookup(model, loss, reads.scopes), None
     seen = {read.expression for read in reads.entries}
-    asked = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
+    presence_checks = {f"{read.expression}.{read.key}" for read in reads.entries if read.what in ("has", "own")}
     for change in changes:
-        if change.expression not in seen | asked:
+        if change.expression not in seen | presence_checks:
             continue  # what is read is what this call has set
         try:
             before, absent = at(parse(change.expression)), False
         except _MISSING:
             before, absent = None, True
-        if before is _THERE or change.expression not in (asked if absent else seen):
+        if before is _THERE or change.expression not in (presence_checks if absent else seen):
             continue  # it is not read, or is there and stays there
         filled = before is None or isinstance(before, (dict, list, set))
         if filled and change.tensors and not any(map(_of_inputs, change.tensors)):
@@ -169,7 +169,7 @@ def changed_reads(
     both = None if settled is None else reads.joined(settled)
     if both is None:
         raise refused
-    read = {each.expression for each in both.entries if each.expression.startswith("model")} - {
+    read = {entry.expression for entry in both.entries if entry.expression.startswith("model")} - {
         name for name, value in constants.items() if value is _THERE
     }
     return replace(both, sets=tuple((name, constants[name]) for name in sorted(constants.keys() & read)))
@@ -220,35 +220,37 @@ def _of_inputs(node: Any) -> bool:
     """Whether a node is computed of something that comes into the graph."""
     todo, seen = [node], set()
     while todo:
-        here = todo.pop()
-        if here.op == "placeholder":
+        current = todo.pop()
+        if current.op == "placeholder":
             return True
-        if here not in seen:
-            seen.add(here)
-            todo += here.all_input_nodes
+        if current not in seen:
+            seen.add(current)
+            todo += current.all_input_nodes
     return False
 
 
 def _loaded(code: Iterable[CodeType]) -> set[str]:
     """The attributes and globals that ``code`` loads, but to change them or to compute their own next value."""
     names: set[str] = set()
-    for each in code:
+    for code_object in code:
         try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+            tree = ast.parse(textwrap.dedent(inspect.getsource(code_object)))
         except (OSError, TypeError, SyntaxError, ValueError):
-            if not each.co_filename.startswith("<"):  # else made by Dynamo itself
-                names |= _loaded_by_bytecode(each)
+            if not code_object.co_filename.startswith("<"):  # else made by Dynamo itself
+                names |= _loaded_by_bytecode(code_object)
             continue
         loads = _Loads(names)
         loads.visit(tree)
-        names |= loads.variables - {*each.co_varnames, *each.co_cellvars}
+        names |= loads.variables - {*code_object.co_varnames, *code_object.co_cellvars}
     return names
 
 
 def _loaded_by_bytecode(code: CodeType) -> set[str]:
     """As `_loaded`, where there is no source, or no more than a part of a line, as of a lambda."""
     steps = pairwise([*dis.get_instructions(code), None])
-    loads = [(one.argval, next_one) for one, next_one in steps if one is not None and one.opname.startswith("LOAD_")]
+    loads = [
+        (step.argval, next_step) for step, next_step in steps if step is not None and step.opname.startswith("LOAD_")
+    ]
     named = {name for name, after in loads if isinstance(name, str) and getattr(after, "argval", None) not in _CHANGES}
     return named & {*code.co_names, *code.co_freevars}
 
@@ -286,9 +288,9 @@ class _Loads(ast.NodeVisitor):
 
     def _visit_result(self, node: ast.AST, call: ast.expr) -> None:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in _CHANGES:
-            held = call.func.value
-            kept = isinstance(held, ast.Attribute | ast.Name)
-            for part in (*call.args, *call.keywords, *([] if kept else [held])):
+            receiver = call.func.value
+            is_place = isinstance(receiver, ast.Attribute | ast.Name)
+            for part in (*call.args, *call.keywords, *([] if is_place else [receiver])):
                 self.visit(part)
         else:
             self.generic_visit(node)

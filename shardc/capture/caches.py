@@ -38,9 +38,9 @@ def _below(kind: type) -> Iterator[type]:
 
 def _flatten(cache: Any) -> tuple[list[Any], Any]:
     """The attributes that may hold tensors, then the names of these and the values of the others."""
-    held = {name: value for name, value in vars(cache).items() if _may_hold(value)}
-    others = {name: _written(value) for name, value in vars(cache).items() if name not in held}
-    return list(held.values()), [list(held), others]
+    attributes = {name: value for name, value in vars(cache).items() if _may_hold(value)}
+    others = {name: _written(value) for name, value in vars(cache).items() if name not in attributes}
+    return list(attributes.values()), [list(attributes), others]
 
 
 def _flatten_with_keys(cache: Any) -> tuple[list[Any], Any]:

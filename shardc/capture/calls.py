@@ -60,11 +60,11 @@ class Record:
     """
 
     events: list[tuple[Any, Any, Any]] = field(default_factory=list)
-    made: dict[int, int] = field(default_factory=dict)
+    producers: dict[int, int] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
-    held: dict[int, str] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)
     blocks: dict[str, list[Block]] = field(default_factory=dict)
-    alike: dict[str, Any] = field(default_factory=dict)
+    signatures: dict[str, Any] = field(default_factory=dict)
     result: Any = None
     changed: set[str] = field(default_factory=set)
 
@@ -84,25 +84,25 @@ class Writer(TorchFunctionMode):
             shapes, which share no memory with what they were made of.
     """
 
-    def __init__(self, record: Record, again: bool) -> None:
+    def __init__(self, record: Record, reuse: bool) -> None:
         super().__init__()
         self.record = record
-        self._known: dict[Any, Any] | None = {} if again else None
+        self._results: dict[Any, Any] | None = {} if reuse else None
         self._tokens: dict[int, Token] = {}
-        self._kept: list[Any] = []  # so that no address is used again
+        self._tensors: list[Any] = []  # so that no address is used again
 
     def token(self, x: Any) -> Token:
         if id(x) not in self._tokens:
-            self._tokens[id(x)] = Token(len(self._kept))
-            self._kept.append(x)
-            self.record.made[self._tokens[id(x)].at] = len(self.record.events)
+            self._tokens[id(x)] = Token(len(self._tensors))
+            self._tensors.append(x)
+            self.record.producers[self._tokens[id(x)].at] = len(self.record.events)
         return self._tokens[id(x)]
 
     def freeze(self, tree: Any) -> tuple[list[Any], Any]:
         leaves, spec = pytree.tree_flatten(tree)
         return self._frozen(leaves), spec
 
-    def freeze_taken(self, tree: Any) -> list[Any]:
+    def freeze_arguments(self, tree: Any) -> list[Any]:
         """What a block takes; a cache is one thing, however much of it the blocks before have filled."""
         return self._frozen(pytree.tree_flatten(tree, is_leaf=is_cache)[0])
 
@@ -111,29 +111,29 @@ class Writer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
-        taken = self._frozen(leaves), spec
+        frozen_args = self._frozen(leaves), spec
         out = self._call(func, args, kwargs or {}, leaves, spec)
-        made = ([self.token(out)], _LEAF) if isinstance(out, Tensor) else self.freeze(out)
-        self.record.events.append((func, taken, made))
+        frozen_results = ([self.token(out)], _LEAF) if isinstance(out, Tensor) else self.freeze(out)
+        self.record.events.append((func, frozen_args, frozen_results))
         return out
 
     def _call(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         name = getattr(func, "__name__", "_")
-        if self._known is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
+        if self._results is None or name.endswith("_") or not all(isinstance(x, (Tensor, *PLAIN)) for x in leaves):
             return func(*args, **kwargs)
         try:
             key = (func, spec, tuple(_described(x) for x in leaves))
-            known = self._known.get(key)
+            result = self._results.get(key)
         except TypeError:  # something has no hash
             return func(*args, **kwargs)
-        if isinstance(known, _Made):
-            return _again(known)
-        if known is not None:
-            return pytree.tree_map(_again, known, is_leaf=lambda x: isinstance(x, _Made))
+        if isinstance(result, _Example):
+            return _copy_of(result)
+        if result is not None:
+            return pytree.tree_map(_copy_of, result, is_leaf=lambda x: isinstance(x, _Example))
         out = func(*args, **kwargs)
-        made = pytree.tree_leaves(out)
-        if made and all(type(x) is FakeTensor and not any(x is y for y in leaves) for x in made):
-            self._known[key] = pytree.tree_map(_made, out)
+        results = pytree.tree_leaves(out)
+        if results and all(type(x) is FakeTensor and not any(x is y for y in leaves) for x in results):
+            self._results[key] = pytree.tree_map(_example, out)
         return out
 
 
@@ -143,20 +143,20 @@ def _described(x: Any) -> Any:
     return type(x), x
 
 
-class _Made(NamedTuple):
+class _Example(NamedTuple):
     """A fake tensor, and one on meta that others like it can be made of."""
 
     like: FakeTensor
     meta: Tensor
 
 
-def _again(made: _Made) -> FakeTensor:
-    return FakeTensor(made.like.fake_mode, made.meta, made.like.device)
+def _copy_of(example: _Example) -> FakeTensor:
+    return FakeTensor(example.like.fake_mode, example.meta, example.like.device)
 
 
-def _made(x: FakeTensor) -> _Made:
+def _example(x: FakeTensor) -> _Example:
     with no_dispatch():
-        return _Made(x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+        return _Example(x, torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
 
 
 def record_calls(
@@ -166,7 +166,7 @@ def record_calls(
     device: torch.device,
     loss: Loss | None,
     dtypes: Dtypes,
-    again: bool,
+    reuse: bool,
 ) -> Record:
     """Runs ``model`` and its loss on fake tensors; with ``again``, each function on arguments like others but once.
 
@@ -177,7 +177,7 @@ def record_calls(
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, spec, loss)
     record = Record()
-    writer = Writer(record, again)
+    writer = Writer(record, reuse)
     handles: list[Any] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(experts.in_their_place(experts.other_forms()))
@@ -192,24 +192,24 @@ def record_calls(
         places: dict[int, list[str]] = {}
         for name, x in (item for named in both for item in named):
             places.setdefault(id(x), []).append(name.removeprefix(PREFIX))
-            record.held[writer.token(x).at] = name.removeprefix(PREFIX)
+            record.names[writer.token(x).at] = name.removeprefix(PREFIX)
         for path, size in numbered_containers(model):
             container = model.get_submodule(path)
             for at in range(size):
                 name = f"{path}.{at}" if path else str(at)
-                record.alike[name] = _holds(container._modules[str(at)], name, places)
+                record.signatures[name] = _holds(container._modules[str(at)], name, places)
                 handles += _hooked(container._modules[str(at)], record.blocks.setdefault(name, []), writer)
             if any(map(is_wrapper, (*container.parameters(), *container.buffers()))):  # all are folded, or none
                 names = [f"{path}.{at}" if path else str(at) for at in range(size)]
-                if any(record.alike[name] != record.alike[names[0]] for name in names):
-                    record.alike.update(dict.fromkeys(names))
+                if any(record.signatures[name] != record.signatures[names[0]] for name in names):
+                    record.signatures.update(dict.fromkeys(names))
         buffers = [(name, x, x._version) for name, x in root.named_buffers()]
         with writer:
             record.result = writer.freeze(root(*fakes))
         record.changed = {name.removeprefix(PREFIX) for name, x, version in buffers if x._version != version}
-    for name in record.alike:
+    for name in record.signatures:
         if any(buffer.startswith(f"{name}.") for buffer in record.changed):
-            record.alike[name] = None
+            record.signatures[name] = None
     return record
 
 
@@ -232,7 +232,7 @@ def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list
         return []
 
     def enter(_module: Any, args: Any, kwargs: Any) -> None:
-        calls.append(Block(len(writer.record.events), -1, writer.freeze_taken((args, kwargs)), []))
+        calls.append(Block(len(writer.record.events), -1, writer.freeze_arguments((args, kwargs)), []))
 
     def leave(_module: Any, _args: Any, _kwargs: Any, output: Any) -> None:
         calls[-1].exit, calls[-1].gives = len(writer.record.events), writer.freeze(output)[0]
@@ -245,9 +245,9 @@ def _hooked(block: nn.Module | None, calls: list[Block], writer: Writer) -> list
 
 def numbered_containers(model: nn.Module) -> list[tuple[str, int]]:
     """The modules whose children are numbered, with how many they have, outermost first."""
-    found = []
+    containers = []
     for path, module in model.named_modules():
         children = list(module._modules)
         if children and children == [str(at) for at in range(len(children))]:
-            found.append((path, len(children)))
-    return sorted(found, key=lambda item: item[0].count("."))
+            containers.append((path, len(children)))
+    return sorted(containers, key=lambda item: item[0].count("."))

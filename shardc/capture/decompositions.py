@@ -99,8 +99,8 @@ def _convolution_backward(
     if not (output_mask[0] or output_mask[1]):
         return None, None, bias
     geometry = (stride, padding, dilation, transposed, output_padding, groups)
-    made = aten.convolution_backward.default(grad, x, weight, None, *geometry, [output_mask[0], output_mask[1], False])
-    return made[0], made[1], bias
+    grads = aten.convolution_backward.default(grad, x, weight, None, *geometry, [output_mask[0], output_mask[1], False])
+    return grads[0], grads[1], bias
 
 
 def _nll_loss_backward(
@@ -126,10 +126,10 @@ def _slice_backward(grad: Tensor, sizes: Any, dim: int, start: int, end: int, st
     before = min(max(start + sizes[dim] if start < 0 else start, 0), sizes[dim])
     if step != 1:  # each element among the zeros that were stepped over
         if before < step and grad.shape[dim] * step == sizes[dim]:
-            apart = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
-            return aten.view.default(apart, sizes)
-        apart = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, 0, step - 1)
-        grad = aten.view.default(apart, [*grad.shape[:dim], grad.shape[dim] * step, *grad.shape[dim + 1 :]])
+            spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, before, step - 1 - before)
+            return aten.view.default(spread, sizes)
+        spread = _pad_dim(aten.unsqueeze.default(grad, dim + 1), dim + 1, 0, step - 1)
+        grad = aten.view.default(spread, [*grad.shape[:dim], grad.shape[dim] * step, *grad.shape[dim + 1 :]])
         if (room := sizes[dim] - before) < grad.shape[dim]:
             grad = aten.slice.Tensor(grad, dim, 0, room)
     return _pad_dim(grad, dim, before, sizes[dim] - before - grad.shape[dim])
@@ -159,10 +159,10 @@ def _constant_pad_nd(x: Tensor, pad: Sequence[int], value: Any = 0) -> Any:
 
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Any:
     """One value written where a mask holds is a choice; how many places there are need not be known."""
-    given = [(at, index) for at, index in enumerate(indices) if index is not None]
-    if len(given) != 1 or given[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
+    indexed = [(at, index) for at, index in enumerate(indices) if index is not None]
+    if len(indexed) != 1 or indexed[0][1].dtype != torch.bool or values.numel() != 1 or accumulate:
         return NotImplemented
-    at, mask = given[0]
+    at, mask = indexed[0]
     mask = aten.view.default(mask, [*mask.shape, *[1] * (x.ndim - at - mask.ndim)])
     return aten.where.self(mask, aten.view.default(values, []), x)
 

@@ -48,7 +48,7 @@ class Dtypes:
         Args:
             policy: the `shardc.plan.entries.Precision` of a module, by its path.
         """
-        found: dict[str, ModuleDtypes] = {}
+        module_dtypes: dict[str, ModuleDtypes] = {}
         for path, module in model.named_modules():
             if isinstance(module, InnerTensors):  # which the tensor's class converts
                 continue
@@ -59,35 +59,35 @@ class Dtypes:
             layer = isinstance(holder, _CONTAINERS) and any(True for _ in module.parameters())
             casts = mine.cast_forward_inputs
             takes = mine.param if casts and (outermost or (layer and casts != "model")) else None
-            found[path] = ModuleDtypes(mine.param, mine.buffers, takes, mine.output if outermost else None)
-        return cls(tuple((path, each) for path, each in found.items() if each != ModuleDtypes()))
+            module_dtypes[path] = ModuleDtypes(mine.param, mine.buffers, takes, mine.output if outermost else None)
+        return cls(tuple((path, dtypes) for path, dtypes in module_dtypes.items() if dtypes != ModuleDtypes()))
 
     def shortened(self, repeats: Sequence[Repeat], keep: int) -> Dtypes:
         """Those of the model that is left of a run of ``repeats`` if each keeps its first ``keep`` blocks."""
-        named = [(short_name(path, repeats, keep), each) for path, each in self.modules]
-        return Dtypes(tuple((path, each) for path, each in named if path is not None))
+        named = [(short_name(path, repeats, keep), dtypes) for path, dtypes in self.modules]
+        return Dtypes(tuple((path, dtypes) for path, dtypes in named if path is not None))
 
     def within(self, block: str) -> dict[str, ModuleDtypes]:
         """Those in ``block``, by the path in it."""
         inside = f"{block}."
         return {
-            path.removeprefix(block): each for path, each in self.modules if f"{path}.".startswith(inside)
+            path.removeprefix(block): dtypes for path, dtypes in self.modules if f"{path}.".startswith(inside)
         }  # fmt: skip
 
     def uncast(self, model: nn.Module) -> tuple[str, str]:
         """Which buffers keep another dtype than parameters are cast to, and what to do; ("", "") if there are none."""
-        said = dict(self.modules)
-        params = [each.param for each in said.values() if each.param is not None]
-        found = [
+        by_path = dict(self.modules)
+        params = [dtypes.param for dtypes in by_path.values() if dtypes.param is not None]
+        buffers = [
             (name, x.dtype)
             for name, x in (model.named_buffers() if params else ())
             if x.is_floating_point() and x.dtype not in params
-            and said.get(name.rpartition(".")[0], ModuleDtypes()).buffers is None
+            and by_path.get(name.rpartition(".")[0], ModuleDtypes()).buffers is None
         ]  # fmt: skip
-        if not found:
+        if not buffers:
             return "", ""
-        name, dtype = found[0]
-        more = f", as are {len(found) - 1} more" if len(found) > 1 else ""
+        name, dtype = buffers[0]
+        more = f", as are {len(buffers) - 1} more" if len(buffers) > 1 else ""
         return (
             f"buffer {name!r} is {str(dtype).removeprefix('torch.')}{more}: precision(...) casts no buffers by itself",
             f"cast where the model uses it, or write precision(..., buffers={params[0]})",
@@ -97,13 +97,13 @@ class Dtypes:
     def cast(self, model: nn.Module) -> Iterator[None]:
         """Lets modules cast what they are called with, and what they return."""
         with contextlib.ExitStack() as stack:
-            for path, each in self.modules:
+            for path, dtypes in self.modules:
                 module = model.get_submodule(path)
-                if each.takes is not None:
-                    hook = _takes(each.takes)
+                if dtypes.takes is not None:
+                    hook = _takes(dtypes.takes)
                     stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
-                if each.gives is not None:
-                    stack.enter_context(module.register_forward_hook(_gives(each.gives)))
+                if dtypes.gives is not None:
+                    stack.enter_context(module.register_forward_hook(_gives(dtypes.gives)))
             yield
 
 
@@ -128,8 +128,8 @@ def _floats_to(dtype: torch.dtype, tree: Any) -> Any:
             return tree
         return values if type(tree) is dict else type(tree)(**values)
     if isinstance(tree, (tuple, list)):
-        made = [_floats_to(dtype, x) for x in tree]
-        if all(x is y for x, y in zip(made, tree, strict=True)):
+        items = [_floats_to(dtype, x) for x in tree]
+        if all(x is y for x, y in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree

@@ -74,10 +74,10 @@ def capture_error(
     stack = frames(text) or [f"{frame.filename}:{frame.lineno}" for frame in getattr(error, "real_stack", None) or ()]
     for form in _FAILED:
         if failed := re.search(form, text, re.DOTALL):
-            kept, fix = uncast if "dtype" in failed[2] else ("", "")
-            said = f"{failed[1]} says: {failed[2]}{kept and '; '}{kept}"
+            cause, fix = uncast if "dtype" in failed[2] else ("", "")
+            failure = f"{failed[1]} says: {failed[2]}{cause and '; '}{cause}"
             return CaptureError(
-                f"{type(model).__name__} does not run on {_shown(inputs)}: {said}",
+                f"{type(model).__name__} does not run on {_shown(inputs)}: {failure}",
                 source=users_own(stack) or calling_line(),
                 fix=fix or "pass inputs that it runs on uncompiled, of the same shapes and dtypes",
             )
@@ -167,13 +167,13 @@ def check_dtypes(graph: fx.Graph, uncast: tuple[str, str]) -> None:
     """Raises CaptureError for a product of several dtypes, which fake tensors let pass and no kernel takes."""
     for node in graph.nodes:
         if node.target in _PRODUCTS:
-            found = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
-            if len(found) > 1:
-                kept, fix = uncast
-                given = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
+            dtypes = dict.fromkeys(x.meta["val"].dtype for x in node.all_input_nodes)
+            if len(dtypes) > 1:
+                cause, fix = uncast
+                inputs = [(role(n).name, n.meta["val"]) for n in placeholders(graph, "input")]
                 raise CaptureError(
-                    f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in found)}; the inputs "
-                    f"are {_shown(given)}{kept and '; '}{kept}",
+                    f"{node.target} is given {' and '.join(str(x).removeprefix('torch.') for x in dtypes)}; the inputs "
+                    f"are {_shown(inputs)}{cause and '; '}{cause}",
                     source=info(node).origin.source or calling_line(),
                     fix=fix or "pass inputs of the parameters' dtype, or cast where the model multiplies",
                 )

@@ -24,18 +24,18 @@ def of_transformers(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     norm = dict(self.post_expert_norm.named_parameters()) if self.has_post_expert_norm else {}
     params += [weight.expand(params[0].shape[0], *weight.shape) for weight in norm.values()]  # the same for all
 
-    def one(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+    def expert(rows: Tensor, scale: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         first = F.linear(rows, up.t() if turned else up, biases[0] if bias else None)
         inner = self._apply_gate(first) if gate else self.act_fn(first)
         if self.has_post_expert_norm:
-            made = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
-            own = dict(zip(norm, biases[2:] if bias else biases, strict=True))
-            return functional_call(self.post_expert_norm, own, (made,)) * scale
+            product = F.linear(inner, down.t() if turned else down, biases[1] if bias else None)
+            norm_params = dict(zip(norm, biases[2:] if bias else biases, strict=True))
+            return functional_call(self.post_expert_norm, norm_params, (product,)) * scale
         # The weights are applied to what is narrower than the result, which then need not be kept for their gradient.
-        made = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
-        return made + scale * biases[1] if bias else made
+        product = F.linear((inner * scale).to(inner.dtype), down.t() if turned else down)
+        return product + scale * biases[1] if bias else product
 
-    return expert_markers.apply(one, hidden_states, top_k_index, top_k_weights, params, scaled=True)
+    return expert_markers.apply(expert, hidden_states, top_k_index, top_k_weights, params, scaled=True)
 
 
 def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
@@ -45,19 +45,21 @@ def _interface(self: Any, experts_implementation: str, default: Any) -> Any:
 def other_forms() -> tuple[tuple[Any, str, Any], ...]:
     """Where the experts of libraries that are loaded are looked up, by which name, and what stands there meanwhile."""
     library = sys.modules.get("transformers.integrations.moe")
-    found = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
-    return ((expert_markers, "apply", expert_markers.marked), *found)
+    interfaces = () if library is None else ((library.ExpertsInterface, "get_interface", _interface),)
+    return ((expert_markers, "apply", expert_markers.marked), *interfaces)
 
 
 @contextmanager
 def in_their_place(forms: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Puts each of ``forms``, (where it is looked up, by which name, what stands there meanwhile), in its place."""
-    given = tuple(forms)
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in given]
+    replacements = tuple(forms)
+    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
     try:
-        for owner, name, function in given:
+        for owner, name, function in replacements:
             setattr(owner, name, function)
         yield
     finally:
-        for owner, name, held in before:
-            delattr(owner, name) if held is None else setattr(owner, name, held)  # inherited methods come back by it
+        for owner, name, original in before:
+            delattr(owner, name) if original is None else setattr(
+                owner, name, original
+            )  # inherited methods come back by it

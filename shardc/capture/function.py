@@ -15,9 +15,9 @@ def as_module(function: Callable[..., Any]) -> nn.Module:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    own = inspect.signature(function)
+    signature = inspect.signature(function)
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    forward.__signature__ = own.replace(parameters=[first, *own.parameters.values()])  # type: ignore[attr-defined]
+    forward.__signature__ = signature.replace(parameters=[first, *signature.parameters.values()])  # type: ignore[attr-defined]
     name = getattr(function, "__name__", type(function).__name__)
     cls: Any = type(name, (nn.Module,), {"forward": forward, "__module__": function.__module__})
     return cls()

@@ -114,8 +114,8 @@ def cov(
     total: Any = rows.shape[1] if weights is None else weights.sum()
     centered = rows - ((rows if weights is None else rows * weights).sum(1) / total).unsqueeze(1)
     product = centered.mm((centered if weights is None else centered * weights).t().conj())
-    taken = correction if weights is None or aweights is None else correction * (weights * aweights).sum() / total
-    free = total - taken
+    ddof = correction if weights is None or aweights is None else correction * (weights * aweights).sum() / total
+    free = total - ddof
     return (product / (free.clamp(min=0) if isinstance(free, Tensor) else max(free, 0))).squeeze()
 
 
@@ -133,10 +133,10 @@ def combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> T
     """By places, of which there are as many whatever the values."""
     if input.dim() != 1 or r < 1:
         return _combinations(input, r, with_replacement)
-    again = r - 1 if with_replacement else 0  # of places that may repeat: those of more places, drawn together again
-    every = list(chosen(range(input.shape[0] + again), r))
+    repeats = r - 1 if with_replacement else 0  # of places that may repeat: those of more places, drawn together again
+    every = list(chosen(range(input.shape[0] + repeats), r))
     places = torch.tensor(every, device=input.device, dtype=torch.int64).view(-1, r)
-    return input[places - torch.arange(r, device=input.device) if again else places]
+    return input[places - torch.arange(r, device=input.device) if repeats else places]
 
 
 def chunked_cross_entropy(
@@ -187,11 +187,11 @@ def multilabel_margin_loss(
         raise ValueError(f"the target is of {list(target.shape)}, the input of {list(input.shape)}")
     input, target = torch.atleast_1d(input), torch.atleast_1d(target)
     classes = torch.arange(input.shape[-1], device=target.device)
-    known = (target == -1).cumsum(-1) == 0
-    label = torch.where(known, target, 0)
-    labelled = ((label.unsqueeze(-1) == classes) & known.unsqueeze(-1)).any(-2)
+    is_label = (target == -1).cumsum(-1) == 0
+    label = torch.where(is_label, target, 0)
+    labelled = ((label.unsqueeze(-1) == classes) & is_label.unsqueeze(-1)).any(-2)
     margins = (1.0 - input.gather(-1, label).unsqueeze(-1) + input.unsqueeze(-2)).clamp_min(0)
-    counted = known.unsqueeze(-1) & ~labelled.unsqueeze(-2)
+    counted = is_label.unsqueeze(-1) & ~labelled.unsqueeze(-2)
     return _reduced(torch.where(counted, margins, 0.0).sum((-1, -2)) / input.shape[-1], reduction)
 
 

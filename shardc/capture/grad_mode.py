@@ -36,8 +36,8 @@ class GradMode:
     reentrant checkpoint, which runs without gradients and in backward with.
     """
 
-    def __init__(self, asked: set[Read]) -> None:
-        self._asked = asked
+    def __init__(self, reads: set[Read]) -> None:
+        self._reads = reads
         self._reentrant = 0
         self._inference: list[bool] = []  # the blocks of forward that the trace is in
         self._left = False  # whether forward entered inference_mode(False)
@@ -52,7 +52,7 @@ class GradMode:
             return False
         if self._reentrant:
             raise Unsupported("the grad mode in a reentrant checkpoint")
-        self._asked.add(Read(GRAD_MODE))
+        self._reads.add(Read(GRAD_MODE))
         return True
 
     @contextmanager
@@ -82,8 +82,8 @@ class GradMode:
             return of_context(this, tx, name)
 
         def call_checkpoint(this: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            given = kwargs.get("use_reentrant")
-            reentrant = torch.is_grad_enabled() and (given is None or given.as_python_constant() is not False)
+            flag = kwargs.get("use_reentrant")
+            reentrant = torch.is_grad_enabled() and (flag is None or flag.as_python_constant() is not False)
             self._reentrant += reentrant
             try:
                 result = checkpoint(this, tx, args, kwargs)
@@ -146,7 +146,7 @@ class GradMode:
         recorded = answer.as_python_constant() is _RECORDED[name]
         if not (recorded or view):
             return answer
-        self._asked.add(Read(INFERENCE_MODE))
+        self._reads.add(Read(INFERENCE_MODE))
         if not in_inference_mode():
             return answer
         if self._left or view:

@@ -26,9 +26,9 @@ def refuse_hooks(model: nn.Module) -> None:
         for kind in BACKWARD_HOOKS:
             for hook in getattr(module, kind).values():
                 what = f"module {path!r}" if path else type(model).__name__
-                said = f"{what} has the backward hook {_named(hook)}, which a compiled program cannot run"
-                raise CaptureError(said, source=_line(hook), fix=_BACKWARD_FIX)
-    for hook in chain.from_iterable(held.values() for held in global_hooks()):
+                message = f"{what} has the backward hook {_named(hook)}, which a compiled program cannot run"
+                raise CaptureError(message, source=_line(hook), fix=_BACKWARD_FIX)
+    for hook in chain.from_iterable(hooks.values() for hooks in global_hooks()):
         raise CaptureError(
             f"the hook {_named(hook)} is registered for all modules, which a compiled program cannot run",
             source=_line(hook),

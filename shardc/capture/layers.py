@@ -40,19 +40,19 @@ def other_layers(root: nn.Module) -> Iterator[None]:
                 if library._CAN_RECORD_REGISTRY.get(module):
                     library.maybe_install_capturing_hooks(module)
         for module in root.modules():
-            own = dict(vars(module))
+            attributes = dict(vars(module))
             if isinstance(module, nn.RNNBase):
                 module._init_flat_weights()
-            elif isinstance(module, _BatchNorm) and "forward" not in own and (forward := _other_forward(module)):
+            elif isinstance(module, _BatchNorm) and "forward" not in attributes and (forward := _other_forward(module)):
                 vars(module)["forward"] = MethodType(forward, module)
             else:
                 continue
-            before.append((module, own))
+            before.append((module, attributes))
         yield
     finally:
-        for module, own in before:
+        for module, attributes in before:
             vars(module).clear()
-            vars(module).update(own)
+            vars(module).update(attributes)
 
 
 def _other_forward(module: _BatchNorm) -> Callable[..., Tensor] | None:
@@ -65,10 +65,10 @@ def _cumulative(self: _BatchNorm, input: Tensor) -> Tensor:
     self._check_input_dim(input)
     count, mean, var = self.num_batches_tracked, self.running_mean, self.running_var
     assert count is not None and mean is not None and var is not None
-    own_mean, own_var = torch.zeros_like(mean), torch.zeros_like(var)
-    out = F.batch_norm(input, own_mean, own_var, self.weight, self.bias, True, 1.0, self.eps)
+    batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+    out = F.batch_norm(input, batch_mean, batch_var, self.weight, self.bias, True, 1.0, self.eps)
     with torch.no_grad():
         count.add_(1)
-        mean.add_((own_mean - mean) / count)
-        var.add_((own_var - var) / count)
+        mean.add_((batch_mean - mean) / count)
+        var.add_((batch_var - var) / count)
     return out

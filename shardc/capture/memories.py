@@ -18,11 +18,11 @@ def memories_of(
 ) -> tuple[tuple[Memory, ...], dict[int, str]]:
     """As `returned` takes them, of what Dynamo ran: each op of the model by its name, as one device runs it."""
     plain = [(f"{path}.{key}", x) for path, module in root.named_modules() for key, x in vars(module).items()]
-    held = (*plain, *root.named_parameters(), *root.named_buffers())
-    names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in held}
+    tensors = (*plain, *root.named_parameters(), *root.named_buffers())
+    names = {id(x): places.get(name, name).removeprefix(PREFIX) for name, x in tensors}
     names |= dict(zip(map(id, fakes), inputs, strict=True))
-    taken = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
-    owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in taken if isinstance(x, Tensor)}
+    feeds = zip(traced.graph.find_nodes(op="placeholder"), traced._dynamo_bytecode_flatten(*fakes), strict=True)
+    owners = {_memory(node): names.get(id(x), "a tensor forward reads") for node, x in feeds if isinstance(x, Tensor)}
     tags = traced.graph.find_nodes(op="call_function", target=torch.ops.shardc.tag.default)
     outputs = [tag.args[0] for tag in tags if tag.kwargs.get("name") in (OUTPUT, SAME)]
     return tuple(Memory(_memory(x), *_as_view(x)) for x in outputs), owners

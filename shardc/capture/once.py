@@ -30,7 +30,7 @@ class CaptureOnce:
 
     def __init__(self) -> None:
         self.count = 0
-        self._known: dict[Any, list[tuple[Values, Captured]]] = {}
+        self._cache: dict[Any, list[tuple[Values, Captured]]] = {}
 
     def __call__(
         self,
@@ -45,21 +45,21 @@ class CaptureOnce:
     ) -> Captured:
         """As `capture`."""
         leaves, spec = pytree.tree_flatten((tuple(args), kwargs))
-        held = (*model.named_parameters(), *model.named_buffers())
+        tensors = (*model.named_parameters(), *model.named_buffers())
         inputs = [_described(x) if isinstance(x, Tensor) else repr(x) for x in leaves]
         modes = tuple(module.training for module in model.modules())
         key = (
-            tuple((name, *_described(x)) for name, x in held), modes, tuple(inputs), str(spec), device, loss is None,
+            tuple((name, *_described(x)) for name, x in tensors), modes, tuple(inputs), str(spec), device, loss is None,
             tuple(tags), dtypes,
         )  # fmt: skip
-        for values, known in self._known.get(key, ()):
-            if known.reads.values(model, loss) == values:
-                return replace(known, graph=_copied(known.graph))
+        for values, cached in self._cache.get(key, ()):
+            if cached.reads.values(model, loss) == values:
+                return replace(cached, graph=_copied(cached.graph))
         self.count += 1
-        made = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
-        copy = replace(made, graph=_copied(made.graph))
-        self._known.setdefault(key, []).append((made.reads.values(model, loss), copy))
-        return made
+        captured = capture(model, args, kwargs, device=device, loss=loss, tags=tags, dtypes=dtypes)
+        copy = replace(captured, graph=_copied(captured.graph))
+        self._cache.setdefault(key, []).append((captured.reads.values(model, loss), copy))
+        return captured
 
 
 def _described(x: Tensor) -> tuple[Any, ...]:

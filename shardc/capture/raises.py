@@ -27,10 +27,10 @@ def without_raising() -> Iterator[None]:
     before = [(kind, kind.dispatch_table) for kind in kinds]
     try:
         for kind, table in before:
-            made = list(table)
+            handlers = list(table)
             for code in (dis.opmap[name] for name in _JUMPS if name in dis.opmap):
-                made[code] = _past_raises(table[code])
-            kind.dispatch_table = made
+                handlers[code] = _past_raises(table[code])
+            kind.dispatch_table = handlers
         yield
     finally:
         for kind, table in before:

@@ -46,11 +46,11 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
         aten.bernoulli.default: lambda p: draws.bernoulli(p, p),
         aten.bernoulli.p: draws.bernoulli,
         aten.bernoulli.Tensor: draws.bernoulli,
-        aten.rand.default: lambda size, **how: draws.uniform(size, **_made(how)),
-        aten.rand_like.default: lambda x, **how: draws.uniform(x.shape, **_made(how, x)),
+        aten.rand.default: lambda size, **how: draws.uniform(size, **_factory(how)),
+        aten.rand_like.default: lambda x, **how: draws.uniform(x.shape, **_factory(how, x)),
         aten.uniform.default: lambda x, low=0.0, high=1.0: draws.between(x, low, high),
-        aten.randn.default: lambda size, **how: draws.normal(size, **_made(how)),
-        aten.randn_like.default: lambda x, **how: draws.normal(x.shape, **_made(how, x)),
+        aten.randn.default: lambda size, **how: draws.normal(size, **_factory(how)),
+        aten.randn_like.default: lambda x, **how: draws.normal(x.shape, **_factory(how, x)),
         aten.normal_functional.default: lambda x, mean=0.0, std=1.0: draws.gaussian(x, mean, std),
         aten.normal.Tensor_float: lambda mean, std=1.0: draws.gaussian(mean, mean, std),
         aten.normal.float_Tensor: lambda mean, std: draws.gaussian(std, mean, std),
@@ -58,20 +58,20 @@ def random_decompositions() -> dict[Any, Callable[..., Any]]:
         aten.log_normal.default: lambda x, mean=1.0, std=2.0: aten.exp.default(draws.gaussian(x, mean, std)),
         aten.randint.default: lambda high, size, **how: draws.integers(0, high, size, **how),
         aten.randint.low: lambda low, high, size, **how: draws.integers(low, high, size, **how),
-        aten.randint_like.default: lambda x, high, **how: draws.integers(0, high, x.shape, **_made(how, x)),
-        aten.randint_like.low_dtype: lambda x, low, high, **how: draws.integers(low, high, x.shape, **_made(how, x)),
+        aten.randint_like.default: lambda x, high, **how: draws.integers(0, high, x.shape, **_factory(how, x)),
+        aten.randint_like.low_dtype: lambda x, low, high, **how: draws.integers(low, high, x.shape, **_factory(how, x)),
         aten.randperm.default: draws.permutation,
         aten.exponential.default: draws.exponential,
         aten.geometric.default: draws.geometric,
         aten.cauchy.default: draws.cauchy,
-        aten.normal.float_float: lambda mean, std, size, **how: draws.spread(mean, std, size, **_made(how)),
+        aten.normal.float_float: lambda mean, std, size, **how: draws.spread(mean, std, size, **_factory(how)),
         aten.multinomial.default: draws.multinomial,
         aten.rrelu_with_noise_functional.default: draws.rrelu,
         aten.rrelu_with_noise_backward.default: _rrelu_backward,
     }
 
 
-def _made(how: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
+def _factory(how: dict[str, Any], like: Tensor | None = None) -> dict[str, Any]:
     """The dtype and device that a factory was asked for."""
     dtype = how.get("dtype") or (torch.get_default_dtype() if like is None else like.dtype)
     device = how.get("device") or (torch.device("cpu") if like is None else like.device)
@@ -91,8 +91,8 @@ def refuse_draws(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if not draws(node.target) or node.target.namespace == "shardc_random":
             continue
-        given = arguments_of(node)
-        shares = [given[name] for name in ("dropout_p", "dropout") if name in given]
+        arguments = arguments_of(node)
+        shares = [arguments[name] for name in ("dropout_p", "dropout") if name in arguments]
         attends = "attention" in str(node.target) or "_rnn" in str(node.target)
         if attends and not any(shares):
             continue
@@ -167,9 +167,9 @@ class _Draws:
         sums = aten.cumsum.default(weights, -1, dtype=torch.float64)
         total = aten.slice.Tensor(sums, -1, weights.shape[-1] - 1)
         shape = [*weights.shape[:-1], count]
-        at = aten.mul.Tensor(self.uniform(shape, dtype=torch.float64, device=weights.device), total)
-        found = aten.searchsorted.Tensor(sums, at, right=True)
-        return aten.minimum.default(found, aten.searchsorted.Tensor(sums, total))
+        points = aten.mul.Tensor(self.uniform(shape, dtype=torch.float64, device=weights.device), total)
+        index = aten.searchsorted.Tensor(sums, points, right=True)
+        return aten.minimum.default(index, aten.searchsorted.Tensor(sums, total))
 
     def rrelu(
         self, x: Tensor, noise: Tensor, lower: float = 0.125, upper: float = 1 / 3, training: bool = False
@@ -178,8 +178,8 @@ class _Draws:
         if not training:
             slopes = aten.where.self(aten.gt.Scalar(x, 0), x, aten.mul.Tensor(x, (lower + upper) / 2))
             return slopes, aten.clone.default(noise)
-        one = aten.full.default([], 1, dtype=x.dtype, device=x.device)
-        drawn = aten.where.self(aten.gt.Scalar(x, 0), one, self.between(x, lower, upper))
+        unit = aten.full.default([], 1, dtype=x.dtype, device=x.device)
+        drawn = aten.where.self(aten.gt.Scalar(x, 0), unit, self.between(x, lower, upper))
         return aten.mul.Tensor(x, drawn), drawn
 
     def integers(self, low: int, high: int, size: Shape, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:

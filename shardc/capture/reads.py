@@ -87,10 +87,10 @@ def recorded() -> Iterator[list[Any]]:
 
 def _wrapper_code(model: nn.Module) -> set[CodeType]:
     """The code of the methods of wrapper subclasses, which Dynamo does not go through: their ``__torch_dispatch__``."""
-    held = (*model.parameters(), *model.buffers())
-    classes = {type(inner) for x in held if is_wrapper(x) for inner in with_inner(x) if is_wrapper(inner)}
-    own = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
-    methods = [getattr(value, "__func__", value) for value in own]
+    tensors = (*model.parameters(), *model.buffers())
+    classes = {type(inner) for x in tensors if is_wrapper(x) for inner in with_inner(x) if is_wrapper(inner)}
+    members = [value for cls in classes for base in cls.__mro__ for value in vars(base).values()]
+    methods = [getattr(value, "__func__", value) for value in members]
     return {method.__code__ for method in methods if isinstance(method, FunctionType)}
 
 
@@ -104,21 +104,21 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
     output = trace.graph_capture_output.output_graph
     imported = dict(trace.graph_capture_output.import_sources)
     scopes: dict[str, Any] = {}
-    found = {Read("model", "hooks"), *states}
-    held = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
+    reads = {Read("model", "hooks"), *states}
+    tensor_ids = {id(inner) for x in (*model.parameters(), *model.buffers()) for inner in with_inner(x)}
     modules = set(model.modules())
     for guard in output.guards:
         create = guard.create_fn
-        kind, given = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
+        kind, keywords = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
         lookup = Lookup(model, loss, scopes)
         source = guard.originating_source
         written = source.name if isinstance(source.name, str) else source.name()
         text = _expression(written, imported, output.global_scope, scopes)
         if text is None or kind in _NOT_READS or _MACHINERY.search(text):
             continue
-        what, key = _WHAT.get(kind, "value"), given.get("attr", given.get("key"))
+        what, key = _WHAT.get(kind, "value"), keywords.get("attr", keywords.get("key"))
         if what == "has" and isinstance(key, bytes):  # a variable of the environment, which is there or not
-            found.add(Read(f"{text}[{key!r}]"))
+            reads.add(Read(f"{text}[{key!r}]"))
             continue
         read = Read(text, what, key) if isinstance(key, (bool, int, float, str, type(None))) else Read(text, "keys")
         if read.key == _COMPILED_CALL or (read.what != "value" and _HELD.search(text)):
@@ -131,7 +131,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
         except (AttributeError, KeyError, IndexError, TypeError):
             continue  # such as what the trace put there for itself
         if isinstance(value, Tensor):
-            if id(value) in held:
+            if id(value) in tensor_ids:
                 continue
             if value.requires_grad and not text.startswith("loss"):
                 raise _foreign(text, value, guard)
@@ -139,7 +139,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
                 what, instead = refused
                 fix = f"put in its place {instead.format(text)}"
                 raise CaptureError(f"forward reads {text}, which is {what}", source=_line(guard), fix=fix)
-        found.add(read)
+        reads.add(read)
     codes = traced_code(trace.graph_capture_output)
     _refuse_questions(model, codes)
     traced = {
@@ -147,7 +147,7 @@ def reads_of(trace: Any, model: nn.Module, loss: Any, states: Iterable[Read] = (
         for code in (*codes, *_wrapper_code(model))
         if not is_told(code)
     }
-    ordered = sorted(found, key=lambda read: (read.expression, read.what, repr(read.key)))
+    ordered = sorted(reads, key=lambda read: (read.expression, read.what, repr(read.key)))
     return Reads(tuple(ordered), scopes, tuple(sorted(traced.items())))
 
 
@@ -155,36 +155,38 @@ def expressed(trace: Any, changes: Iterable[Change], reads: Reads) -> list[Chang
     """``changes`` of a trace, named as ``reads`` names things, without those in globals of torch and of libraries."""
     capture = trace.graph_capture_output
     scope, imported = capture.output_graph.global_scope, dict(capture.import_sources)
-    found = []
+    renamed = []
     for change in changes:
-        own, owner = (_expression(x, imported, scope, reads.scopes) for x in (change.expression, change.owner))
-        if own and owner and not any(map(_of_library, re.findall(r"module\('([^']+)'\)", own))):
-            found.append(replace(change, expression=own, owner=owner))
-    return found
+        expression, owner = (_expression(x, imported, scope, reads.scopes) for x in (change.expression, change.owner))
+        if expression and owner and not any(map(_of_library, re.findall(r"module\('([^']+)'\)", expression))):
+            renamed.append(replace(change, expression=expression, owner=owner))
+    return renamed
 
 
 def _of_library(module: str) -> bool:
-    found = sys.modules.get("__main__" if module == MAIN else module)
-    file = getattr(found, "__file__", None) or ""
-    return found is None or is_told_module(found) or f"{os.sep}site-packages{os.sep}" in file
+    loaded = sys.modules.get("__main__" if module == MAIN else module)
+    file = getattr(loaded, "__file__", None) or ""
+    return loaded is None or is_told_module(loaded) or f"{os.sep}site-packages{os.sep}" in file
 
 
 def _expression(text: str, imported: dict[str, str], scope: Any, scopes: Any) -> str | None:
     """The source of a guard in terms of ``model`` and ``loss``; None where it is neither theirs nor a global."""
     text = text.replace(_MODEL, "model").replace(_LOSS, "loss")
 
-    def name(found: re.Match[str]) -> str:
-        if found[1] in imported:
-            return f"module({module_name(imported[found[1]])!r})"
-        if not found[1].startswith("___unnamed_scope"):
-            return found[0]
-        if str(scope[found[1]].get("__name__")).startswith(
+    def name(match: re.Match[str]) -> str:
+        if match[1] in imported:
+            return f"module({module_name(imported[match[1]])!r})"
+        if not match[1].startswith("___unnamed_scope"):
+            return match[0]
+        if str(scope[match[1]].get("__name__")).startswith(
             "namedtuple_"
         ):  # which `namedtuple` made, and nobody changes
             return "G[0]"
-        known = f"globals{list(scopes.values()).index(scope[found[1]])}" if scope[found[1]] in scopes.values() else ""
-        scopes.setdefault(known := known or f"globals{len(scopes)}", scope[found[1]])
-        return f"scope({known!r})"
+        scope_name = (
+            f"globals{list(scopes.values()).index(scope[match[1]])}" if scope[match[1]] in scopes.values() else ""
+        )
+        scopes.setdefault(scope_name := scope_name or f"globals{len(scopes)}", scope[match[1]])
+        return f"scope({scope_name!r})"
 
     text = re.sub(r"G\['(\w+)'\]", name, text)
     return text if text and not re.search(r"\b[LG]\[", text) else None
@@ -212,9 +214,9 @@ def _refuse_questions(model: nn.Module, codes: Iterable[Any]) -> None:
         cls, lost = lost_names(x)
         for code in codes if cls is not type(x) else ():
             texts = (constant for constant in code.co_consts if isinstance(constant, str))
-            if asked := lost.intersection((*code.co_names, *texts)):
+            if used := lost.intersection((*code.co_names, *texts)):
                 raise CaptureError(
-                    f"{code.co_name} asks for {', '.join(sorted(asked))}; {name!r} is a {cls.__name__}, and the "
+                    f"{code.co_name} asks for {', '.join(sorted(used))}; {name!r} is a {cls.__name__}, and the "
                     "tensors of a compiled module are of torch's classes",
                     source=f"{code.co_filename}:{code.co_firstlineno}",
                     fix=f"ask for an attribute of the tensor, as by hasattr({name}, ...): its attributes are kept",

@@ -50,9 +50,9 @@ def _layers(
     """All layers; torch's own form leaves the dropout between them out."""
     input, ways, last = input.transpose(0, 1) if batch_first else input, 1 + bidirectional, []
     for at in range(0, num_layers * ways, ways):
-        made = [layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n)) for n in range(ways)]
-        last += [state for _, state in made]
-        input = torch.cat([out for out, _ in made], -1) if bidirectional else made[0][0]
+        directions = [layer_fn(input, hidden[at + n], params[at + n], has_biases, reverse=bool(n)) for n in range(ways)]
+        last += [state for _, state in directions]
+        input = torch.cat([out for out, _ in directions], -1) if bidirectional else directions[0][0]
         if dropout and train and at + ways < num_layers * ways:
             input = F.dropout(input, dropout)
     return input.transpose(0, 1) if batch_first else input, last

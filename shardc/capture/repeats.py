@@ -29,14 +29,14 @@ _DRAW = {
 @contextlib.contextmanager
 def shortened(model: nn.Module, repeats: Sequence[Repeat], keep: int) -> Iterator[None]:
     """``model`` with the first ``keep`` blocks of each run alone; the children after them are numbered anew."""
-    containers = [(model.get_submodule(each.path), each) for each in repeats]
+    containers = [(model.get_submodule(repeat.path), repeat) for repeat in repeats]
     saved = [dict(container._modules) for container, _ in containers]
     try:
-        for container, each in containers:
+        for container, repeat in containers:
             children = list(container._modules.values())
-            kept = children[: each.first + keep] + children[each.first + each.count :]
+            remaining = children[: repeat.first + keep] + children[repeat.first + repeat.count :]
             container._modules.clear()
-            container._modules.update({str(at): child for at, child in enumerate(kept)})
+            container._modules.update({str(at): child for at, child in enumerate(remaining)})
         yield
     finally:
         for (container, _), before in zip(containers, saved, strict=True):
@@ -62,31 +62,31 @@ def find_repeats(
     """
 
     def record(dtypes: Dtypes) -> Record:
-        made = record_calls(model, args, kwargs, device, loss, dtypes, again=True)
-        return record_calls(model, args, kwargs, device, loss, dtypes, again=False) if made.changed else made
+        calls = record_calls(model, args, kwargs, device, loss, dtypes, reuse=True)
+        return record_calls(model, args, kwargs, device, loss, dtypes, reuse=False) if calls.changed else calls
 
     containers = [(path, size) for path, size in numbered_containers(model) if size > keep]
     if not containers:
         return []
     whole = record(dtypes)
-    found: list[Repeat] = []
+    repeats: list[Repeat] = []
     for path, size in containers:
-        if not any(f"{path}.".startswith(f"{block}.") for each in found for block in each.names()):
+        if not any(f"{path}.".startswith(f"{block}.") for repeat in repeats for block in repeat.names()):
             run = _longest(whole, path, size)
             if run is not None and run.count > keep:
-                found.append(run)
+                repeats.append(run)
     settled = False
-    while found:
-        with shortened(model, found, keep):
-            short = record(dtypes.shortened(found, keep))
-        mine = [Repeat(each.path, each.first, keep) for each in found]
-        if _outside(whole, found) == _outside(short, mine):
+    while repeats:
+        with shortened(model, repeats, keep):
+            short = record(dtypes.shortened(repeats, keep))
+        mine = [Repeat(repeat.path, repeat.first, keep) for repeat in repeats]
+        if _outside(whole, repeats) == _outside(short, mine):
             break
         if not settled:  # a first call may leave things behind that later ones find
             whole, settled = record(dtypes), True
             continue
-        found.pop()  # what comes of fewer blocks is another program: without the innermost, and the last
-    return found
+        repeats.pop()  # what comes of fewer blocks is another program: without the innermost, and the last
+    return repeats
 
 
 def _longest(record: Record, path: str, size: int) -> Repeat | None:
@@ -104,9 +104,9 @@ def _longest(record: Record, path: str, size: int) -> Repeat | None:
     links = [None, *(_link(record, before, after) for before, after in zip(calls, calls[1:], strict=False))]
     runs, first = [], 0
     for at in range(1, size + 1):
-        held = [record.alike[names[i]] for i in (first, at)] if at < size else [None]
-        alike = at < size and held[0] is not None and held[0] == held[1] and bodies[first] == bodies[at]
-        if not alike or (at > first + 1 and links[at] != links[first + 1]):
+        a, b = (record.signatures[names[i]] for i in (first, at)) if at < size else (None, None)
+        matches = a is not None and a == b and bodies[first] == bodies[at]
+        if not matches or (at > first + 1 and links[at] != links[first + 1]):
             runs.append(Repeat(path, first, at - first))
             first = at
     runs = [run for run in runs if run.count > 1 and not _escapes(record, calls, run)]
@@ -123,18 +123,18 @@ def _draws(event: Any) -> bool:
 
 def _canonical(events: Sequence[Any], name_of: Callable[[int, dict[int, int]], Any], extra: Sequence[Any] = ()) -> Any:
     """Events with each tensor replaced by what it is to them: one of their own results, or what ``name_of`` says."""
-    own: dict[int, int] = {}
+    local: dict[int, int] = {}
 
     def frozen(leaves: list[Any]) -> list[Any]:
-        return [name_of(x.at, own) if isinstance(x, Token) else (type(x), x) for x in leaves]
+        return [name_of(x.at, local) if isinstance(x, Token) else (type(x), x) for x in leaves]
 
     out = []
     for func, (args, args_spec), (results, results_spec) in events:
-        taken = frozen(args)
+        frozen_args = frozen(args)
         for x in results:
             if isinstance(x, Token):
-                own.setdefault(x.at, len(own))
-        out.append((func, taken, args_spec, frozen(results), results_spec))
+                local.setdefault(x.at, len(local))
+        out.append((func, frozen_args, args_spec, frozen(results), results_spec))
     return out, frozen(list(extra))
 
 
@@ -142,12 +142,12 @@ def _body(record: Record, call: Block, name: str) -> Any:
     """What a block does, in terms of what it takes and holds."""
     takes = {x.at: at for at, x in enumerate(call.takes) if isinstance(x, Token)}
 
-    def name_of(token: int, own: dict[int, int]) -> Any:
-        if token in record.held and record.held[token].startswith(f"{name}."):
-            return "held", record.held[token].removeprefix(f"{name}.")
+    def name_of(token: int, local: dict[int, int]) -> Any:
+        if token in record.names and record.names[token].startswith(f"{name}."):
+            return "held", record.names[token].removeprefix(f"{name}.")
         if token in takes:
             return "taken", takes[token]
-        return ("own", own[token]) if token in own and record.made[token] >= call.enter else ("other", token)
+        return ("own", local[token]) if token in local and record.producers[token] >= call.enter else ("other", token)
 
     return _canonical(record.events[call.enter : call.exit], name_of, call.gives)
 
@@ -157,12 +157,12 @@ def _link(record: Record, before: Block, after: Block) -> Any:
     gives = {x.at: at for at, x in enumerate(before.gives) if isinstance(x, Token)}
     takes = {x.at: at for at, x in enumerate(before.takes) if isinstance(x, Token)}
 
-    def name_of(token: int, own: dict[int, int]) -> Any:
+    def name_of(token: int, local: dict[int, int]) -> Any:
         if token in gives:
             return "given", gives[token]
         if token in takes:
             return "taken before", takes[token]
-        return ("own", own[token]) if token in own and record.made[token] >= before.exit else ("other", token)
+        return ("own", local[token]) if token in local and record.producers[token] >= before.exit else ("other", token)
 
     return _canonical(record.events[before.exit : after.enter], name_of, after.takes)
 
@@ -171,37 +171,37 @@ def _escapes(record: Record, calls: Sequence[Block], run: Repeat) -> bool:
     """Whether what blocks of a run but the last make is used behind the run."""
     start, last = calls[run.first].enter, calls[run.first + run.count - 1]
     tail = [x for _, (args, _), _ in record.events[last.exit :] for x in args]
-    given = {x.at for x in last.gives if isinstance(x, Token)}
-    used = {x.at for x in (*tail, *record.result[0]) if isinstance(x, Token)} - given - set(record.held)
-    return any(start <= record.made[token] < last.enter for token in used)
+    gives = {x.at for x in last.gives if isinstance(x, Token)}
+    used = {x.at for x in (*tail, *record.result[0]) if isinstance(x, Token)} - gives - set(record.names)
+    return any(start <= record.producers[token] < last.enter for token in used)
 
 
 def _outside(record: Record, repeats: Sequence[Repeat]) -> Any:
     """What a model does but for its repeated blocks."""
     spans = []
-    given: dict[int, Any] = {}
-    for number, each in enumerate(repeats):
-        calls = [record.blocks[name][0] for name in each.names()]
+    gives: dict[int, Any] = {}
+    for number, repeat in enumerate(repeats):
+        calls = [record.blocks[name][0] for name in repeat.names()]
         spans.append((calls[0].enter, calls[-1].exit))
-        given.update({x.at: (number, at) for at, x in enumerate(calls[-1].gives) if isinstance(x, Token)})
-    shifts = {each.prefix: each for each in repeats}
+        gives.update({x.at: (number, at) for at, x in enumerate(calls[-1].gives) if isinstance(x, Token)})
+    shifts = {repeat.prefix: repeat for repeat in repeats}
     inputs = {token: at for at, token in enumerate(record.inputs)}
     events = [e for at, e in enumerate(record.events) if not any(start <= at < end for start, end in spans)]
 
-    def name_of(token: int, own: dict[int, int]) -> Any:
-        if token in record.held:
-            return "held", _behind(record.held[token], shifts)
-        if token in own:
-            return "own", own[token]
-        return ("given", given[token]) if token in given else ("input", inputs.get(token))
+    def name_of(token: int, local: dict[int, int]) -> Any:
+        if token in record.names:
+            return "held", _behind(record.names[token], shifts)
+        if token in local:
+            return "own", local[token]
+        return ("given", gives[token]) if token in gives else ("input", inputs.get(token))
 
     return _canonical(events, name_of, record.result[0])
 
 
 def _behind(name: str, shifts: dict[str, Repeat]) -> str:
     """A held tensor's name, its child counted from the end of the run where it is behind it."""
-    for prefix, each in shifts.items():
+    for prefix, repeat in shifts.items():
         number, dot, rest = name.removeprefix(prefix).partition(".")
-        if name.startswith(prefix) and number.isdecimal() and int(number) >= each.first + each.count:
-            return f"{prefix}+{int(number) - each.first - each.count}{dot}{rest}"
+        if name.startswith(prefix) and number.isdecimal() and int(number) >= repeat.first + repeat.count:
+            return f"{prefix}+{int(number) - repeat.first - repeat.count}{dot}{rest}"
     return name

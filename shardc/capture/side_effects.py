@@ -50,8 +50,8 @@ def side_effects(
                 )
             whose.append(f"{_module(path)} fills its empty buffer {name!r}")
     # Numbers and the like that a module counts, or notes for others, are nothing to a program.
-    own = [change for change in sets if change.owner.startswith("model")]
-    silent = {change.owner for change in own} - {change.owner for change in own if change.tensors}
+    model_changes = [change for change in sets if change.owner.startswith("model")]
+    silent = {change.owner for change in model_changes} - {change.owner for change in model_changes if change.tensors}
     changed = [ref for ref in changed if ref.replace(MODEL, "model") not in silent]
     whose += [_whose(ref) for ref in changed if "_buffers" not in ref and "_parameters" not in ref]
     text = "in forward; the compiled program does not"
@@ -61,12 +61,12 @@ def side_effects(
 def changed_arguments(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> list[ShardcWarning]:
     """A warning for each list or dict among the arguments that the model changes; it runs once more, on fakes."""
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-    held = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
-    if not held:
+    containers = [(name, x, _contents(x)) for root, arg in bound.items() for name, x in _containers(arg, root)]
+    if not containers:
         return []
     with _put_back(model), torch.no_grad(), contextlib.suppress(Exception):  # it was captured: what fails is this look
         model(*args, **kwargs)
-    changed = [name for name, x, before in held if _contents(x) != before]
+    changed = [name for name, x, before in containers if _contents(x) != before]
     text = "in forward; the compiled program does not: return the new value instead"
     return [ShardcWarning(f"the model changes its argument {name} {text}") for name in changed]
 
@@ -124,10 +124,10 @@ def _whose(ref: str) -> str | None:
         file = getattr(sys.modules.get(module), "__file__", None) or ""
         installed = any(file.startswith(folder) for key, folder in get_paths().items() if key in ("purelib", "platlib"))
         return None if installed else f"the model changes globals of {module or scope}{name and f' ({name[1:]})'}"
-    own = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
-    path = ".".join(re.findall(r"_modules\['([^']+)'\]", own[0])[1:])
+    parts = re.split(r"\._(?:forward|backward)(?:_pre)?_hooks", ref)
+    path = ".".join(re.findall(r"_modules\['([^']+)'\]", parts[0])[1:])
     module = _module(path)
-    return f"{module} changes its attributes" if len(own) == 1 else f"a hook of {module} changes variables around it"
+    return f"{module} changes its attributes" if len(parts) == 1 else f"a hook of {module} changes variables around it"
 
 
 def _module(path: str) -> str:

@@ -24,8 +24,8 @@ def line_of(node: fx.Node) -> str:
 
 def users_own(frames: Iterable[str]) -> str:
     """The innermost of ``frames`` that is neither torch's, shardc's nor Python's; empty if there is none."""
-    own = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
-    return own[-1] if own else ""
+    user_frames = [frame for frame in frames if told_place(frame.rpartition(":")[0]) is None]
+    return user_frames[-1] if user_frames else ""
 
 
 def defined_at(function: Any) -> str:

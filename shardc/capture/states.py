@@ -43,14 +43,14 @@ def states_asked() -> Iterator[set[Read]]:
 
     Whether gradients are recorded counts where code asks that is not torch's: torch's own computes the same.
     """
-    asked = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
-    call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(asked)
+    reads = set() if torch.is_grad_enabled() else {Read(GRAD_MODE)}
+    call, grad_mode = TorchInGraphFunctionVariable.call_function, GradMode(reads)
 
     def note(name: str, args: Any, kwargs: Any) -> None:
-        given = [x.as_python_constant() for x in (*args, *kwargs.values())]
-        if not all(isinstance(x, _LITERALS) for x in given):
-            raise Unsupported(f"a state, {name}, of {given}")
-        asked.add(Read(f"{name}({', '.join(map(repr, given))})"))
+        constants = [x.as_python_constant() for x in (*args, *kwargs.values())]
+        if not all(isinstance(x, _LITERALS) for x in constants):
+            raise Unsupported(f"a state, {name}, of {constants}")
+        reads.add(Read(f"{name}({', '.join(map(repr, constants))})"))
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         name = _NAMES.get(self.value)
@@ -75,8 +75,8 @@ def states_asked() -> Iterator[set[Read]]:
     of_numpy = NumpyVariable.call_function
 
     def call_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        if _is_number_of_numpy(self.value) and all(x.is_python_constant() for x in given):
+        operands = (*args, *kwargs.values())
+        if _is_number_of_numpy(self.value) and all(x.is_python_constant() for x in operands):
             number = self.value(
                 *(x.as_python_constant() for x in args),
                 **{name: x.as_python_constant() for name, x in kwargs.items()},
@@ -92,7 +92,7 @@ def states_asked() -> Iterator[set[Read]]:
         patch.object(PolyfilledFunctionVariable, "call_function", of_python(PolyfilledFunctionVariable.call_function)),
         grad_mode.asked_of_tensors(),
     ):
-        yield asked
+        yield reads
 
 
 def _of_torch(path: str) -> Any:
@@ -122,22 +122,26 @@ def computes(gm: fx.GraphModule, numbers: dict[Any, int], with_gradients: bool =
         numbers: of what was met, in this graph and in those that it is compared with.
         with_gradients: otherwise those of the forward.
     """
-    found: dict[fx.Node, int] = {}
+    node_numbers: dict[fx.Node, int] = {}
 
     def of(x: Any) -> Any:
-        return fx.node.map_arg(x, lambda node: f"%{found[node]}")
+        return fx.node.map_arg(x, lambda node: f"%{node_numbers[node]}")
 
     for at, node in enumerate(gm.graph.nodes):
         key: Any = (node.op, at)
         if node.op == "get_attr":
-            held = attrgetter(str(node.target))(gm)
-            key = repr(held.tolist()) if isinstance(held, Tensor) and not isinstance(held, FakeTensor) else id(held)
+            constant = attrgetter(str(node.target))(gm)
+            key = (
+                repr(constant.tolist())
+                if isinstance(constant, Tensor) and not isinstance(constant, FakeTensor)
+                else id(constant)
+            )
         elif node.target is torch.ops.aten.detach.default:
-            found[node] = found[node.args[0]]
+            node_numbers[node] = node_numbers[node.args[0]]
             continue
         elif node.op == "call_function":
             key = str(node.target), repr(of((node.args, node.kwargs)))
-        found[node] = numbers.setdefault(key, len(numbers))
+        node_numbers[node] = numbers.setdefault(key, len(numbers))
     outputs = gm.graph.output_node()
     described = zip(outputs.args[0], outputs.meta["desc"], strict=True)
     return [of(x) for x, desc in described if with_gradients or desc and type(desc).__name__ != "GradAOTOutput"]

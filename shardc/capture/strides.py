@@ -43,17 +43,17 @@ def without_strides(graph: fx.Graph, mode: Any) -> None:
     Raises:
         CaptureError: one that reads memory in which its tensor has no element.
     """
-    found = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
-    if not found:
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (*_READS, *_WRITES)]
+    if not nodes:
         return
     with mode, torch.no_grad():
-        memories = [_memory(node.args[0]) for node in found]
+        memories = [_memory(node.args[0]) for node in nodes]
         now: dict[fx.Node, fx.Node] = {}
-        for node, (base, offset) in zip(found, memories, strict=True):
+        for node, (base, offset) in zip(nodes, memories, strict=True):
             with graph.inserting_before(node):
                 elements = _Elements(graph, node, base, now.get(base, base), offset)
-                made = now[node] = elements.read() if node.target in _READS else elements.written()
-            node.replace_all_uses_with(made)
+                replacement = now[node] = elements.read() if node.target in _READS else elements.written()
+            node.replace_all_uses_with(replacement)
     graph.eliminate_dead_code()
 
 
@@ -68,18 +68,18 @@ class _Elements:
 
     def __init__(self, graph: fx.Graph, node: fx.Node, traced: fx.Node, base: fx.Node, offset: int) -> None:
         self.graph, self.node, self.base = graph, node, base
-        given = arguments_of(node)
-        self.tensor, self.source = given["self"], given.get("src")
-        self.size: list[int] = [int(n) for n in given["size"]]
-        self.stride: list[int] = [int(n) for n in given["stride"]]
-        val, asked = traced.meta["val"], given.get("storage_offset")
-        self.offset = offset if asked is None else int(asked) - val.storage_offset()
+        arguments = arguments_of(node)
+        self.tensor, self.source = arguments["self"], arguments.get("src")
+        self.size: list[int] = [int(n) for n in arguments["size"]]
+        self.stride: list[int] = [int(n) for n in arguments["stride"]]
+        val, storage_offset = traced.meta["val"], arguments.get("storage_offset")
+        self.offset = offset if storage_offset is None else int(storage_offset) - val.storage_offset()
         # The base's dims as they lay in memory, the slowest first.
         self.order = sorted(range(val.ndim), key=lambda dim: (-val.stride(dim), dim))
         last = self.offset + sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True))
         dense = val.permute(self.order).is_contiguous()
         if prod(self.size) and not (dense and 0 <= self.offset and last < val.numel()):
-            name, at = node.target.overloadpacket.__name__, self.offset if asked is None else asked
+            name, at = node.target.overloadpacket.__name__, self.offset if storage_offset is None else storage_offset
             raise CaptureError(
                 f"{name} of sizes {self.size} and strides {self.stride} at {at} reads memory in which the tensor of "
                 f"shape {list(val.shape)} has no element of its own",
@@ -107,9 +107,9 @@ class _Elements:
         else:
             flat = self._call(aten.index_put.default, self._flat(self.base), [self._positions()], self.source)
         whole = self._call(aten.view.default, flat, [base.shape[dim] for dim in self.order])
-        made = self._permuted(whole, _inverse(self.order))
-        assert made.meta["val"].shape == self.tensor.meta["val"].shape, "a view of what is written to"
-        return made
+        result = self._permuted(whole, _inverse(self.order))
+        assert result.meta["val"].shape == self.tensor.meta["val"].shape, "a view of what is written to"
+        return result
 
     def _through_all(self) -> list[int] | None:
         """The dims as they lie in memory, if each element of the base is there once; else None."""
@@ -121,17 +121,17 @@ class _Elements:
 
     def _positions(self) -> fx.Node:
         """int64, of the sizes asked for: where each element stands in the base's memory."""
-        device, made = self.base.meta["val"].device, None
+        device, positions = self.base.meta["val"].device, None
         for dim, (n, step) in enumerate(zip(self.size, self.stride, strict=True)):
             if n == 1:
                 continue
             along = self._call(aten.arange.default, n, dtype=torch.int64, device=device)
             along = self._call(aten.mul.Tensor, along, step)
             along = self._call(aten.view.default, along, [n if at == dim else 1 for at in range(len(self.size))])
-            made = along if made is None else self._call(aten.add.Tensor, made, along)
-        if made is None:
+            positions = along if positions is None else self._call(aten.add.Tensor, positions, along)
+        if positions is None:
             return self._call(aten.full.default, self.size, self.offset, dtype=torch.int64, device=device)
-        return made if not self.offset else self._call(aten.add.Tensor, made, self.offset)
+        return positions if not self.offset else self._call(aten.add.Tensor, positions, self.offset)
 
     def _flat(self, x: fx.Node) -> fx.Node:
         return self._call(aten.reshape.default, self._permuted(x, self.order), [-1])
@@ -140,11 +140,11 @@ class _Elements:
         return x if list(order) == sorted(order) else self._call(aten.permute.default, x, list(order))
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = self.graph.call_function(target, args, kwargs)
-        made.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta = {name: value for name, value in self.node.meta.items() if name != "val"}
         fakes = fx.map_arg((args, kwargs), lambda x: x.meta["val"])
-        made.meta["val"] = target(*fakes[0], **fakes[1])
-        return made
+        node.meta["val"] = target(*fakes[0], **fakes[1])
+        return node
 
 
 def _memory(node: fx.Node) -> tuple[fx.Node, int]:

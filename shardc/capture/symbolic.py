@@ -73,15 +73,15 @@ class SymbolicCapture:
         graph = fx.Graph()
         env: dict[fx.Node, Any] = {}
         for node in traced.graph.graph.nodes:
-            made = node.meta.get("val")
-            if isinstance(made, _SYMBOLIC) and node.op == "call_function":
-                env[node] = _number(made, values)
+            value = node.meta.get("val")
+            if isinstance(value, _SYMBOLIC) and node.op == "call_function":
+                env[node] = _number(value, values)
                 continue
             copy = env[node] = graph.node_copy(node, lambda n: env[n])
             copy.args, copy.kwargs = _plain(copy.args), _plain(copy.kwargs)
-            if made is not None:
+            if value is not None:
                 with mode:
-                    copy.meta["val"] = pytree.tree_map(lambda x: _at(x, values), made)
+                    copy.meta["val"] = pytree.tree_map(lambda x: _at(x, values), value)
         return replace(traced, graph=fx.GraphModule(traced.graph, graph), fake_mode=mode).annotated()
 
 
@@ -107,17 +107,17 @@ def capture_symbolic(
     """
     env = ShapeEnv()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    made: dict[str, SymInt] = {}
+    symints: dict[str, SymInt] = {}
     hints: dict[int, str] = {}
 
     def size(name: str, value: int) -> SymInt:
         first = hints.setdefault(value, name)
-        if first not in made:
+        if first not in symints:
             source = ConstantSource(name)
             symbol = env.create_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-            made[first] = env.create_symintnode(symbol, hint=value, source=source)
-        made[name] = made[first]
-        return made[name]
+            symints[first] = env.create_symintnode(symbol, hint=value, source=source)
+        symints[name] = symints[first]
+        return symints[name]
 
     def fake(name: str, x: Tensor) -> Tensor:
         named = dynamic.get(name, {})
@@ -125,38 +125,38 @@ def capture_symbolic(
         return torch.empty(shape, dtype=x.dtype, device=device).requires_grad_(x.requires_grad)
 
     traced = trace(model, args, kwargs, device, loss, tags, dtypes, mode, fake)
-    asked = [*_asked(traced.dynamo.shape_env, hints, made), *_asked(env, hints, made)]
+    guards = [*_guards_of(traced.dynamo.shape_env, hints, symints), *_guards_of(env, hints, symints)]
     symbols: dict[str, sympy.Symbol] = {}
-    for name, symint in made.items():
+    for name, symint in symints.items():
         expr = env.replace(symint.node._expr)
         if not isinstance(expr, sympy.Symbol):
-            raise _fixed(model, asked, name, symint.node._expr, expr)
+            raise _fixed(model, guards, name, symint.node._expr, expr)
         symbols[name] = expr
-    return SymbolicCapture(traced, symbols, tuple(_conditions(env, symbols, asked)))
+    return SymbolicCapture(traced, symbols, tuple(_conditions(env, symbols, guards)))
 
 
-def _asked(env: Any, hints: Mapping[int, str], made: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
+def _guards_of(env: Any, hints: Mapping[int, str], symints: Mapping[str, SymInt]) -> list[tuple[sympy.Basic, str]]:
     """What was looked at in ``env``, in the symbols of ``made``, each with its line.
 
     Dynamo has symbols of its own for the sizes of inputs; the numbers that they stand for tell which is which.
     """
-    known = getattr(env, "backed_var_to_val", None) or env.var_to_val
-    ours = {symbol: made[hints[int(value)]].node._expr for symbol, value in known.items() if int(value) in hints}
+    backed = getattr(env, "backed_var_to_val", None) or env.var_to_val
+    ours = {symbol: symints[hints[int(value)]].node._expr for symbol, value in backed.items() if int(value) in hints}
     return [(guard.expr.xreplace(ours), str(guard.sloc.maybe_user_loc or "")) for guard in env.guards]
 
 
 def _conditions(
-    env: ShapeEnv, symbols: Mapping[str, sympy.Symbol], asked: Sequence[tuple[sympy.Basic, str]]
+    env: ShapeEnv, symbols: Mapping[str, sympy.Symbol], guards: Sequence[tuple[sympy.Basic, str]]
 ) -> list[Condition]:
     names = {symbol: sympy.Symbol(name) for name, symbol in reversed(list(symbols.items()))}
-    found = list(asked)
+    relations = list(guards)
     for symbol in names:
-        known = env.var_to_range[symbol]
+        bounds = env.var_to_range[symbol]
         # Torch takes 0 and 1 for sizes of their own: what has one element is broadcast.
-        found.append((sympy.Ge(symbol, max(int(known.lower), 2)), ""))
+        relations.append((sympy.Ge(symbol, max(int(bounds.lower), 2)), ""))
     out: dict[str, Condition] = {}
-    for relation, source in found:
-        relation = relation.xreplace({one: env.replace(one) for one in relation.free_symbols})
+    for relation, source in relations:
+        relation = relation.xreplace({free: env.replace(free) for free in relation.free_symbols})
         if relation != sympy.true:
             text = str(relation.xreplace(names))
             out.setdefault(text, Condition(text, source, relation))
@@ -164,9 +164,9 @@ def _conditions(
 
 
 def _fixed(
-    model: nn.Module, asked: Sequence[tuple[sympy.Basic, str]], name: str, symbol: sympy.Basic, value: sympy.Basic
+    model: nn.Module, guards: Sequence[tuple[sympy.Basic, str]], name: str, symbol: sympy.Basic, value: sympy.Basic
 ) -> CaptureError:
-    source = next((line for relation, line in asked if symbol in relation.free_symbols and line), None)
+    source = next((line for relation, line in guards if symbol in relation.free_symbols and line), None)
     return CaptureError(
         f"{type(model).__name__} works at one size of {name!r} only: it must be {value}",
         source=source,

@@ -78,7 +78,7 @@ def _replace(values: Any, tag: Tag) -> Any:
         tensors = tensors[tag.index : tag.index + 1]
     else:
         tensors = [at for at in tensors if at == tag.index]
-    made = dict(values) if type(values) is dict else values if isinstance(values, dict) else list(values)
+    items = dict(values) if type(values) is dict else values if isinstance(values, dict) else list(values)
     for at in tensors:
-        made[at] = mark(values[at], tag.name)
-    return tuple(made) if isinstance(values, tuple) else made
+        items[at] = mark(values[at], tag.name)
+    return tuple(items) if isinstance(values, tuple) else items

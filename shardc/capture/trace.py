@@ -167,8 +167,8 @@ class Traced(Captured):
         annotate(self.graph, self.inputs, self.names, self.stored)
         refuse_higher_order(self.graph.graph)
         check_dtypes(self.graph.graph, self.uncast)
-        made = Captured(*(getattr(self, field.name) for field in fields(Captured)))
-        return replace(made, returned=returned(self.graph.graph, self.memories, self.owners))
+        captured = Captured(*(getattr(self, field.name) for field in fields(Captured)))
+        return replace(captured, returned=returned(self.graph.graph, self.memories, self.owners))
 
 
 def capture(
@@ -229,7 +229,7 @@ def trace(
     places = {PREFIX + name: PREFIX + first for name, first in first_places(model).items()}
     model = faked(model, mode, device, dtypes)
     root = _Root(model, flat, input_spec, loss)
-    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as said:
+    with contextlib.ExitStack() as stack, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         stack.enter_context(dtypes.cast(model))  # before what a plan names: its layout is that of the cast tensor
         stack.enter_context(tagged(root, tags))
@@ -243,7 +243,7 @@ def trace(
         with mode:
             fakes = [fake(name, x) for name, x in named]
         try:
-            with recorded() as traces, changes_recorded() as sets, states_asked() as asked:
+            with recorded() as traces, changes_recorded() as sets, states_asked() as states:
                 traced = dynamo_graph_capture_for_export(root)(*fakes)
             memories, owners = memories_of(traced, root, places, fakes, inputs)
             # Backward runs outside of the autocast that forward runs in, as torch advises.
@@ -257,15 +257,15 @@ def trace(
         except Exception as error:  # of Dynamo, of torch's fake kernels, of the model
             raise capture_error(model, error, loss, named, uncast) from error
         with mode:
-            changes = side_effects([str(each.message) for each in said], model, lambda: root(*fakes), sets)
+            changes = side_effects([str(warning.message) for warning in caught], model, lambda: root(*fakes), sets)
             changes += changed_arguments(model, *root.arguments(fakes)[:2])
-        of_trace = [warning.message for warning in said if isinstance(warning.message, ShardcWarning)]
+        of_trace = [warning.message for warning in caught if isinstance(warning.message, ShardcWarning)]
         changes += {str(warning): warning for warning in of_trace}.values()
         changes += prints(traced_code(traces[-1].graph_capture_output))
-    reads = reads_of(traces[-1], model, loss, asked)
+    reads = reads_of(traces[-1], model, loss, states)
     records = torch.is_grad_enabled()
 
-    def again(constants: dict[str, Any], grad: bool = records) -> Reads | None:
+    def retrace(constants: dict[str, Any], grad: bool = records) -> Reads | None:
         with assigned(template, constants), torch.set_grad_enabled(grad), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they were given
             try:
@@ -273,13 +273,13 @@ def trace(
             except ShardcError:
                 return None
         numbers: dict[Any, int] = {}
-        one, two = (computes(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
-        return other.reads if one == two else None
+        first, second = (computes(gm, numbers, grad == records) for gm in (other.graph, joint.graph_module))
+        return other.reads if first == second else None
 
     codes = traced_code(traces[-1].graph_capture_output)
     sets = expressed(traces[-1], sets, reads)
-    reads = changed_reads(sets, reads, model, loss, codes, again if settles else lambda _: None)
-    if settles and records and reads.grad_mode and (other := again({}, grad=False)) is not None:
+    reads = changed_reads(sets, reads, model, loss, codes, retrace if settles else lambda _: None)
+    if settles and records and reads.grad_mode and (other := retrace({}, grad=False)) is not None:
         both = reads.joined(other)  # the same is computed without gradients: one program is enough
         reads = reads if both is None else replace(both, entries=tuple(x for x in both.entries if x != Read(GRAD_MODE)))
     for warning in changes:
@@ -331,34 +331,34 @@ def _logging() -> set[Any]:
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """op overload -> decomposition, for AOTAutograd."""
-    known = [getattr(torch.ops.aten, name) for name in FROM_TORCH if hasattr(torch.ops.aten, name)]
-    return {**get_decompositions(known), **OWN, **random_decompositions()}
+    ops = [getattr(torch.ops.aten, name) for name in FROM_TORCH if hasattr(torch.ops.aten, name)]
+    return {**get_decompositions(ops), **OWN, **random_decompositions()}
 
 
 def faked(model: nn.Module, mode: FakeTensorMode, device: torch.device, dtypes: Dtypes) -> nn.Module:
     """A copy of ``model`` whose parameters and buffers are fake on ``device``."""
-    said = dict(dtypes.modules)
+    by_path = dict(dtypes.modules)
 
     def fake(name: str, tensor: Tensor) -> Tensor:
-        wanted, is_param = said.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
+        wanted, is_param = by_path.get(name.rpartition(".")[0], ModuleDtypes()), isinstance(tensor, nn.Parameter)
         like = tensor.detach()
         with mode:
-            made = fake_like(like, device, wanted.param if is_param else wanted.buffers)
-            return nn.Parameter(made, requires_grad=tensor.requires_grad) if is_param else made
+            fake_tensor = fake_like(like, device, wanted.param if is_param else wanted.buffers)
+            return nn.Parameter(fake_tensor, requires_grad=tensor.requires_grad) if is_param else fake_tensor
 
-    made = clone_tree(model, fake)
+    copy = clone_tree(model, fake)
 
     def outer(path: str, inner: InnerTensors) -> Tensor:
-        wanted = said.get(path, ModuleDtypes())
+        wanted = by_path.get(path, ModuleDtypes())
         with mode:
             return inner.outer(dtype=wanted.param if inner.is_param else wanted.buffers)
 
-    unflatten(made, outer)
-    for module in made.modules():
+    unflatten(copy, outer)
+    for module in copy.modules():
         for key, value in vars(module).items():
             if isinstance(value, Tensor):
                 vars(module)[key] = as_plain(value)
-    return made
+    return copy
 
 
 def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], extra: int = 0) -> list[str]:
@@ -367,16 +367,16 @@ def input_names(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], e
     Args:
         extra: how many of ``args``, at the end, are the loss's: these are named ``target``, or ``target0`` and so on.
     """
-    own = len(args) - extra
+    model_args = len(args) - extra
     names: list[str] = []
     for parameter in inspect.signature(model.forward).parameters.values():
         if parameter.kind is parameter.VAR_POSITIONAL:
-            names += [f"{parameter.name}.{at}" for at in range(own - len(names))]
+            names += [f"{parameter.name}.{at}" for at in range(model_args - len(names))]
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             names.append(parameter.name)
-    names = [*names[:own], *(["target"] if extra == 1 else [f"target{at}" for at in range(extra)])]
+    names = [*names[:model_args], *(["target"] if extra == 1 else [f"target{at}" for at in range(extra)])]
     out = []
     for group, first, *rest in leaf_paths((tuple(args), dict(kwargs))):
         out.append(".".join(map(str, [names[first] if group == 0 else first, *rest])))
-    held = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return [f"{name}.input" if name in held else name for name in out]
+    tensor_names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return [f"{name}.input" if name in tensor_names else name for name in out]
